@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device can do. The one place of the library that knows devices; importing it touches none."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device's facts, as far as an operator's numbers or choice of kernel depend on them.
+
+    Attributes:
+        arch: "cpu", "sm_90", "gfx942", ...
+        fp8_dtype: the E4M3 flavour of the matrix units, or OCP where there are none.
+        fp8_units: whether the matrix units multiply FP8. Without them FP8 is decoded to 16 bits in the kernel.
+        fp8_cast: whether Triton compiles a conversion from float to FP8 for it.
+        tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
+        gpu: whether Triton kernels run on it.
+    """
+
+    arch: str
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    fp8_units: bool = False
+    fp8_cast: bool = False
+    tma: bool = False
+    gpu: bool = True
+
+
+CPU = Hardware("cpu", gpu=False)
+
+_AMD = {
+    # CDNA2 has no FP8 units; Triton converts in software.
+    "gfx90a": Hardware("gfx90a", fp8_cast=True),
+    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True),
+    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True),
+}
+
+
+def amd(arch: str) -> Hardware:
+    """Facts of an AMD architecture by its name as the driver gives it ("gfx942:sramecc+:xnack-")."""
+    name = arch.split(":")[0]
+    if name not in _AMD:
+        raise ValueError(f"{name} is not supported: llm-quant-rocm knows {', '.join(_AMD)}")
+    return _AMD[name]
+
+
+def nvidia(major: int, minor: int) -> Hardware:
+    """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator with 9.0."""
+    fp8 = (major, minor) >= (8, 9)
+    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=major >= 9)
+
+
+@cache
+def _gpu(index: int) -> Hardware:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return amd(properties.gcnArchName)
+    return nvidia(properties.major, properties.minor)
+
+
+def detect(device: torch.device) -> Hardware:
+    """Facts of `device`. Asks the driver once per GPU.
+
+    Raises:
+        ValueError: an AMD GPU that the library does not know.
+    """
+    if device.type != "cuda":
+        return CPU
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of per-token FP8 activations and per-channel FP8 weights, scales and bias in the epilogue.
+
+One kernel serves decode and prefill, on NVIDIA and AMD; `GemmConfig` says how it is cut. A program walks over
+output tiles; the scales factor out of the sum over K, so the loop multiplies bare codes and the epilogue applies them
+in fp32. With `split_k` > 1 every program sums a part of K into an fp32 workspace and a second kernel adds the parts in
+a fixed order: the result does not depend on which program finished first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.decode import e4m3_to_fp16
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How the product is cut.
+
+    Attributes:
+        block_m, block_n, block_k: one step of the loop multiplies [block_m, block_k] by [block_k, block_n].
+        group_m: tiles of M that run together over the same columns, for the L2 cache.
+        split_k: programs that share one output tile's sum over K.
+        swap_ab: multiply W . X^T, so that N fills the matrix unit's long side when M is small.
+        tma: load tiles by descriptor (hardware.tma); needs rows of a multiple of 16 bytes.
+        programs: programs per multiprocessor that walk over the tiles; 0 starts one program a tile.
+        stages, warps: Triton's num_stages and num_warps.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    group_m: int = 8
+    split_k: int = 1
+    swap_ab: bool = False
+    tma: bool = False
+    programs: int = 0
+
+
+def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
+    """A sound choice for shapes and devices that nobody has measured."""
+    if m <= 64:
+        block_m = max(16, triton.next_power_of_2(m))
+        split_k = max(1, min(8, 256 * 64 // max(n, 1), k // 1024))
+        swap = hardware.tma
+        return GemmConfig(
+            block_m, 64, 128, 6 if hardware.tma else 2, 4, 1, split_k, swap, hardware.tma and k % 16 == 0
+        )
+    if hardware.tma:
+        return GemmConfig(128, 128 if m <= 256 else 256, 128, 4, 4 if m <= 256 else 8, tma=k % 16 == 0)
+    if not hardware.fp8_units:
+        return GemmConfig(64, 128, 64, 2, 4)
+    return GemmConfig(128, 128, 128, 2, 4)
+
+
+@triton.jit
+def ptpc_gemm_kernel(
+    x, w, xscale_ptr, wscale_ptr, bias_ptr, out_ptr, M, N, K, x_stride, w_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """x and w are tensor descriptors with TMA, pointers otherwise; out is the workspace with SPLIT_K > 1."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    split = tl.program_id(1)
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
+    first = split * steps * BLOCK_K
+    last = tl.minimum(first + steps * BLOCK_K, K)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT):
+        group = tile // (GROUP_M * tiles_n)
+        group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        tile_m = group * GROUP_M + (tile % (GROUP_M * tiles_n)) % group_rows
+        tile_n = (tile % (GROUP_M * tiles_n)) // group_rows
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if not TMA:
+            # Rows beyond the edge read row 0 again, and are not stored: no mask in the loop.
+            depth = tl.arange(0, BLOCK_K)
+            x_rows = x + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * x_stride
+            w_rows = w + tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * w_stride
+        if SWAP_AB:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+            if TMA:
+                a = x.load([tile_m * BLOCK_M, k])
+                b = w.load([tile_n * BLOCK_N, k])
+            elif EVEN_K:
+                a = tl.load(x_rows + (k + depth)[None, :])
+                b = tl.load(w_rows + (k + depth)[None, :])
+            else:
+                a = tl.load(x_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
+                b = tl.load(w_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
+            if DECODE:
+                a = e4m3_to_fp16(a)
+                b = e4m3_to_fp16(b)
+            if SWAP_AB:
+                acc = tl.dot(b, a.T, acc)
+            else:
+                acc = tl.dot(a, b.T, acc)
+        if SWAP_AB:
+            out = acc.T
+        else:
+            out = acc
+        # Recomputed here: kept across the loop, they would cost registers.
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        if SPLIT_K > 1:
+            place += split.to(tl.int64) * M * N
+        else:
+            out *= tl.load(xscale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            out *= tl.load(wscale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+            if HAS_BIAS:
+                out += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def split_k_kernel(
+    partial_ptr, xscale_ptr, wscale_ptr, bias_ptr, out_ptr, M, N,
+    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Adds the parts [SPLIT_K, M, N] in order and applies the epilogue."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < N
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(SPLIT_K):
+        total += tl.load(partial_ptr + (part * M.to(tl.int64) + row) * N + columns, mask=inside, other=0.0)
+    total *= tl.load(xscale_ptr + row)
+    total *= tl.load(wscale_ptr + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def ptpc_gemm(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    hardware: Hardware,
+    config: GemmConfig,
+) -> torch.Tensor:
+    """Product [M, N] of xq [M, K] and wq [N, K], both with contiguous rows; xscale [M, 1], wscale [N, 1], bias [N]."""
+    (m, k), n = xq.shape, wq.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=xq.device)
+    split_k = min(config.split_k, triton.cdiv(k, config.block_k))
+    target = out if split_k == 1 else torch.empty((split_k, m, n), dtype=torch.float32, device=xq.device)
+    decode = not hardware.fp8_units
+    tma = config.tma and hardware.tma and not decode and not (xq.stride(0) % 16 or wq.stride(0) % 16)
+    tma = tma and not (xq.data_ptr() % 16 or wq.data_ptr() % 16)
+    x, w = (xq.view(torch.uint8), wq.view(torch.uint8)) if decode else (xq, wq)
+    if tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        x = TensorDescriptor.from_tensor(xq, [config.block_m, config.block_k])
+        w = TensorDescriptor.from_tensor(wq, [config.block_n, config.block_k])
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    programs = tiles
+    if config.programs:
+        sms = torch.cuda.get_device_properties(xq.device).multi_processor_count
+        programs = min(tiles, config.programs * sms)
+    ptpc_gemm_kernel[(programs, split_k)](
+        x, w, xscale, wscale, bias, target, m, n, k, xq.stride(0), wq.stride(0),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
+        HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    if split_k > 1:
+        split_k_kernel[(m, triton.cdiv(n, 1024))](
+            target, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024
+        )  # fmt: skip
+    return out

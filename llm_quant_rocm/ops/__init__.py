@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators: torch.library operators with fakes, safe under torch.compile and CUDA graphs, on CPU and GPU."""
+
+from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8 as per_token_quant_fp8
+from llm_quant_rocm.ops.ptpc_gemm import prepare_ptpc_weight as prepare_ptpc_weight
+from llm_quant_rocm.ops.ptpc_gemm import ptpc_gemm as ptpc_gemm
+from llm_quant_rocm.ops.ptpc_gemm import ptpc_linear as ptpc_linear
+from llm_quant_rocm.ops.rms_norm_quant import rms_norm_quant_fp8 as rms_norm_quant_fp8

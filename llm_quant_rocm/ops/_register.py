@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an operator becomes a torch.library operator: one definition for every device, with a fake for tracing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("llm_quant_rocm", "FRAGMENT")
+
+
+def register(
+    schema: str, validate: Callable[..., None], implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Registers llm_quant_rocm::NAME by its `schema` and returns the operator.
+
+    All three functions take the operator's arguments. `validate` raises on arguments that do not fit, before either of
+    the others; inside the operator, so that torch.compile does not trace it. `fake` gives outputs of the right shape,
+    dtype and device without data. The operator stays one node of a traced graph; nothing in it synchronizes, so it
+    can be captured in a CUDA graph.
+    """
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            validate(*args)
+            return function(*args)
+
+        return run
+
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, checked(implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"llm_quant_rocm::{name}", checked(fake), lib=_LIBRARY)
+    return getattr(torch.ops.llm_quant_rocm, name).default
+
+
+def check(condition: bool, error: type[Exception], message: Callable[[], str]) -> None:
+    """Raises `error` with the message unless `condition` holds; the message is built only then."""
+    if not condition:
+        raise error(message())

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the row kernels (quantization, normalization) can be asked, and what their Triton backend refuses."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from llm_quant_rocm import backends
+from llm_quant_rocm.hardware import Hardware
+
+HALF_OR_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
+# kernels.per_token_quant keeps a row in registers; repeated here because importing the kernel imports Triton.
+MAX_COLUMNS = 65536
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """A call's facts that decide its backend."""
+
+    hardware: Hardware
+    columns: int
+
+
+def triton_refusal(call: RowCall) -> str | None:
+    """Why the Triton kernel cannot serve the call."""
+    if not call.hardware.gpu:
+        return "Triton kernels run on a GPU"
+    if not call.hardware.fp8_cast:
+        return f"Triton has no conversion to FP8 for {call.hardware.arch}"
+    if call.columns > MAX_COLUMNS:
+        return f"rows of more than {MAX_COLUMNS} columns do not fit in registers"
+    return backends.missing("triton")
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [M, K] with a contiguous last dimension, copied only where it must be."""
+    flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()

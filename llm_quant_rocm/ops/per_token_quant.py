@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-token FP8 quantization."""
+
+from functools import cache
+
+import torch
+
+from llm_quant_rocm import hardware, reference
+from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_of, triton_refusal
+
+
+def _triton(x: torch.Tensor, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
+    from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+
+    return per_token_quant_fp8(x, fmt)
+
+
+BACKENDS = (
+    Backend("triton", triton_refusal, _triton),
+    Backend("reference", lambda call: None, reference.per_token_quant_fp8),
+)
+
+
+@cache
+def _choose(call: RowCall) -> Choice:
+    return choose("per_token_quant", BACKENDS, call)
+
+
+def _validate(x: torch.Tensor) -> None:
+    check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"per_token_quant_fp8: x is {x.dtype}, not bf16, fp16 or fp32")
+    check(x.dim() > 0, ValueError, lambda: "per_token_quant_fp8: x is a scalar; it needs a last dimension to quantize")
+
+
+def _implementation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    call = RowCall(hardware.detect(x.device), x.shape[-1])
+    q, scale = _choose(call).backend.run(rows_of(x), fp8.of_dtype(call.hardware.fp8_dtype))
+    return q.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.empty(x.shape, dtype=hardware.detect(x.device).fp8_dtype, device=x.device)
+    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+_operator = register("per_token_quant_fp8(Tensor x) -> (Tensor, Tensor)", _validate, _implementation, _fake)
+
+
+def per_token_quant_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 codes [..., K] and fp32 scales [..., 1] of x [..., K], one scale a row, as formats/fp8.py defines them.
+
+    x is bf16, fp16 or fp32, on any device, with any strides and any number of rows, none included. The codes have the
+    E4M3 flavour of x's device.
+
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: x has no dimension.
+    """
+    return _operator(x)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of per-token FP8 activations and per-channel FP8 weights, and the linear layer made of it."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from llm_quant_rocm import hardware, reference, tuning
+from llm_quant_rocm.backends import Backend, Choice, choose, missing
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.ops import _aiter
+from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
+from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8
+
+ROW = "row"
+LAYOUTS = (ROW, _aiter.LAYOUT)
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """A call's facts that decide its backend."""
+
+    device: torch.device
+    m: int
+    n: int
+    k: int
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    layout: str
+
+    @property
+    def hardware(self) -> hardware.Hardware:
+        return hardware.detect(self.device)
+
+
+def _aiter_refusal(call: GemmCall) -> str | None:
+    if call.layout != _aiter.LAYOUT:
+        return _aiter.refusal(call.device) or "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
+    return None if call.out_dtype in (torch.bfloat16, torch.float16) else f"it has no {call.out_dtype} output"
+
+
+def _not_rows(call: GemmCall) -> str | None:
+    return None if call.layout == ROW else f"the weight was shuffled for aiter ({call.layout})"
+
+
+def _torch_refusal(call: GemmCall) -> str | None:
+    if not call.hardware.gpu:
+        return "torch._scaled_mm with a scale a row needs a GPU"
+    if not call.hardware.fp8_units:
+        return f"{call.hardware.arch} has no FP8 units"
+    if call.out_dtype != torch.bfloat16:
+        return "torch._scaled_mm with a scale a row has bf16 output only"
+    if call.bias_dtype not in (None, torch.bfloat16):
+        return "torch._scaled_mm takes a bf16 bias only"
+    if call.n % 16 or call.k % 16:
+        return "torch._scaled_mm needs N and K to be multiples of 16"
+    return _not_rows(call)
+
+
+def _triton_refusal(call: GemmCall) -> str | None:
+    if not call.hardware.gpu:
+        return "Triton kernels run on a GPU"
+    if not call.hardware.fp8_units and call.hardware.fp8_dtype != torch.float8_e4m3fn:
+        return f"{call.hardware.arch} has no FP8 units, and only OCP codes are decoded"
+    return missing("triton") or _not_rows(call)
+
+
+def _run_torch(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch._scaled_mm(
+        xq.contiguous(), wq.t(), xscale, wscale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=True
+    )
+
+
+def _run_triton(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    from llm_quant_rocm.kernels import ptpc_gemm as kernel
+
+    device = hardware.detect(xq.device)
+    config = _config(device, xq.shape[0], *wq.shape)
+    return kernel.ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
+
+
+@cache
+def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
+    from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig, default_config
+
+    measured = tuning.lookup("ptpc_gemm", device.arch, m, n, k)
+    return GemmConfig(**measured.config) if measured else default_config(device, m, n, k)
+
+
+BACKENDS = (
+    Backend("aiter", _aiter_refusal, _aiter.gemm),
+    Backend("torch", _torch_refusal, _run_torch),
+    Backend("triton", _triton_refusal, _run_triton),
+    Backend("reference", _not_rows, reference.ptpc_gemm),
+)
+
+
+@cache
+def _choose(call: GemmCall) -> Choice:
+    measured = tuning.lookup("ptpc_gemm", call.hardware.arch, call.m, call.n, call.k)
+    return choose("ptpc_gemm", BACKENDS, call, measured.backend if measured else None)
+
+
+def _validate(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    layout: str,
+) -> None:
+    name = "ptpc_gemm"
+    for label, codes in (("xq", xq), ("wq", wq)):
+        fp8.of_dtype(codes.dtype)
+        flavour = hardware.detect(codes.device).fp8_dtype
+        check(
+            codes.dtype == flavour,
+            TypeError,
+            lambda: (  # noqa: B023
+                f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; "  # noqa: B023
+                "convert a checkpoint with formats.fp8.ocp_to_fnuz"
+            ),
+        )
+    check(
+        xq.dim() > 0 and wq.dim() == 2 and xq.shape[-1] == wq.shape[1],
+        ValueError,
+        lambda: f"{name}: xq {tuple(xq.shape)} and wq {tuple(wq.shape)} do not fit: [..., K] and [N, K] are needed",
+    )
+    check(
+        xscale.dtype == wscale.dtype == torch.float32,
+        TypeError,
+        lambda: f"{name}: scales are fp32, not {xscale.dtype} and {wscale.dtype}",
+    )
+    check(
+        xscale.shape == (*xq.shape[:-1], 1) and wscale.shape == (wq.shape[0], 1),
+        ValueError,
+        lambda: (
+            f"{name}: xscale {tuple(xscale.shape)} and wscale {tuple(wscale.shape)} must be "
+            f"{(*xq.shape[:-1], 1)} and {(wq.shape[0], 1)}"
+        ),
+    )
+    check(
+        bias is None or (bias.shape == wq.shape[:1] and bias.dtype in HALF_OR_SINGLE),
+        ValueError,
+        lambda: f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(wq.shape[:1])}",
+    )
+    check(out_dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
+    tensors = {"xscale": xscale, "wq": wq, "wscale": wscale, "bias": bias}
+    for label, tensor in tensors.items():
+        check(
+            tensor is None or tensor.device == xq.device,
+            ValueError,
+            lambda: f"{name}: {label} is on {tensor.device}, xq on {xq.device}; move them to one device",  # noqa: B023
+        )
+    check(layout in LAYOUTS, ValueError, lambda: f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    check(
+        layout != ROW or wq.stride(1) == 1 or wq.numel() == 0,
+        ValueError,
+        lambda: f"{name}: wq must have contiguous rows; it has strides {wq.stride()}",
+    )
+
+
+def _implementation(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    layout: str,
+) -> torch.Tensor:
+    n, k = wq.shape
+    shape = (*xq.shape[:-1], n)
+    rows = rows_of(xq)
+    if 0 in (rows.shape[0], n, k):
+        out = xq.new_zeros(shape, dtype=out_dtype)
+        return out if bias is None else out + bias.to(out_dtype)
+    call = GemmCall(xq.device, rows.shape[0], n, k, out_dtype, None if bias is None else bias.dtype, layout)
+    xscale, wscale = xscale.reshape(-1, 1).contiguous(), wscale.contiguous()
+    return _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype).view(shape)
+
+
+_operator = register(
+    "ptpc_gemm(Tensor xq, Tensor xscale, Tensor wq, Tensor wscale, Tensor? bias, ScalarType out_dtype, str layout)"
+    " -> Tensor",
+    _validate,
+    _implementation,
+    lambda xq, xscale, wq, wscale, bias, out_dtype, layout: xq.new_empty(
+        (*xq.shape[:-1], wq.shape[0]), dtype=out_dtype
+    ),
+)
+
+
+def prepare_ptpc_weight(wq: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """wq [N, K] in the layout that the best GEMM of its device reads, and the layout's name for `ptpc_gemm`.
+
+    Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter.
+    """
+    n, k = wq.shape
+    if n % 16 or k % 32 or _aiter.refusal(wq.device):
+        return wq, ROW
+    return _aiter.shuffle_weight(wq), _aiter.LAYOUT
+
+
+def ptpc_gemm(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    layout: str = ROW,
+) -> torch.Tensor:
+    """(xq . wq^T) * xscale * wscale^T + bias, accumulated in fp32: [..., N] in `out_dtype` (bf16, fp16 or fp32).
+
+    xq [..., K] and wq [N, K] are E4M3 codes of the device's flavour, xscale [..., 1] and wscale [N, 1] fp32, bias [N].
+    Any number of rows, none included, and any N and K. `layout` is what `prepare_ptpc_weight` returned with wq.
+    On Hopper the matrix units add FP8 products with fewer bits than fp32 ("fast accumulation"), in every backend.
+
+    Raises:
+        TypeError: a dtype, or an FP8 flavour that the device does not compute in.
+        ValueError: shapes or devices do not fit, or an unknown layout.
+    """
+    return _operator(xq, xscale, wq, wscale, bias, out_dtype, layout)
+
+
+def ptpc_linear(
+    x: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    layout: str = ROW,
+) -> torch.Tensor:
+    """x . (wq * wscale)^T + bias [..., N], in x's dtype, with x [..., K] quantized per token on the way.
+
+    Arguments and errors are those of `per_token_quant_fp8` and `ptpc_gemm`.
+    """
+    xq, xscale = per_token_quant_fp8(x)
+    return ptpc_gemm(xq, xscale, wq, wscale, bias, x.dtype, layout)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each operator computes: pure torch on any device, the oracle of the kernels."""
+
+from llm_quant_rocm.reference.per_token_quant import per_token_quant_fp8 as per_token_quant_fp8
+from llm_quant_rocm.reference.ptpc_gemm import ptpc_gemm as ptpc_gemm
+from llm_quant_rocm.reference.rms_norm_quant import rms_norm_quant_fp8 as rms_norm_quant_fp8
