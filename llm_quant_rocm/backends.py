@@ -47,7 +47,9 @@ def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | N
     names = [backend.name for backend in backends]
     if forced and forced not in names:
         raise ValueError(f"{variable}={forced}: {operator} has the backends {', '.join(names)}")
-    candidates = [b for b in backends if b.name == forced] if forced else sorted(backends, key=lambda b: b.name != first)
+    candidates = (
+        [b for b in backends if b.name == forced] if forced else sorted(backends, key=lambda b: b.name != first)
+    )
     passed_over: list[tuple[str, str]] = []
     for backend in candidates:
         reason = backend.refusal(call)

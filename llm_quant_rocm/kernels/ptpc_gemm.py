@@ -49,9 +49,7 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
         block_m = max(16, triton.next_power_of_2(m))
         split_k = max(1, min(8, 256 * 64 // max(n, 1), k // 1024))
         swap = hardware.tma
-        return GemmConfig(
-            block_m, 64, 128, 6 if hardware.tma else 2, 4, 1, split_k, swap, hardware.tma and k % 16 == 0
-        )
+        return GemmConfig(block_m, 64, 128, 6 if hardware.tma else 2, 4, 1, split_k, swap, hardware.tma and k % 16 == 0)
     if hardware.tma:
         return GemmConfig(128, 128 if m <= 256 else 256, 128, 4, 4 if m <= 256 else 8, tma=k % 16 == 0)
     if not hardware.fp8_units:
@@ -106,10 +104,7 @@ def ptpc_gemm_kernel(
                 acc = tl.dot(b, a.T, acc)
             else:
                 acc = tl.dot(a, b.T, acc)
-        if SWAP_AB:
-            out = acc.T
-        else:
-            out = acc
+        out = acc.T if SWAP_AB else acc
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)

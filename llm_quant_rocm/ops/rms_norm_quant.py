@@ -36,7 +36,9 @@ def _choose(call: RowCall) -> Choice:
 def _validate(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> None:
     name = "rms_norm_quant_fp8"
     check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: x is {x.dtype}, not bf16, fp16 or fp32")
-    check(weight.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: weight is {weight.dtype}, not bf16, fp16 or fp32")
+    check(
+        weight.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: weight is {weight.dtype}, not bf16, fp16 or fp32"
+    )
     check(
         x.dim() > 0 and weight.shape == x.shape[-1:],
         ValueError,

@@ -11,8 +11,8 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised rows and the sum they were computed from, both [..., K] in x's dtype T:
 
-        z = T(x + residual)                                   (x itself without a residual)
-        n = T(z / sqrt(mean(z * z) + eps) * weight)           in fp32, rounded once
+    z = T(x + residual)                                   (x itself without a residual)
+    n = T(z / sqrt(mean(z * z) + eps) * weight)           in fp32, rounded once
     """
     z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = z.float()
