@@ -34,25 +34,36 @@ def candidates(m: int) -> list[GemmConfig]:
     found = []
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
-        for block_n, block_k, stages, split in itertools.product((64, 128), (128, 256), (3, 4, 6, 8), (1, 2, 4)):
-            if (block_m + block_n) * block_k * stages <= 200 * 1024 and block_n * block_k * stages >= 32 * 1024:
-                found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, split, True, True))
+        for block_n, block_k, stages in itertools.product((64, 128), (128, 256), (3, 4, 5, 6, 8)):
+            if 32 * 1024 <= (block_m + block_n) * block_k * stages <= 200 * 1024:
+                found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True))
+                if block_n == 128:
+                    found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True, 1, True))
+        for block_n, block_k, stages in itertools.product((16, 32, 64), (128, 256), (4, 6)):
+            if (64 + block_n) * block_k * stages <= 200 * 1024:
+                found.append(GemmConfig(64, block_n, block_k, stages, 4, 1, 1, False, True))
     if 64 <= m <= 512:
-        tiles = ((64, 128), (64, 256), (128, 128), (64, 64), (128, 64), (128, 256))
-        for (block_m, block_n), stages, split in itertools.product(tiles, (4, 5), (1, 2, 3)):
-            warps = 8 if block_m * block_n >= 128 * 256 else 4
-            if (block_m + block_n) * 128 * stages <= 220 * 1024 and (m < 512 or split == 1):
-                found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, split, False, True))
-                if block_m == 64 and m <= 128:
-                    found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, split, True, True))
-    if m >= 256:
-        for (block_m, block_n), stages, group, programs in itertools.product(
-            ((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16), (0, 1)
-        ):
-            if block_m * block_n < 128 * 256 and (stages, group) != (4, 8):
+        tiles = ((64, 128), (64, 256), (128, 128), (64, 64), (128, 64), (128, 256), (256, 128))
+        for (block_m, block_n), stages in itertools.product(tiles, (3, 4, 5)):
+            if (block_m + block_n) * 128 * stages > 220 * 1024:
                 continue
             warps = 8 if block_m * block_n >= 128 * 256 else 4
-            found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, programs))
+            found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True))
+            if block_m == 64 and m <= 128:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, True, True))
+            if block_m >= 128:
+                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, False, True, p, True) for p in (0, 1)]
+            if block_n >= 128 and m <= 256:
+                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, True, True, p, True) for p in (0, 1)]
+    if m >= 256:
+        for (block_m, block_n), stages, group in itertools.product(
+            ((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16)
+        ):
+            found.append(GemmConfig(block_m, block_n, 128, stages, 4, group, 1, False, True, 1, True))
+            warps = 8 if block_m * block_n >= 128 * 256 else 4
+            if stages == 3 or group == 8:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
+    found = list(dict.fromkeys(found))
     return found
 
 
