@@ -102,10 +102,12 @@ def main() -> None:
     parser.add_argument("--layers", default=",".join(harness.LAYERS))
     parser.add_argument("--ms", default=",".join(map(str, MS)))
     parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--no-specialize", action="store_true", help="leave out warp-specialized candidates")
     parser.add_argument("--keep", type=int, default=3, help="candidates that go on to the careful timing")
     args = parser.parse_args()
     ms = [int(m) for m in args.ms.split(",")]
-    every = sorted({c for m in ms for c in candidates(m)}, key=str)
+    tried = {m: [c for c in candidates(m) if not (args.no_specialize and c.warp_specialize)] for m in ms}
+    every = sorted({c for m in ms for c in tried[m]}, key=str)
     began = time.time()
     import multiprocessing
 
@@ -127,7 +129,7 @@ def main() -> None:
                 return [lambda w=w: run(xq, xscale, *w, config) for w in weights]
 
             rough = {}
-            for config in candidates(m):
+            for config in tried[m]:
                 if str(config) in bad:
                     continue
                 try:
