@@ -37,8 +37,6 @@ def candidates(m: int) -> list[GemmConfig]:
         for block_n, block_k, stages in itertools.product((64, 128), (128, 256), (3, 4, 5, 6, 8)):
             if 32 * 1024 <= (block_m + block_n) * block_k * stages <= 200 * 1024:
                 found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True))
-                if block_n == 128:
-                    found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True, 1, True))
         for block_n, block_k, stages in itertools.product((16, 32, 64), (128, 256), (4, 6)):
             if (64 + block_n) * block_k * stages <= 200 * 1024:
                 found.append(GemmConfig(64, block_n, block_k, stages, 4, 1, 1, False, True))
@@ -51,18 +49,16 @@ def candidates(m: int) -> list[GemmConfig]:
             found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True))
             if block_m == 64 and m <= 128:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, True, True))
-            if block_m >= 128:
-                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, False, True, p, True) for p in (0, 1)]
-            if block_n >= 128 and m <= 256:
-                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, True, True, p, True) for p in (0, 1)]
+            if block_m * block_n >= 128 * 128:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True, 1))
     if m >= 256:
         for (block_m, block_n), stages, group in itertools.product(
             ((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16)
         ):
-            found.append(GemmConfig(block_m, block_n, 128, stages, 4, group, 1, False, True, 1, True))
             warps = 8 if block_m * block_n >= 128 * 256 else 4
-            if stages == 3 or group == 8:
-                found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
+            found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
+            if m <= 1024 and group == 8:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 2))
     found = list(dict.fromkeys(found))
     return found
 
@@ -102,12 +98,10 @@ def main() -> None:
     parser.add_argument("--layers", default=",".join(harness.LAYERS))
     parser.add_argument("--ms", default=",".join(map(str, MS)))
     parser.add_argument("--workers", type=int, default=10)
-    parser.add_argument("--no-specialize", action="store_true", help="leave out warp-specialized candidates")
     parser.add_argument("--keep", type=int, default=3, help="candidates that go on to the careful timing")
     args = parser.parse_args()
     ms = [int(m) for m in args.ms.split(",")]
-    tried = {m: [c for c in candidates(m) if not (args.no_specialize and c.warp_specialize)] for m in ms}
-    every = sorted({c for m in ms for c in tried[m]}, key=str)
+    every = sorted({c for m in ms for c in candidates(m)}, key=str)
     began = time.time()
     import multiprocessing
 
@@ -129,7 +123,7 @@ def main() -> None:
                 return [lambda w=w: run(xq, xscale, *w, config) for w in weights]
 
             rough = {}
-            for config in tried[m]:
+            for config in candidates(m):
                 if str(config) in bad:
                     continue
                 try:
@@ -151,8 +145,15 @@ def main() -> None:
                 {"n": n, "k": k, "m": m, "backend": "torch" if theirs < ours else "triton"}
                 | {"config": {f: v for f, v in dataclasses.asdict(winner).items()}}
             )
-            log.append({"layer": layer, "m": m, "triton_us": ours, "torch_us": theirs,
-                        "rough": [(str(c), rough[c]) for c in sorted(rough, key=rough.__getitem__)[:12]]})
+            log.append(
+                {
+                    "layer": layer,
+                    "m": m,
+                    "triton_us": ours,
+                    "torch_us": theirs,
+                    "rough": [(str(c), rough[c]) for c in sorted(rough, key=rough.__getitem__)[:12]],
+                }
+            )
             print(
                 f"{layer:8} m={m:5} triton {ours:8.1f} us, torch {theirs:8.1f} us, ratio {theirs / ours:.3f}  {winner} "
                 f"({len(rough)} tried, {time.time() - began:.0f} s)",
