@@ -105,10 +105,7 @@ def ptpc_gemm_kernel(
             if DECODE:
                 a = e4m3_to_fp16(a)
                 b = e4m3_to_fp16(b)
-            if SWAP_AB:
-                acc = tl.dot(b, a.T, acc)
-            else:
-                acc = tl.dot(a, b.T, acc)
+            acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b.T, acc)
         out = acc.T if SWAP_AB else acc
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
