@@ -17,6 +17,7 @@ class Hardware:
         fp8_units: whether the matrix units multiply FP8. Without them FP8 is decoded to 16 bits in the kernel.
         fp8_cast: whether Triton compiles a conversion from float to FP8 for it.
         tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
+        pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
         gpu: whether Triton kernels run on it.
     """
 
@@ -25,6 +26,7 @@ class Hardware:
     fp8_units: bool = False
     fp8_cast: bool = False
     tma: bool = False
+    pdl: bool = False
     gpu: bool = True
 
 
@@ -47,9 +49,10 @@ def amd(arch: str) -> Hardware:
 
 
 def nvidia(major: int, minor: int) -> Hardware:
-    """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator with 9.0."""
+    """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and
+    programmatic dependent launch with 9.0."""
     fp8 = (major, minor) >= (8, 9)
-    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=major >= 9)
+    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=major >= 9, pdl=major >= 9)
 
 
 @cache

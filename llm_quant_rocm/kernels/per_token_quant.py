@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
+from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels.fp8_row import quantize_row
+from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
 # The row stays in registers between its maximum and its quotients: 32 warps of 32 lanes hold this many fp32 values.
 MAX_COLUMNS = 65536
@@ -14,8 +16,11 @@ MAX_COLUMNS = 65536
 
 @triton.jit
 def per_token_quant_kernel(
-    x_ptr, q_ptr, scale_ptr, columns, x_stride, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, q_ptr, scale_ptr, columns, x_stride,
+    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        programmatic_launch()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -38,7 +43,9 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, 
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         block, warps = row_launch(columns)
+        device = detect(x.device)
         per_token_quant_kernel[(rows,)](
-            x, q, scale, columns, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block, num_warps=warps
+            x, q, scale, columns, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
+            PDL=device.pdl, num_warps=warps, **pdl_option(device),
         )  # fmt: skip
     return q, scale

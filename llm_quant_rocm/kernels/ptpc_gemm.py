@@ -15,6 +15,7 @@ import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
+from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class GemmConfig:
         swap_ab: multiply W . X^T, so that N fills the matrix unit's long side when M is small.
         tma: load tiles by descriptor (hardware.tma); needs rows of a multiple of 16 bytes.
         programs: programs per multiprocessor that walk over the tiles; 0 starts one program a tile.
+        warp_specialize: one warp group loads while two multiply (Hopper; needs `tma` and 4 warps).
         stages, warps: Triton's num_stages and num_warps.
     """
 
@@ -41,6 +43,7 @@ class GemmConfig:
     swap_ab: bool = False
     tma: bool = False
     programs: int = 0
+    warp_specialize: bool = False
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
@@ -57,21 +60,26 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     return GemmConfig(128, 128, 128, 2, 4)
 
 
-@triton.jit
+# The number of rows changes with every batch: specializing on it would compile in the middle of serving.
+@triton.jit(do_not_specialize=["M"])
 def ptpc_gemm_kernel(
     x, w, xscale_ptr, wscale_ptr, bias_ptr, out_ptr, M, N, K, x_stride, w_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr
+    HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, pointers otherwise; out is the workspace with SPLIT_K > 1."""
+    if PDL:
+        programmatic_launch()
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     split = tl.program_id(1)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     first = split * steps * BLOCK_K
     last = tl.minimum(first + steps * BLOCK_K, K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT and not WARP_SPECIALIZE,
+                         warp_specialize=WARP_SPECIALIZE):  # fmt: skip
         group = tile // (GROUP_M * tiles_n)
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         tile_m = group * GROUP_M + (tile % (GROUP_M * tiles_n)) % group_rows
@@ -120,12 +128,14 @@ def ptpc_gemm_kernel(
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def split_k_kernel(
     partial_ptr, xscale_ptr, wscale_ptr, bias_ptr, out_ptr, M, N,
-    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Adds the parts [SPLIT_K, M, N] in order and applies the epilogue."""
+    if PDL:
+        programmatic_launch()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
@@ -173,10 +183,12 @@ def ptpc_gemm(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
-        num_warps=config.warps, num_stages=config.stages,
+        WARP_SPECIALIZE=config.warp_specialize and tma, PDL=hardware.pdl,
+        num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
     )  # fmt: skip
     if split_k > 1:
         split_k_kernel[(m, triton.cdiv(n, 1024))](
-            target, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024
+            target, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024,
+            PDL=hardware.pdl, **pdl_option(hardware),
         )  # fmt: skip
     return out

@@ -6,15 +6,20 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
+from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels.fp8_row import quantize_row
+from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import row_launch
 
 
 @triton.jit
 def rms_norm_quant_kernel(
     x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, sum_ptr, columns, x_stride, residual_stride, eps,
-    HAS_RESIDUAL: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr
+    HAS_RESIDUAL: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        programmatic_launch()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -46,9 +51,11 @@ def rms_norm_quant_fp8(
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows:
         block, warps = row_launch(columns)
+        device = detect(x.device)
         added = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
             x, added, weight, q, scale, total, columns, x.stride(0), added.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block, num_warps=warps
+            HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
+            PDL=device.pdl, num_warps=warps, **pdl_option(device),
         )  # fmt: skip
     return q, scale, total
