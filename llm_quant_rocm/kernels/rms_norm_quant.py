@@ -30,7 +30,7 @@ def rms_norm_quant_kernel(
         rounded = z.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         z = rounded.to(tl.float32)
-    variance = tl.math.div_rn(tl.sum(z * z, axis=0), columns.to(tl.float32))
+    variance = tl.math.div_rn(tl.sum(z * z, axis=0), tl.cast(columns, tl.float32))  # columns = 1 is a plain int
     inverse = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
     normed = (z * inverse * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
     quotient, scale = quantize_row(normed, FP8_MAX, MIN_SCALE)
