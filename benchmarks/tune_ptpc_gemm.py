@@ -47,6 +47,8 @@ def candidates(m: int) -> list[GemmConfig]:
                 continue
             warps = 8 if block_m * block_n >= 128 * 256 else 4
             found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True))
+            if block_m * block_n == 128 * 128:
+                found.append(GemmConfig(block_m, block_n, 128, stages, 8, 8, 1, False, True))
             if block_m == 64 and m <= 128:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, True, True))
             if block_m * block_n >= 128 * 128:
@@ -59,6 +61,11 @@ def candidates(m: int) -> list[GemmConfig]:
             found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
             if m <= 1024 and group == 8:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 2))
+    if m >= 128:
+        for block_m, block_n, stages, warps in (
+            (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (256, 128, 2, 8), (64, 256, 2, 4)
+        ):  # fmt: skip
+            found += [GemmConfig(block_m, block_n, 256, stages, warps, 8, 1, False, True, p) for p in (0, 1)]
     found = list(dict.fromkeys(found))
     return found
 
