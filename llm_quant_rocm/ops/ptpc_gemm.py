@@ -128,15 +128,17 @@ def _validate(
 ) -> None:
     name = "ptpc_gemm"
     for label, codes in (("xq", xq), ("wq", wq)):
-        fp8.of_dtype(codes.dtype)
         flavour = hardware.detect(codes.device).fp8_dtype
+        check(
+            codes.dtype in (fp8.OCP.dtype, fp8.FNUZ.dtype),
+            TypeError,
+            lambda: f"{name}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8",  # noqa: B023
+        )
+        cure = "convert it with formats.fp8.ocp_to_fnuz" if flavour == fp8.FNUZ.dtype else "quantize it for this device"
         check(
             codes.dtype == flavour,
             TypeError,
-            lambda: (  # noqa: B023
-                f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; "  # noqa: B023
-                "convert a checkpoint with formats.fp8.ocp_to_fnuz"
-            ),
+            lambda: f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}",  # noqa: B023
         )
     check(
         xq.dim() > 0 and wq.dim() == 2 and xq.shape[-1] == wq.shape[1],
