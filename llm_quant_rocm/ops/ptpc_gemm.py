@@ -36,8 +36,11 @@ class GemmCall:
 
 
 def _aiter_refusal(call: GemmCall) -> str | None:
+    unusable = _aiter.refusal(call.device)
+    if unusable:
+        return unusable
     if call.layout != _aiter.LAYOUT:
-        return _aiter.refusal(call.device) or "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
+        return "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
     return None if call.out_dtype in (torch.bfloat16, torch.float16) else f"it has no {call.out_dtype} output"
 
 
