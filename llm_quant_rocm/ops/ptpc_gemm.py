@@ -199,6 +199,7 @@ def _implementation(
         return out if bias is None else out + bias.to(out_dtype)
     call = GemmCall(xq.device, rows.shape[0], n, k, out_dtype, None if bias is None else bias.dtype, layout)
     xscale, wscale = xscale.reshape(-1, 1).contiguous(), wscale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     return _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype).view(shape)
 
 
