@@ -9,7 +9,7 @@ import torch
 
 from llm_quant_rocm import hardware, ops, tuning
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.ops import ptpc_gemm as operator
+from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, GemmCall
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, integer_product, product64, random_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -24,8 +24,8 @@ def run(backend: str, operands: tuple[torch.Tensor, ...], bias: torch.Tensor | N
     xq, xscale, wq, wscale = (tensor.cuda() for tensor in operands)
     bias = None if bias is None else bias.cuda()
     bias_dtype = None if bias is None else bias.dtype
-    call = operator.GemmCall(xq.device, *xq.shape[:1], *wq.shape, out_dtype, bias_dtype, "row")
-    chosen = next(candidate for candidate in operator.BACKENDS if candidate.name == backend)
+    call = GemmCall(xq.device, *xq.shape[:1], *wq.shape, out_dtype, bias_dtype, "row")
+    chosen = next(candidate for candidate in BACKENDS if candidate.name == backend)
     reason = chosen.refusal(call)
     if reason:
         pytest.skip(reason)
