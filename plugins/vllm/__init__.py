@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM plugin: `--quantization ptpc_fp8`, by vLLM's public hooks alone.
+
+vLLM calls `register` in each of its processes through the entry point `vllm.general_plugins`.
+"""
+
+import logging
+from functools import cache
+
+import vllm
+from packaging.version import InvalidVersion, Version
+
+# Read and tested on these: docs/vllm.md says how, by version.
+FIRST_SUPPORTED = "0.26"
+FIRST_UNSUPPORTED = "0.34"
+
+logger = logging.getLogger("llm_quant_rocm")
+
+
+def register() -> None:
+    """Make the method `ptpc_fp8` known to vLLM. May be called any number of times; touches no GPU."""
+    _log_where_vllm_logs()
+    _warn_of_other_versions(vllm.__version__)
+
+    # Here, not above: vLLM's quantization package is only complete once its own start-up has reached the plugins.
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from llm_quant_rocm_vllm.ptpc_fp8 import NAME, PtpcFp8Config
+
+    register_quantization_config(NAME)(PtpcFp8Config)
+
+
+def _log_where_vllm_logs() -> None:
+    """vLLM handles its own loggers alone, and sets them up after this: below them, the library's lines are seen."""
+    logger.parent = logging.getLogger("vllm")
+
+
+@cache
+def _warn_of_other_versions(version: str) -> None:
+    """One warning where vLLM is outside the supported range; the plugin still tries."""
+    try:
+        supported = Version(FIRST_SUPPORTED).release <= Version(version).release < Version(FIRST_UNSUPPORTED).release
+    except InvalidVersion:
+        supported = False
+    if not supported:
+        logger.warning(
+            "llm-quant-rocm supports vLLM %s up to, not including, %s; this is vLLM %s. Continuing; "
+            "if it fails, install a supported vLLM",
+            FIRST_SUPPORTED,
+            FIRST_UNSUPPORTED,
+            version,
+        )

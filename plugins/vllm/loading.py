@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the linear and the mixture-of-experts method share: checks of checkpoint tensors, and their quantization."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.platforms import current_platform
+
+from llm_quant_rocm.formats import fp8
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+    """vLLM's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
+
+    `name` gets the loader's arguments after the tensor and returns the tensor's name.
+    """
+
+    @wraps(loader)  # vLLM binds arguments by the loader's signature
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if loaded_weight.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name(*args, **kwargs)} is {loaded_weight.dtype} in the checkpoint, and ptpc_fp8 quantizes bf16, "
+                "fp16 and fp32 weights: serve the unquantized checkpoint, or this one with its own method"
+            )
+        return loader(param, loaded_weight, *args, **kwargs)
+
+    return load
+
+
+def quantize_weight(
+    weight: torch.Tensor, name: str, name_of_row: Callable[[int], str], group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., N, K] and fp32 scales [..., N, 1] of weight [..., N, K], in the flavour of its device.
+
+    `group` holds the ranks among which K is sharded: the scales are then those of the whole rows, whatever the
+    number of ranks. `name` is the weight's, `name_of_row` that of the checkpoint tensor of a row (of all leading
+    dimensions flattened).
+
+    Raises:
+        ValueError: the weight is not where vLLM computes, or a row holds NaN or inf (on every rank of `group`).
+    """
+    if weight.device.type != current_platform.device_type:
+        raise ValueError(
+            f"{name} is on {weight.device}, and this vLLM computes on {current_platform.device_type}: "
+            "it must be there to be quantized; load without a device of your own choice"
+        )
+    amax = fp8.row_amax(weight)
+    # Collectives need not carry NaN through a maximum; they do carry inf.
+    amax = torch.where(amax.isfinite(), amax, torch.inf)
+    if group is not None:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    broken = amax.isinf().flatten().nonzero()
+    if broken.numel():
+        raise ValueError(
+            f"{name_of_row(int(broken[0]))} holds NaN or inf (in {broken.numel()} rows), which FP8 cannot carry: "
+            "the checkpoint is broken, or its values overflow the model's dtype; fetch it again, or try another --dtype"
+        )
+    return fp8.quantize_rows(weight, fp8.for_device(weight.device), amax)

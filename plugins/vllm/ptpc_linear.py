@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of `ptpc_fp8`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import replace_parameter
+
+from llm_quant_rocm import ops
+from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
+
+if TYPE_CHECKING:
+    from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
+
+
+class PtpcFp8LinearMethod(LinearMethodBase):
+    """Serves one linear layer. Its weight is declared on the meta device and comes to life, in the checkpoint's
+    precision, only when the checkpoint's last piece of it arrives; it is then quantized and dropped.
+
+    The served layer holds `weight` [N, K] E4M3, in the layout `ptpc_layout`, and `weight_scale` [N, 1] fp32, where
+    N and K are this rank's share.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
+        super().__init__()
+        self.config = config
+        self.prefix = prefix
+        self.input_is_sharded = False
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        # Attributes that vLLM's other parts (LoRA, MLA) read from a quantized layer.
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        layer.orig_dtype = params_dtype
+
+        self.input_is_sharded = input_size_per_partition != input_size
+        weight = ModelWeightParameter(
+            data=torch.empty(
+                layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
+            ),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=refusing_other_dtypes(extra_weight_attrs["weight_loader"], self._name_of_shard),
+        )
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # vLLM sets this mark back when it reloads weights.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.config.report()
+
+        def name_of_row(row: int) -> str:
+            ends = torch.tensor(layer.logical_widths).cumsum(0)
+            shard = int(torch.searchsorted(ends, row, right=True))
+            return f"{self.config.shard_name(self.prefix, shard)}.weight"
+
+        group = get_tp_group().device_group if self.input_is_sharded else None
+        codes, scale = quantize_weight(layer.weight, f"{self.prefix}.weight", name_of_row, group)
+        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        replace_parameter(layer, "weight", codes)
+        replace_parameter(layer, "weight_scale", scale)
+        layer._already_called_process_weights_after_loading = True
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+
+    def _name_of_shard(self, shard: str | int | None = None) -> str:
+        """The tensor's name by vLLM's shard id: a number, one of "q", "k", "v", or None for the whole layer."""
+        index = {"q": 0, "k": 1, "v": 2}.get(shard, shard) if isinstance(shard, str) else shard
+        name = self.prefix if not isinstance(index, int) else self.config.shard_name(self.prefix, index)
+        return f"{name}.weight"

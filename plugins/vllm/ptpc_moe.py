@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts layers of `ptpc_fp8`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+from llm_quant_rocm import ops
+from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
+
+if TYPE_CHECKING:
+    from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class PtpcFp8MoEMethod(FusedMoEMethodBase):
+    """Serves the routed experts of one layer, which come to life and are quantized as in `PtpcFp8LinearMethod`.
+
+    The served layer holds `w13_weight` [E, 2I, H] (gate rows, then up rows) and `w2_weight` [E, H, I], E4M3, with
+    the scales `w13_weight_scale` [E, 2I, 1] and `w2_weight_scale` [E, H, 1], fp32. E and I are this rank's share.
+
+    Raises:
+        NotImplementedError: the layer needs something that the operator has not.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
+        super().__init__(layer.moe_config)
+        self.config = config
+        self.prefix = prefix
+        if lacking := _lacking(layer.moe_config):
+            raise NotImplementedError(
+                f"{prefix}: ptpc_fp8 does not serve experts with {lacking}: add {prefix!r} to ignored_layers to "
+                "leave them unquantized, or serve with --quantization fp8_per_channel"
+            )
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        def name_of_tensor(weight_name: str, shard_id: str, expert_id: int, return_success: bool = False) -> str:
+            return self._name(layer, expert_id, shard_id)
+
+        loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor)
+        shapes = {
+            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": loader})
+            layer.register_parameter(name, weight)
+        initialize_online_processing(layer)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """The sizes as they are: the operator takes any, and padding would enter the scales."""
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # vLLM sets this mark back when it reloads weights.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.config.report()
+        # vLLM shards experts over data, prefill-context and tensor parallel ranks together: its expert group.
+        w2_group = get_ep_group().device_group if self.moe.tp_size > 1 else None
+        for name, group in (("w13_weight", None), ("w2_weight", w2_group)):
+            weight = getattr(layer, name)
+            rows = weight.shape[1]
+
+            def name_of_row(row: int, name: str = name, rows: int = rows) -> str:
+                expert, row = divmod(row, rows)
+                shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
+                return self._name(layer, self._global_expert(layer, expert), shard)
+
+            codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group)
+            replace_parameter(layer, name, codes)
+            replace_parameter(layer, f"{name}_scale", scale)
+        layer._already_called_process_weights_after_loading = True
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: it would describe the layer to vLLM's kernels, and ours serves it."""
+        return
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
+        return ops.ptpc_moe(
+            x,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+            topk_weights,
+            topk_ids,
+            activation=self.moe.activation.value,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            # The property `expert_map` is a 0/1 mask instead where aiter's kernels are switched on.
+            expert_map=layer._expert_map,
+        )
+
+    def _name(self, layer: RoutedExperts, expert: int, shard: str) -> str:
+        projection = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+        }[shard]
+        return f"{self.prefix}.{expert}.{projection}.weight"
+
+    @staticmethod
+    def _global_expert(layer: RoutedExperts, expert: int) -> int:
+        """The checkpoint's number of this rank's expert number `expert`."""
+        if layer._expert_map is None:
+            return expert
+        return int((layer._expert_map == expert).nonzero()[0])
+
+
+def _lacking(moe: FusedMoEConfig) -> str | None:
+    """What the operator lacks to serve experts of this configuration, or None."""
+    if moe.activation.value not in _ACTIVATIONS:
+        return f"the activation {moe.activation.value}"
+    if moe.swiglu_limit is not None:
+        return "a clamped SwiGLU (swiglu_limit)"
+    if moe.has_bias:
+        return "biases"
+    if moe.is_lora_enabled:
+        return "LoRA adapters"
+    if moe.moe_parallel_config.use_all2all_kernels:
+        return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
+    return None

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny checkpoints with random weights and a byte tokenizer, made on the fly: no test here downloads anything."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+_SPECIAL = ("<bos>", "<eos>")
+_VOCABULARY = len(_SPECIAL) + 256
+
+
+def dense(path: Path, dtype: torch.dtype = torch.bfloat16, **settings: object) -> Path:
+    """A Llama with an untied `lm_head`, about 0.6 million parameters unless `settings` say otherwise."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=_VOCABULARY, max_position_embeddings=256, **{**sizes, **settings})
+    return _save(LlamaForCausalLM(config), path, dtype)
+
+
+def moe(path: Path) -> Path:
+    """A Qwen3-MoE with 8 experts, 2 a token."""
+    config = Qwen3MoeConfig(
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=256,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+    )
+    return _save(Qwen3MoeForCausalLM(config), path, torch.bfloat16)
+
+
+def edit_config(path: Path, **settings: object) -> None:
+    """Set keys of a checkpoint's config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def _save(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            # Large enough that logits are not flat: a small error then moves a logprob little.
+            std = 1.5 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0
+            parameter.data.normal_(0.0, std, generator=generator)
+    model.to(dtype).save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+    return path
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")

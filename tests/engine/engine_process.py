@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine, from start to answer, in a process of its own: `python engine_process.py REQUEST.json FOLDER`.
+
+The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
+and one weights-RANK.pt a rank with the tensors that the model holds.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import get_tensor_model_parallel_rank
+
+
+class SaveWeights:
+    """Saves what a worker's model holds. A class, not a closure: workers are other processes."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        # Codes are saved as bytes: not every operation of a comparison knows FP8.
+        tensors = {
+            name: tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+            for name, tensor in model.state_dict().items()
+        }
+        torch.save(tensors, f"{self.folder}/weights-{get_tensor_model_parallel_rank()}.pt")
+
+
+def main(request_file: str, folder: str) -> None:
+    request = json.loads(Path(request_file).read_text())
+    llm = LLM(**request["settings"])
+    llm.apply_model(SaveWeights(folder))
+    params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, prompt_logprobs=0)
+    answers = []
+    for output in llm.generate(request["prompts"], params):
+        given = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        answers.append(
+            {
+                "prompt_token_ids": list(output.prompt_token_ids),
+                "prompt_logprobs": [logprobs[token].logprob for token, logprobs in given],
+                "token_ids": list(output.outputs[0].token_ids),
+            }
+        )
+    (Path(folder) / "answer.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts vLLM in processes of its own, so that no engine's state reaches a test or another engine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROMPTS = (
+    "def quantize(rows, bound):\n    return [[value / bound for value in row] for row in rows]\n",
+    "The scale of a row is its largest magnitude over the largest code that the format has.",
+    "Eine Zeile hat einen Maßstab, und jeder Wert der Zeile wird durch ihn geteilt.",
+    "0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2584, 4181",
+)
+
+_SETTINGS = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "max_model_len": 128, "max_num_seqs": 4}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one engine did.
+
+    Attributes:
+        returncode: of its process.
+        log: what it wrote, both streams.
+        prompt_token_ids: for each prompt.
+        prompt_logprobs: for each prompt, the logprob of each of its tokens but the first.
+        token_ids: for each prompt, the greedy continuation.
+        weights: for each rank, the tensors that its model holds; FP8 codes as bytes.
+    """
+
+    returncode: int
+    log: str
+    prompt_token_ids: list[list[int]]
+    prompt_logprobs: list[list[float]]
+    token_ids: list[list[int]]
+    weights: list[dict[str, torch.Tensor]]
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """All prompts' logprobs in one row."""
+        return torch.tensor([logprob for logprobs in self.prompt_logprobs for logprob in logprobs])
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """An environment in which vLLM works on any CPU with two cores or more."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default asks for one NUMA node a rank
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        **variables,
+    }
+
+
+def run(folder: Path, model: Path, **settings: object) -> Result:
+    """Answer PROMPTS with the checkpoint `model` and further arguments of vllm.LLM; also when the engine fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    request = {"settings": {"model": str(model), **_SETTINGS, **settings}, "prompts": PROMPTS, "max_tokens": 4}
+    (folder / "request.json").write_text(json.dumps(request))
+    process = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(folder / "request.json"), str(folder)],
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+        check=False,
+    )
+    answer_file = folder / "answer.json"
+    answers = json.loads(answer_file.read_text()) if answer_file.exists() else []
+    return Result(
+        process.returncode,
+        process.stdout,
+        [answer["prompt_token_ids"] for answer in answers],
+        [answer["prompt_logprobs"] for answer in answers],
+        [answer["token_ids"] for answer in answers],
+        [torch.load(file) for file in sorted(folder.glob("weights-*.pt"))],
+    )
+
+
+@contextmanager
+def serve(log: Path, model: Path, *arguments: str) -> Iterator[str]:
+    """The address of a `vllm serve MODEL ARGUMENTS` that is up."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *arguments]
+    options = ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--gpu-memory-utilization=0.3"]
+    options += ["--max-model-len=128", "--max-num-seqs=4"]
+    variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, *options], env=variables, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait(f"http://127.0.0.1:{port}/health", process, log)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(address: str, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"vllm serve ended by itself:\n{log.read_text()[-4000:]}")
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"vllm serve was not up after 240 s:\n{log.read_text()[-4000:]}")
