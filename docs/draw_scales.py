@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/scales.png: what one scale a tensor and one a row leave of a token beside an outlier.
-
-python docs/draw_scales.py
-"""
+"""Draws docs/scales.png: what one scale a tensor, and one a row, leave of each token. `python docs/draw_scales.py`"""
 
 from pathlib import Path
 
@@ -20,14 +17,17 @@ def main() -> None:
     per_tensor = fp8.dequantize(fp8.quantize(x, tensor_scale, fp8.OCP), tensor_scale)
     errors = [((kept - x).norm(dim=1) / x.norm(dim=1)).tolist() for kept in (per_tensor, per_row)]
     figure, axis = plt.subplots(figsize=(8, 3.4))
-    tokens = torch.arange(6)
-    axis.bar(tokens - 0.2, [100 * e for e in errors[0]], 0.4, label="one scale for the tensor")
-    axis.bar(tokens + 0.2, [100 * e for e in errors[1]], 0.4, label="one scale a token (PTPC)")
-    axis.set_xticks(tokens, [f"token {i}\nlargest {row.abs().max():.2g}" for i, row in enumerate(x)])
+    positions = torch.arange(len(x))
+    labels = ("one scale for the tensor", "one scale a token")
+    for offset, error, label in zip((-0.2, 0.2), errors, labels, strict=True):
+        bars = axis.bar(positions + offset, [100 * e for e in error], 0.38, label=label)
+        axis.bar_label(bars, fmt="%.1f", fontsize=8)
+    largest = [float(f"{row.abs().max():.2g}") for row in x]
+    axis.set_xticks(positions, [f"token {i}\nlargest {value:g}" for i, value in enumerate(largest)])
     axis.set_ylabel("relative error, %")
-    axis.set_yscale("log")
-    axis.legend()
-    axis.set_title("Six tokens in one tensor, quantized to E4M3", fontsize=10)
+    axis.set_ylim(0, 112)
+    axis.legend(loc="upper center")
+    axis.set_title("Six tokens in one tensor, quantized to E4M3 (OCP)", fontsize=10)
     figure.tight_layout()
     figure.savefig(Path(__file__).parent / "scales.png", dpi=110)
 

@@ -12,7 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "llm_quant_rocm"
 # DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
-LAYERS = (("plugins", "cli"), ("ops", "comm"), ("backends", "tuning"), ("kernels", "reference"), ("formats",), ("hardware",), (None,))  # fmt: skip
+LAYERS: tuple[tuple[str | None, ...], ...] = (
+    ("plugins", "cli"),
+    ("ops", "comm"),
+    ("backends", "tuning"),
+    ("kernels", "reference"),
+    ("formats",),
+    ("hardware",),
+    (None,),
+)
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"vllm", "sglang"}
 
@@ -44,9 +52,9 @@ def imports(tree: ast.Module, top_level: bool = False) -> Iterator[str]:
             assert node.level == 0, "imports are absolute"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if for_types or (top_level and later):
             continue
         nodes.extend(ast.iter_child_nodes(node))
 
@@ -57,6 +65,9 @@ def violations(root: Path) -> list[str]:
     for name, file in modules(root):
         tree = ast.parse(file.read_text())
         own = layer(name)
+        if own not in DEPTH:
+            found.append(f"{name} stands in no layer")
+            continue
         for imported in imports(tree):
             if imported.split(".")[0] in ENGINES and own not in ("plugins", "cli"):
                 found.append(f"{name} imports {imported}")
@@ -68,6 +79,8 @@ def violations(root: Path) -> list[str]:
         for imported in imports(tree, top_level=True):
             if imported.split(".")[0] == "triton" and own != "kernels":
                 found.append(f"{name} imports triton at import")
+            if imported.split(".")[0] in ENGINES and own == "cli":
+                found.append(f"{name} imports {imported} at import")
     return found
 
 
@@ -82,20 +95,31 @@ def test_imports_go_one_way() -> None:
         ("kernels/bad.py", "def f():\n    from llm_quant_rocm import backends"),
         ("ops/bad.py", "import vllm"),
         ("ops/bad.py", "import triton.language as tl"),
+        ("ops/bad.py", "import llm_quant_rocm_vllm"),
+        ("cli/bad.py", "import vllm"),
+        ("__init__.py", "from llm_quant_rocm import ops"),
+        ("unheard_of.py", ""),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str) -> None:
     target = tmp_path / PACKAGE / file
-    target.parent.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text + "\n")
     assert len(violations(tmp_path)) >= 1
+
+
+def test_a_right_import_is_not_found(tmp_path: Path) -> None:
+    target = tmp_path / PACKAGE / "cli" / "good.py"
+    target.parent.mkdir(parents=True)
+    target.write_text("from llm_quant_rocm.ops import ptpc_gemm\n\n\ndef f():\n    import vllm\n")
+    assert violations(tmp_path) == []
 
 
 def test_importing_the_library_touches_nothing() -> None:
     program = f"""
 import sys
-sys.modules["vllm"] = sys.modules["sglang"] = None
-import {PACKAGE}, {PACKAGE}.ops, {PACKAGE}.backends, {PACKAGE}.tuning, torch
+sys.modules["vllm"] = sys.modules["sglang"] = sys.modules["triton"] = None  # importing them fails
+import {PACKAGE}, {PACKAGE}.ops, {PACKAGE}.backends, {PACKAGE}.tuning, {PACKAGE}.cli, torch
 assert not torch.cuda.is_initialized()
 assert "{PACKAGE}.kernels" not in sys.modules
 """
