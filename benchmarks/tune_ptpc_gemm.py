@@ -37,8 +37,6 @@ def candidates(m: int) -> list[GemmConfig]:
         for block_n, block_k, stages in itertools.product((64, 128), (128, 256), (3, 4, 5, 6, 8)):
             if 32 * 1024 <= (block_m + block_n) * block_k * stages <= 200 * 1024:
                 found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True))
-                if block_n == 128:
-                    found.append(GemmConfig(block_m, block_n, block_k, stages, 4, 1, 1, True, True, 1, True))
         for block_n, block_k, stages in itertools.product((16, 32, 64), (128, 256), (4, 6)):
             if (64 + block_n) * block_k * stages <= 200 * 1024:
                 found.append(GemmConfig(64, block_n, block_k, stages, 4, 1, 1, False, True))
@@ -49,20 +47,25 @@ def candidates(m: int) -> list[GemmConfig]:
                 continue
             warps = 8 if block_m * block_n >= 128 * 256 else 4
             found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True))
+            if block_m * block_n == 128 * 128:
+                found.append(GemmConfig(block_m, block_n, 128, stages, 8, 8, 1, False, True))
             if block_m == 64 and m <= 128:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, True, True))
-            if block_m >= 128:
-                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, False, True, p, True) for p in (0, 1)]
-            if block_n >= 128 and m <= 256:
-                found += [GemmConfig(block_m, block_n, 128, stages, 4, 8, 1, True, True, p, True) for p in (0, 1)]
+            if block_m * block_n >= 128 * 128:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, 8, 1, False, True, 1))
     if m >= 256:
         for (block_m, block_n), stages, group in itertools.product(
             ((128, 256), (256, 128), (128, 128)), (3, 4), (4, 8, 16)
         ):
-            found.append(GemmConfig(block_m, block_n, 128, stages, 4, group, 1, False, True, 1, True))
             warps = 8 if block_m * block_n >= 128 * 256 else 4
-            if stages == 3 or group == 8:
-                found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
+            found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
+            if m <= 1024 and group == 8:
+                found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 2))
+    if m >= 128:
+        for block_m, block_n, stages, warps in (
+            (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (256, 128, 2, 8), (64, 256, 2, 4)
+        ):  # fmt: skip
+            found += [GemmConfig(block_m, block_n, 256, stages, warps, 8, 1, False, True, p) for p in (0, 1)]
     found = list(dict.fromkeys(found))
     return found
 
@@ -149,8 +152,15 @@ def main() -> None:
                 {"n": n, "k": k, "m": m, "backend": "torch" if theirs < ours else "triton"}
                 | {"config": {f: v for f, v in dataclasses.asdict(winner).items()}}
             )
-            log.append({"layer": layer, "m": m, "triton_us": ours, "torch_us": theirs,
-                        "rough": [(str(c), rough[c]) for c in sorted(rough, key=rough.__getitem__)[:12]]})
+            log.append(
+                {
+                    "layer": layer,
+                    "m": m,
+                    "triton_us": ours,
+                    "torch_us": theirs,
+                    "rough": [(str(c), rough[c]) for c in sorted(rough, key=rough.__getitem__)[:12]],
+                }
+            )
             print(
                 f"{layer:8} m={m:5} triton {ours:8.1f} us, torch {theirs:8.1f} us, ratio {theirs / ours:.3f}  {winner} "
                 f"({len(rough)} tried, {time.time() - began:.0f} s)",

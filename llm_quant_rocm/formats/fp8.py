@@ -71,7 +71,8 @@ def row_amax(x: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Scales, fp32, of rows whose largest magnitudes are `amax`."""
     # Division by a Python number becomes a multiplication by its reciprocal on some devices; by a tensor it does not.
-    bound = torch.tensor(fmt.max, dtype=torch.float32, device=amax.device)
+    # torch.full, unlike torch.tensor, copies nothing from the host: a CUDA graph can capture it.
+    bound = torch.full((), fmt.max, dtype=torch.float32, device=amax.device)
     return (amax.float() / bound).clamp_min(fmt.min_scale)
 
 

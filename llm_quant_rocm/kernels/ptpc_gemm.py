@@ -29,7 +29,6 @@ class GemmConfig:
         swap_ab: multiply W . X^T, so that N fills the matrix unit's long side when M is small.
         tma: load tiles by descriptor (hardware.tma); needs rows of a multiple of 16 bytes.
         programs: programs per multiprocessor that walk over the tiles; 0 starts one program a tile.
-        warp_specialize: one warp group loads while two multiply (Hopper; needs `tma` and 4 warps).
         stages, warps: Triton's num_stages and num_warps.
     """
 
@@ -43,7 +42,6 @@ class GemmConfig:
     swap_ab: bool = False
     tma: bool = False
     programs: int = 0
-    warp_specialize: bool = False
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
@@ -57,7 +55,7 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
         return GemmConfig(128, 128 if m <= 256 else 256, 128, 4, 4 if m <= 256 else 8, tma=k % 16 == 0)
     if not hardware.fp8_units:
         return GemmConfig(64, 128, 64, 2, 4)
-    return GemmConfig(128, 128, 128, 2, 4)
+    return GemmConfig(128, 128, 128, 2, 8)  # with 4 warps Triton 3.6 spills on gfx950 where K is ragged
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
@@ -67,7 +65,7 @@ def ptpc_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, PDL: tl.constexpr
+    PDL: tl.constexpr
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, pointers otherwise; out is the workspace with SPLIT_K > 1."""
     if PDL:
@@ -78,8 +76,7 @@ def ptpc_gemm_kernel(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     first = split * steps * BLOCK_K
     last = tl.minimum(first + steps * BLOCK_K, K)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT and not WARP_SPECIALIZE,
-                         warp_specialize=WARP_SPECIALIZE):  # fmt: skip
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT):
         group = tile // (GROUP_M * tiles_n)
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         tile_m = group * GROUP_M + (tile % (GROUP_M * tiles_n)) % group_rows
@@ -108,10 +105,7 @@ def ptpc_gemm_kernel(
             if DECODE:
                 a = e4m3_to_fp16(a)
                 b = e4m3_to_fp16(b)
-            if SWAP_AB:
-                acc = tl.dot(b, a.T, acc)
-            else:
-                acc = tl.dot(a, b.T, acc)
+            acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b.T, acc)
         out = acc.T if SWAP_AB else acc
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,7 +177,7 @@ def ptpc_gemm(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
-        WARP_SPECIALIZE=config.warp_specialize and tma, PDL=hardware.pdl,
+        PDL=hardware.pdl,
         num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
     )  # fmt: skip
     if split_k > 1:

@@ -14,7 +14,7 @@ from llm_quant_rocm.kernels.per_token_quant import row_launch
 
 @triton.jit
 def rms_norm_quant_kernel(
-    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, sum_ptr, columns, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, sum_ptr, columns, width, x_stride, residual_stride, eps,
     HAS_RESIDUAL: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def rms_norm_quant_kernel(
         rounded = z.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         z = rounded.to(tl.float32)
-    variance = tl.math.div_rn(tl.sum(z * z, axis=0), columns.to(tl.float32))
+    variance = tl.math.div_rn(tl.sum(z * z, axis=0), width)
     inverse = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
     normed = (z * inverse * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
     quotient, scale = quantize_row(normed, FP8_MAX, MIN_SCALE)
@@ -54,7 +54,7 @@ def rms_norm_quant_fp8(
         device = detect(x.device)
         added = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
-            x, added, weight, q, scale, total, columns, x.stride(0), added.stride(0), eps,
+            x, added, weight, q, scale, total, columns, float(columns), x.stride(0), added.stride(0), eps,
             HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
             PDL=device.pdl, num_warps=warps, **pdl_option(device),
         )  # fmt: skip

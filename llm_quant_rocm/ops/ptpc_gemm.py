@@ -36,8 +36,11 @@ class GemmCall:
 
 
 def _aiter_refusal(call: GemmCall) -> str | None:
+    unusable = _aiter.refusal(call.device)
+    if unusable:
+        return unusable
     if call.layout != _aiter.LAYOUT:
-        return _aiter.refusal(call.device) or "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
+        return "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
     return None if call.out_dtype in (torch.bfloat16, torch.float16) else f"it has no {call.out_dtype} output"
 
 
@@ -128,15 +131,17 @@ def _validate(
 ) -> None:
     name = "ptpc_gemm"
     for label, codes in (("xq", xq), ("wq", wq)):
-        fp8.of_dtype(codes.dtype)
         flavour = hardware.detect(codes.device).fp8_dtype
+        check(
+            codes.dtype in (fp8.OCP.dtype, fp8.FNUZ.dtype),
+            TypeError,
+            lambda: f"{name}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8",  # noqa: B023
+        )
+        cure = "convert it with formats.fp8.ocp_to_fnuz" if flavour == fp8.FNUZ.dtype else "quantize it for this device"
         check(
             codes.dtype == flavour,
             TypeError,
-            lambda: (  # noqa: B023
-                f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; "  # noqa: B023
-                "convert a checkpoint with formats.fp8.ocp_to_fnuz"
-            ),
+            lambda: f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}",  # noqa: B023
         )
     check(
         xq.dim() > 0 and wq.dim() == 2 and xq.shape[-1] == wq.shape[1],
@@ -194,6 +199,7 @@ def _implementation(
         return out if bias is None else out + bias.to(out_dtype)
     call = GemmCall(xq.device, rows.shape[0], n, k, out_dtype, None if bias is None else bias.dtype, layout)
     xscale, wscale = xscale.reshape(-1, 1).contiguous(), wscale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     return _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype).view(shape)
 
 

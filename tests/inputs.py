@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that break numeric code, and comparisons that are exact where NaN has no one bit pattern."""
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPE_IDS = ("bf16", "fp16", "fp32")
+
+
+def random_rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal values [count, width], every row of another size from 2**-8 to 2**8."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randint(-8, 9, (count, 1), generator=generator).float().exp2()
+    return (torch.randn(count, width, generator=generator) * size).to(dtype)
+
+
+def finite_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [R, width] of zeros, -0, denormals, the largest finite value, an outlier, a scale at its floor, and ties."""
+    info = torch.finfo(dtype)
+    denormal = info.smallest_normal * info.eps
+    sign = torch.where(torch.arange(width) % 2 == 0, 1.0, -1.0)
+    ramp = torch.arange(1, width + 1).float() / max(width, 1)
+    tie = 1.0 + torch.arange(width) % 8 / 8 + 1 / 16  # halfway between two codes once the row's scale is 1
+    outlier = 1e-3 * ramp
+    outlier[-1:] = -3e4
+    rows = [
+        torch.zeros(width),
+        torch.full((width,), -0.0),
+        sign * 0.0,
+        sign * denormal,
+        sign * denormal * (1 + torch.arange(width) % 100),
+        sign * info.smallest_normal,
+        torch.full((width,), info.max),
+        sign * info.max,
+        ramp * info.max,
+        outlier,
+        sign * ramp * 1e-4,
+        sign * ramp,
+        torch.cat([torch.tensor([448.0]), sign[1:] * tie[1:]])[:width],
+        torch.cat([torch.tensor([-224.0]), sign[1:] * tie[1:]])[:width],
+    ]
+    return torch.stack(rows).to(dtype)
+
+
+def broken_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [R, width] that hold NaN or inf: in the first place, in the last, everywhere, and both in one row."""
+    rows = torch.ones(6, width)
+    rows[0, :1] = float("nan")
+    rows[1, -1:] = float("nan")
+    rows[2] = float("nan")
+    rows[3, :1] = float("inf")
+    rows[4, -1:] = -float("inf")
+    rows[5, :1], rows[5, -1:] = float("inf"), float("nan")
+    return rows.to(dtype)
+
+
+def nasty_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """`finite_rows`, `broken_rows` and 8 random ones."""
+    return torch.cat([finite_rows(width, dtype), broken_rows(width, dtype), random_rows(8, width, dtype)])
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same dtype, shape and bits; a NaN equals any NaN."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    nan = expected.float().isnan()
+    assert torch.equal(found.float().isnan(), nan), "NaN in other places"
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    differ = (found.view(integer) != expected.view(integer)) & ~nan
+    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} differ, first at {differ.nonzero()[0].tolist()}"
+
+
+def code_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How many E4M3 codes apart a and b are (int16; no NaN): 0 where equal, -0 and 0 alike."""
+
+    def ordinal(codes: torch.Tensor) -> torch.Tensor:
+        raw = codes.cpu().view(torch.uint8).to(torch.int16)
+        return torch.where(raw < 128, raw, 128 - raw)
+
+    return (ordinal(a) - ordinal(b)).abs()
+
+
+def integer_product(m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Operands xq, xscale, wq, wscale, bias of a product that every correct accumulator computes exactly.
+
+    The codes are -1, 0, 1 and 2 and the scales powers of two, so for k <= 2048 every partial sum is an integer of at
+    most 13 bits: exact even in the 14 bits that Hopper's FP8 accumulation keeps, in any order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.tensor([-1.0, 0.0, 1.0, 2.0]).to(dtype)
+
+    def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.randint(0, 4, (rows, k), generator=generator)
+        scale = torch.randint(-3, 4, (rows, 1), generator=generator).float().exp2()
+        return codes.view(torch.uint8)[index].view(dtype), scale
+
+    bias = torch.randint(-4, 5, (n,), generator=generator).float()
+    return *draw(m), *draw(n), bias
+
+
+def product64(
+    xq: torch.Tensor, xscale: torch.Tensor, wq: torch.Tensor, wscale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The product and its bias in float64, on the CPU."""
+    xq, xscale, wq, wscale = (tensor.cpu().float().double() for tensor in (xq, xscale, wq, wscale))
+    out = (xq @ wq.t()) * xscale * wscale.t()
+    return out if bias is None else out + bias.cpu().double()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The references against float64."""
+
+import pytest
+import torch
+
+from llm_quant_rocm import reference
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.fp8 import FNUZ, OCP, Fp8Format
+from llm_quant_rocm.reference.rms_norm_quant import rms_norm
+from tests.inputs import DTYPE_IDS, DTYPES, assert_same, integer_product, nasty_rows, product64, random_rows
+
+FORMATS = pytest.mark.parametrize("fmt", [OCP, FNUZ], ids=["ocp", "fnuz"])
+
+
+@FORMATS
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 33), (40, 64, 512), (0, 4, 8), (4, 0, 8), (4, 8, 0)], ids=str)
+def test_ptpc_gemm_is_exact_on_integers(fmt: Fp8Format, out_dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    *operands, bias = integer_product(*shape, fmt.dtype)
+    for chosen in (None, bias):
+        found = reference.ptpc_gemm(*operands, chosen, out_dtype)
+        assert_same(found, product64(*operands, chosen).float().to(out_dtype))
+
+
+@FORMATS
+@pytest.mark.parametrize("k", [1, 100, 4096])
+def test_ptpc_gemm_errs_no_more_than_a_sum_in_fp32(fmt: Fp8Format, k: int) -> None:
+    xq, xscale = fp8.quantize_rows(random_rows(20, k, torch.float32, seed=1), fmt)
+    wq, wscale = fp8.quantize_rows(random_rows(30, k, torch.float32, seed=2), fmt)
+    bias = torch.linspace(-3, 3, 30)
+    found = reference.ptpc_gemm(xq, xscale, wq, wscale, bias, torch.float32).double()
+    # The products are exact in fp32: k - 1 additions, two scales and the bias each round once.
+    terms = product64(*(t.float().abs() for t in (xq, xscale, wq, wscale)), bias.abs())
+    assert ((found - product64(xq, xscale, wq, wscale, bias)).abs() <= (k + 2) * 2**-24 * terms).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
+def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:
+    x, weight = random_rows(50, 333, dtype), torch.linspace(-2, 2, 333).to(dtype)
+    residual = random_rows(50, 333, dtype, seed=1) if with_residual else None
+    normed, total = rms_norm(x, weight, 1e-5, residual)
+    z = x.double() if residual is None else (x.double() + residual.double()).to(dtype).double()
+    expected = z / (z.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert_same(total, z.to(dtype))
+    assert normed.dtype == dtype
+    # One rounding to the dtype, after a few in fp32.
+    half_unit = expected.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
+    assert ((normed.double() - expected).abs() <= half_unit + expected.abs() * 1e-6).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_rms_norm_quant_is_the_composition(fmt: Fp8Format, dtype: torch.dtype) -> None:
+    x, weight = nasty_rows(65, dtype), torch.linspace(-2, 2, 65).to(dtype)
+    for residual in (None, x.flip(0)):
+        normed, total = rms_norm(x, weight, 1e-6, residual)
+        found = reference.rms_norm_quant_fp8(x, weight, 1e-6, residual, fmt)
+        for part, expected in zip(found, (*reference.per_token_quant_fp8(normed, fmt), total), strict=True):
+            assert_same(part, expected)
+
+
+def test_a_zero_row_normalises_to_zero() -> None:
+    q, scale, _ = reference.rms_norm_quant_fp8(torch.zeros(2, 8), torch.ones(8), 1e-6, None, OCP)
+    assert (q.float() == 0).all()
+    assert (scale == torch.tensor(OCP.min_scale)).all()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped configurations, and how a shape finds its own."""
+
+import json
+from importlib import resources
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from llm_quant_rocm import hardware, tuning
+from llm_quant_rocm.ops.ptpc_gemm import BACKENDS
+
+KNOWN = (
+    *(tuning.Measured(n=8192, k=8192, m=m, backend="torch", config={"m": m}) for m in (256, 1, 16)),
+    *(tuning.Measured(n=1280, k=8192, m=m, backend="triton", config={"m": m}) for m in (1, 64)),
+)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "shapes", lambda operator, arch: KNOWN if arch == "here" else ())
+
+
+def lookup(m: int, n: int, k: int, arch: str = "here") -> tuning.Measured | None:
+    return tuning.lookup.__wrapped__("ptpc_gemm", arch, m, n, k)
+
+
+@pytest.mark.parametrize(("m", "nearest"), [(1, 1), (2, 16), (16, 16), (17, 256), (256, 256), (100_000, 256)])
+def test_the_next_larger_m_or_the_largest(known: None, m: int, nearest: int) -> None:
+    found = lookup(m, 8192, 8192)
+    assert found is not None
+    assert (found.n, found.m) == (8192, nearest)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "nearest"),
+    [(8192, 8192, 8192), (1280, 8192, 1280), (1, 1, 1280), (3000, 8192, 1280), (3500, 8192, 8192)],
+)
+def test_the_nearest_weight_in_log_size(known: None, n: int, k: int, nearest: int) -> None:
+    found = lookup(1, n, k)
+    assert found is not None
+    assert found.n == nearest
+
+
+def test_nothing_where_nobody_measured(known: None) -> None:
+    assert lookup(1, 8192, 8192, "elsewhere") is None
+
+
+def test_shapes_of_an_unknown_architecture_or_operator_are_empty() -> None:
+    assert tuning.shapes("ptpc_gemm", "gfx000") == ()
+    assert tuning.shapes("no_such_operator", "sm_90") == ()
+
+
+def test_shapes_reads_the_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"n": 1, "k": 2, "m": 3, "backend": "triton", "config": {"block_m": 16}}
+    file = tmp_path / "configs" / "an_operator" / "gfx942.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": {}, "shapes": [shape]}))
+    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
+    assert tuning.shapes.__wrapped__("an_operator", "gfx942") == (tuning.Measured(**shape),)
+
+
+def shipped(operator: str) -> list[Traversable]:
+    folder = resources.files("llm_quant_rocm") / "configs" / operator
+    return [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+
+
+@pytest.mark.parametrize("file", shipped("ptpc_gemm"), ids=lambda file: file.name)
+def test_shipped_configurations_of_ptpc_gemm(file: Traversable) -> None:
+    content = json.loads(file.read_text())
+    assert {"device", "torch", "triton", "commit"} <= content["measured_on"].keys()
+    arch = file.name.removesuffix(".json")
+    assert arch in hardware._AMD or arch.startswith("sm_")
+    shapes = tuning.shapes("ptpc_gemm", arch)
+    assert shapes
+    assert len({(shape.n, shape.k, shape.m) for shape in shapes}) == len(shapes)
+    for shape in shapes:
+        assert min(shape.n, shape.k, shape.m) > 0
+        assert shape.backend in {backend.name for backend in BACKENDS}
+        # Nothing was measured of a weight if its own shape does not find it.
+        assert tuning.lookup("ptpc_gemm", arch, shape.m, shape.n, shape.k) == shape
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize("file", shipped("ptpc_gemm"), ids=lambda file: file.name)
+def test_shipped_configurations_are_launchable(file: Traversable) -> None:
+    from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+
+    for shape in tuning.shapes("ptpc_gemm", file.name.removesuffix(".json")):
+        config = GemmConfig(**shape.config)
+        for size in (config.block_m, config.block_n, config.block_k, config.warps):
+            assert size & (size - 1) == 0 and size > 0
+        assert min(config.block_m, config.block_n, config.block_k) >= 16
+        assert config.split_k >= 1 and config.stages >= 1 and config.group_m >= 1 and config.programs >= 0
