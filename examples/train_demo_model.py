@@ -183,7 +183,8 @@ Large models have activations in a few channels far above the rest, and weight r
 trained for minutes has neither, so both were put in after training by rescalings that do not change its function:
 in each layer {outliers["channels"]} channels of both norms times {outliers["channel_factor"]:g} with the input columns
 of the next linears divided by it, and queries times {outliers["query_factor"]:g} with keys divided by it.
-All factors are powers of two, exact in BF16. The channels are those that are large for few tokens, so that one scale for a batch serves most of its tokens badly.
+All factors are powers of two, exact in BF16. The channels are those that
+are large for few tokens, so that one scale for a batch serves most of its tokens badly.
 The loss changed by {metrics["loss_change_by_outliers"]:.1e} nats.
 """
 
