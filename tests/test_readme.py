@@ -22,7 +22,7 @@ def test_links_and_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake (venv|demo|test|lint|clean|[a-z-]+)`", page.read_text()):
+    for target in re.findall(r"(?:^|`|\.\.\. )make ([a-z-]+)(?=`|$)", page.read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
@@ -32,6 +32,29 @@ def test_environment_variables_are_those_of_the_code() -> None:
     for file in (ROOT / "llm_quant_rocm").rglob("*.py"):
         operators |= set(re.findall(r'choose\("(\w+)"', file.read_text()))
     assert named == {f"LLM_QUANT_ROCM_{operator.upper()}" for operator in operators}
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    """The first column of the table of messages, but for other programs' ("vLLM: ..."), piece by piece."""
+    table = (ROOT / "README.md").read_text().split("| the message says |")[1]
+    messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(messages) >= 5
+    # Messages stand in the code as neighbouring literals, cut into lines, and hold braces for what differs.
+    files = [*(ROOT / "llm_quant_rocm").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(file.read_text() for file in files))
+    for message in messages:
+        for piece in re.split(r"\.\.\.|LLM_QUANT_ROCM_|torch\.float8_|=", message):
+            assert piece.strip() in code, f"{message}: {piece!r}"
+
+
+def test_commands_exist() -> None:
+    """Every `llm-quant-rocm COMMAND` of the pages is one."""
+    from llm_quant_rocm.cli import app
+
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    for page in PAGES:
+        for command in re.findall(r"(?:^|`)llm-quant-rocm ([a-z]+)(?: --.*?)?(?=`|$)", page.read_text(), re.MULTILINE):
+            assert command in commands, f"{page.name}: {command}"
 
 
 def test_no_package_host_is_named() -> None:
