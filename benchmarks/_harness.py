@@ -88,12 +88,18 @@ def time_variants(
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes counted."""
+    """Bytes a second of a large device-to-device copy, read and written bytes counted: the median of ten."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
-    # Ten in a row: an idle card needs some milliseconds to reach its clocks.
-    microseconds = time_variants({"copy": [lambda: target.copy_(source)] * 10}, budget_ms=300)["copy"]
-    return 2 * source.numel() / (microseconds * 1e-6)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(60):  # an idle card needs some milliseconds to reach its clocks
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * source.numel() / statistics.median(times[-10:])
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

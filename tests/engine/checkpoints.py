@@ -33,7 +33,7 @@ def dense(path: Path, dtype: torch.dtype = torch.bfloat16, **settings: object) -
 
 
 def moe(path: Path) -> Path:
-    """A Qwen3-MoE with 8 experts, 2 a token."""
+    """A Qwen3-MoE whose first layer has a dense MLP and whose second has 8 experts, 2 a token."""
     config = Qwen3MoeConfig(
         vocab_size=_VOCABULARY,
         max_position_embeddings=256,
@@ -47,6 +47,7 @@ def moe(path: Path) -> Path:
         num_experts=8,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
+        mlp_only_layers=[0],
         norm_topk_prob=True,
     )
     return _save(Qwen3MoeForCausalLM(config), path, torch.bfloat16)

@@ -36,8 +36,8 @@ def dense(folder: Path, dense_checkpoint: Path) -> "engines.Result":
 
 @pytest.fixture(scope="session")
 def moe(folder: Path, moe_checkpoint: Path) -> "engines.Result":
-    """The mixture-of-experts checkpoint, quantized by us."""
-    return succeed(engines.run(folder / "moe-ptpc", moe_checkpoint, quantization="ptpc_fp8"))
+    """The mixture-of-experts checkpoint, quantized by us, in fp16."""
+    return succeed(engines.run(folder / "moe-ptpc", moe_checkpoint, quantization="ptpc_fp8", dtype="float16"))
 
 
 def succeed(result: "engines.Result") -> "engines.Result":

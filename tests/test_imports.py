@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports go one way, and importing the library touches no GPU, no Triton and no engine."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "llm_quant_rocm"
+# DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
+LAYERS: tuple[tuple[str | None, ...], ...] = (
+    ("plugins", "cli"),
+    ("ops", "comm"),
+    ("backends", "tuning"),
+    ("kernels", "reference"),
+    ("formats",),
+    ("hardware",),
+    (None,),
+)
+DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
+ENGINES = {"vllm", "sglang"}
+
+
+def layer(module: str) -> str | None:
+    """The layer of a dotted module name of ours."""
+    first, *rest = module.split(".")
+    if first != PACKAGE:
+        return "plugins"
+    return rest[0] if rest else None
+
+
+def modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of every module of the library and its plugins."""
+    for package in (PACKAGE, f"{PACKAGE}_vllm"):
+        for file in sorted((root / package).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), file
+
+
+def imports(tree: ast.Module, top_level: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports; with `top_level` only those that importing it runs."""
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        nodes.extend(ast.iter_child_nodes(node))
+
+
+def violations(root: Path) -> list[str]:
+    """Every import against the direction, as "module imports module"."""
+    found = []
+    for name, file in modules(root):
+        tree = ast.parse(file.read_text())
+        own = layer(name)
+        for imported in imports(tree):
+            if imported.split(".")[0] in ENGINES and own not in ("plugins", "cli"):
+                found.append(f"{name} imports {imported}")
+            if imported.split(".")[0] not in (PACKAGE, f"{PACKAGE}_vllm"):
+                continue
+            other = layer(imported)
+            if other in DEPTH and DEPTH[own] > DEPTH[other]:
+                found.append(f"{name} imports {imported}")
+        for imported in imports(tree, top_level=True):
+            if imported.split(".")[0] == "triton" and own != "kernels":
+                found.append(f"{name} imports triton at import")
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("formats/bad.py", "from llm_quant_rocm.ops import ptpc_gemm"),
+        ("kernels/bad.py", "def f():\n    from llm_quant_rocm import backends"),
+        ("ops/bad.py", "import vllm"),
+        ("ops/bad.py", "import triton.language as tl"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str) -> None:
+    target = tmp_path / PACKAGE / file
+    target.parent.mkdir(parents=True)
+    target.write_text(text + "\n")
+    assert len(violations(tmp_path)) >= 1
+
+
+def test_importing_the_library_touches_nothing() -> None:
+    program = f"""
+import sys
+sys.modules["vllm"] = sys.modules["sglang"] = None
+import {PACKAGE}, {PACKAGE}.ops, {PACKAGE}.backends, {PACKAGE}.tuning, torch
+assert not torch.cuda.is_initialized()
+assert "{PACKAGE}.kernels" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and docs stay true: commands exist, files exist, environment variables are those of the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:benchmarks|kernels|ops|tests|configs|tools|examples)/[\w./]+\w)`", text):
+        assert (ROOT / path).exists() or (ROOT / "llm_quant_rocm" / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake (venv|demo|test|lint|clean|[a-z-]+)`", page.read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    named = set(re.findall(r"`(LLM_QUANT_ROCM_[A-Z_]+)`", (ROOT / "README.md").read_text()))
+    operators = set()
+    for file in (ROOT / "llm_quant_rocm").rglob("*.py"):
+        operators |= set(re.findall(r'choose\("(\w+)"', file.read_text()))
+    assert named == {f"LLM_QUANT_ROCM_{operator.upper()}" for operator in operators}
+
+
+def test_no_package_host_is_named() -> None:
+    hosts = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|registry\.npmjs|deb\.debian", re.IGNORECASE)
+    for file in [*ROOT.glob("*.*"), ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "tools").rglob("*.py")]:
+        if file.is_file():
+            assert not hosts.search(file.read_text(errors="ignore")), file
