@@ -23,8 +23,9 @@ def rms_norm_quant_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    # Every row needs the weight again and no row needs x again.
+    z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if HAS_RESIDUAL:
         z += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         rounded = z.to(sum_ptr.dtype.element_ty)
