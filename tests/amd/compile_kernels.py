@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.kernels import per_token_quant, ptpc_gemm, rms_norm_quant
+from llm_quant_rocm.kernels import per_token_quant, ptpc_gemm, ptpc_moe, rms_norm_quant
 
 WIDTHS = (1, 64, 5120, 8192, 28672)
 
@@ -47,12 +47,29 @@ def norm(arch: str, width: int, with_residual: bool) -> None:
     rms_norm_quant.rms_norm_quant_fp8(x, x[0], 1e-6, x if with_residual else None, fmt)
 
 
+def moe(
+    arch: str, tokens: int, hidden: int = 4096, inner: int = 1536, experts: int = 64, activation: str = "silu"
+) -> None:
+    device = hardware.amd(arch)
+    fmt = fp8.of_dtype(device.fp8_dtype)
+    w13 = torch.empty(experts, 2 * inner, hidden, dtype=fmt.dtype)
+    w2 = torch.empty(experts, hidden, inner, dtype=fmt.dtype)
+    scales = torch.empty(experts, 2 * inner, 1), torch.empty(experts, hidden, 1)
+    ids = torch.zeros(tokens, 4, dtype=torch.int32)
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+    ptpc_moe.ptpc_moe(x, w13, scales[0], w2, scales[1], torch.empty(tokens, 4), ids, activation, fmt, device)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     **{f"ptpc_gemm-m{m}": lambda arch, m=m: gemm(arch, m) for m in (1, 16, 32, 64, 65, 4096)},
     "ptpc_gemm-split_k": lambda arch: gemm(arch, 16, split_k=4),
     "ptpc_gemm-ragged-m16": lambda arch: gemm(arch, 16, n=77, k=1001),
     "ptpc_gemm-ragged-m300": lambda arch: gemm(arch, 300, n=77, k=1001),
     "ptpc_gemm-one": lambda arch: gemm(arch, 1, n=1, k=1),
+    # Few tokens, a middling number and many: the tiles of ptpc_moe.default_config.
+    **{f"ptpc_moe-t{tokens}": lambda arch, tokens=tokens: moe(arch, tokens) for tokens in (1, 512, 4096)},
+    "ptpc_moe-ragged": lambda arch: moe(arch, 33, hidden=77, inner=51, experts=5, activation="gelu"),
+    "ptpc_moe-wide": lambda arch: moe(arch, 16, inner=14336, experts=8, activation="gelu_tanh"),
     **{f"per_token_quant-{width}": lambda arch, width=width: quant(arch, width) for width in WIDTHS},
     **{f"rms_norm_quant-{width}": lambda arch, width=width: norm(arch, width, False) for width in WIDTHS},
     **{f"add_rms_norm_quant-{width}": lambda arch, width=width: norm(arch, width, True) for width in WIDTHS},

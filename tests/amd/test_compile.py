@@ -59,7 +59,7 @@ def test_compiles(arch: str, case: str) -> None:
         assert kernel["lds"] <= LDS[arch]
         assert resource(assembly, "vgpr_spill_count") == 0
         assert resource(assembly, "private_segment_fixed_size") == 0
-        if kernel["name"] == "ptpc_gemm_kernel":
+        if kernel["name"] in ("ptpc_gemm_kernel", "grouped_gemm_kernel"):
             assert re.findall(r"v_mfma\w+", assembly), "no matrix instruction"
             for instruction in re.findall(r"v_mfma\w+", assembly):
                 assert re.fullmatch(MATRIX[arch], instruction), instruction
@@ -69,5 +69,7 @@ def test_compiles(arch: str, case: str) -> None:
 
 def launched(case: str) -> list[str]:
     """The kernels that a case must launch, in order."""
+    if case.startswith("ptpc_moe"):
+        return ["per_token_quant_kernel", "grouped_gemm_kernel", "activation_quant_kernel", "grouped_gemm_kernel"]
     kernel = case.split("-")[0].removeprefix("add_") + "_kernel"
     return [kernel, "split_k_kernel"] if case.endswith("split_k") else [kernel]
