@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
@@ -53,7 +54,7 @@ class PtpcFp8Config(QuantizationConfig):
         self._reported = False
 
     @classmethod
-    def get_name(cls) -> str:
+    def get_name(cls) -> Any:  # vLLM's type names its own methods only
         return NAME
 
     @classmethod
@@ -97,7 +98,7 @@ class PtpcFp8Config(QuantizationConfig):
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
+    ) -> Any:
         """Takes over no checkpoint; refuses a quantized one that the user asks to quantize again."""
         method = hf_quant_cfg.get("quant_method")
         if user_quant == NAME and method != NAME:
@@ -110,7 +111,7 @@ class PtpcFp8Config(QuantizationConfig):
         expressions = [name for name in self.ignored_layers if name.startswith("re:")]
         self.ignored_layers = hf_to_vllm_mapper.apply_list(names) + expressions
 
-    def maybe_update_config(self, model_name: str, **kwargs: Any) -> None:
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Refuse what would change the numbers in silence; vLLM calls this once the configuration is complete."""
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
@@ -126,14 +127,13 @@ class PtpcFp8Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which vLLM calls `prefix`; None for a layer that has no method."""
         # vLLM's layers import much of vLLM, which must not happen while plugins register.
+        from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
+        from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
         from vllm.model_executor.layers.attention import Attention, MLAAttention
         from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
-        from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
         if isinstance(layer, LinearBase):
             if self._is_ignored(prefix):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a checkpoint as a vLLM worker does and prints what memory that took.
 
-`python load_process.py CHECKPOINT METHOD` ("none" for no quantization) prints JSON: `peak_mib` and `final_mib`, anonymous
-memory (RssAnon) above that of the process before the load. The mapped checkpoint does not count.
+`python load_process.py CHECKPOINT METHOD` ("none" for no quantization) prints JSON: `peak_mib` and `final_mib`,
+anonymous memory (RssAnon) above that of the process before the load. The mapped checkpoint does not count.
 """
 
 import gc

@@ -86,8 +86,6 @@ def test_a_checkpoint_may_ask_for_the_method_itself(dense_checkpoint: Path, tmp_
 
 
 def test_fp8_kv_cache(dense: engines.Result, dense_checkpoint: Path, tmp_path: Path) -> None:
-    result = succeed(
-        engines.run(tmp_path, dense_checkpoint, quantization="ptpc_fp8", kv_cache_dtype="fp8_e4m3")
-    )
+    result = succeed(engines.run(tmp_path, dense_checkpoint, quantization="ptpc_fp8", kv_cache_dtype="fp8_e4m3"))
     difference = (result.logprobs - dense.logprobs).abs().mean()
     assert 0 < difference < 0.3

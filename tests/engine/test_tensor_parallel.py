@@ -68,7 +68,8 @@ def test_layers_with_sharded_inputs_have_the_scales_of_whole_rows(
 def test_sharded_experts(moe: engines.Result, two_ranks: engines.Result) -> None:
     one, ranks = moe.weights[0], two_ranks.weights
     for tensor in ("w13_weight", "w13_weight_scale"):
-        assert torch.equal(whole([rank[f"{EXPERTS}.{tensor}"] for rank in ranks], 1, (1, 1)), one[f"{EXPERTS}.{tensor}"])
+        shards = [rank[f"{EXPERTS}.{tensor}"] for rank in ranks]
+        assert torch.equal(whole(shards, 1, (1, 1)), one[f"{EXPERTS}.{tensor}"])
     for rank in ranks:
         assert torch.equal(rank[f"{EXPERTS}.w2_weight_scale"], one[f"{EXPERTS}.w2_weight_scale"])
     assert torch.equal(whole([rank[f"{EXPERTS}.w2_weight"] for rank in ranks], 2), one[f"{EXPERTS}.w2_weight"])
