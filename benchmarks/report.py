@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results/*.json: a PNG a file, and results/README.md with every figure, losses included.
 
-    python benchmarks/report.py
+python benchmarks/report.py
 """
 
 import json
@@ -106,8 +106,8 @@ def main() -> None:
     plot_gemm(gemm)
     plot_rows(rows)
     (RESULTS / "README.md").write_text(
-        "# Results\n\nMade by `python benchmarks/report.py` from the JSON files beside it. Microseconds a call, medians of "
-        "CUDA-graph replays with weights rotated out of L2. Nothing here was measured on an AMD GPU.\n\n"
+        "# Results\n\nMade by `python benchmarks/report.py` from the JSON files beside it. Microseconds a call, "
+        "medians of CUDA-graph replays with weights rotated out of L2. Nothing here was measured on an AMD GPU.\n\n"
         f"## PTPC GEMM and linear layer\n\n{measured_on(gemm)}\n\n![speed-up over bf16](ptpc_gemm_sm_90.png)\n\n"
         "`triton` is our kernel, `ptpc_gemm` what the operator dispatches to, `ptpc_linear` the whole layer with the "
         "quantization of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n"

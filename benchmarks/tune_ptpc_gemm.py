@@ -148,8 +148,10 @@ def main() -> None:
             careful = harness.time_variants(variants)
             winner = min(best, key=lambda c: careful[str(c)])
             ours, theirs = careful[str(winner)], careful["torch"]
+            # Long products run at the clock that their power allows, which moves by some percent from run to run.
+            margin = 1.05 if m > 256 else 1.0
             shapes.append(
-                {"n": n, "k": k, "m": m, "backend": "torch" if theirs < ours else "triton"}
+                {"n": n, "k": k, "m": m, "backend": "torch" if theirs < ours * margin else "triton"}
                 | {"config": {f: v for f, v in dataclasses.asdict(winner).items()}}
             )
             log.append(

@@ -166,8 +166,8 @@ Python's own documentation as every installation of Python carries it: the topic
 which is the language reference) and the docstrings of the standard library, of Python {metrics["versions"]["python"]}.
 Copyright of the Python Software Foundation and others, under the PSF License Agreement Version 2
 (https://docs.python.org/3/license.html). `heldout.txt` is a part of that text under the same licence:
-{len(metrics["heldout_documents"])} whole documents, {metrics["heldout_words"]:,} words, that the model was not trained on.
-No paragraph of 40 characters or more is in both parts. `metrics.json` names them.
+{len(metrics["heldout_documents"])} whole documents, {metrics["heldout_words"]:,} words, that the model was not
+trained on. No paragraph of 40 characters or more is in both parts. `metrics.json` names them.
 
 ## Perplexity over heldout.txt
 
@@ -181,9 +181,10 @@ the decoder's linears rounded to E4M3). `llm-quant-rocm demo` measures the same 
 ## Outliers
 Large models have activations in a few channels far above the rest, and weight rows of very different size. A model
 trained for minutes has neither, so both were put in after training by rescalings that do not change its function:
-in each layer {outliers["channels"]} channels of both norms times {outliers["channel_factor"]:g} with the input columns of the next linears divided
-by it, and queries times {outliers["query_factor"]:g} with keys divided by it. All factors are powers of two, exact in BF16. The channels
-are those that are large for few tokens, so that one scale for a batch serves most of its tokens badly.
+in each layer {outliers["channels"]} channels of both norms times {outliers["channel_factor"]:g} with the input columns
+of the next linears divided by it, and queries times {outliers["query_factor"]:g} with keys divided by it.
+All factors are powers of two, exact in BF16. The channels are those that
+are large for few tokens, so that one scale for a batch serves most of its tokens badly.
 The loss changed by {metrics["loss_change_by_outliers"]:.1e} nats.
 """
 

@@ -71,9 +71,9 @@ def test_the_driver_is_asked_once_per_gpu(monkeypatch: pytest.MonkeyPatch, hip: 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", hip)
-    for device in ("cuda:0", "cuda:1", "cuda", "cuda:0"):
+    for device in ("cuda", "cuda:0", "cuda:1", "cuda:0"):
         assert hardware.detect(torch.device(device)).arch == arch
-    assert asked == [0, 1]
+    assert asked == [1, 0]
 
 
 def test_importing_touches_no_gpu_and_no_kernel() -> None:

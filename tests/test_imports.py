@@ -12,7 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "llm_quant_rocm"
 # DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
-LAYERS = (("plugins", "cli"), ("ops", "comm"), ("backends", "tuning"), ("kernels", "reference"), ("formats",), ("hardware",), (None,))  # fmt: skip
+LAYERS: tuple[tuple[str | None, ...], ...] = (
+    ("plugins", "cli"),
+    ("ops", "comm"),
+    ("backends", "tuning"),
+    ("kernels", "reference"),
+    ("formats",),
+    ("hardware",),
+    (None,),
+)
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 ENGINES = {"vllm", "sglang"}
 
@@ -46,7 +54,7 @@ def imports(tree: ast.Module, top_level: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif top_level and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         nodes.extend(ast.iter_child_nodes(node))
 

@@ -6,7 +6,6 @@ import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 # Not documentation of the library, or already counted as topics, or not part of Python at all.

@@ -64,7 +64,5 @@ def mean_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> float:
     total = 0.0
     for batch in windows.split(8):
         logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        total += torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
-        ).item()
+        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
     return total / (windows.shape[0] * (windows.shape[1] - 1))

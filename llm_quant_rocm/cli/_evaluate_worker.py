@@ -41,7 +41,7 @@ def main(job: dict[str, Any]) -> None:
         # The first token has no logprobs. Each later position holds the text's token and the most likely one.
         for token, candidates in zip(window[1:], output.prompt_logprobs[1:], strict=True):
             loss -= candidates[token].logprob
-            greedy.append(min(candidates, key=lambda t, c=candidates: (c[t].rank, t)))
+            greedy.append(min((candidate.rank, token) for token, candidate in candidates.items())[1])
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     kernels = {
         f"{type(method).__name__}{f'/{type(kernel).__name__}' if kernel is not None else ''}"

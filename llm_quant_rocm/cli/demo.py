@@ -140,13 +140,13 @@ def figures(results: Mapping[str, Evaluation], model: Path, completion: str, ver
 
 def _serve_and_complete(model: Path, messages: Console) -> str:
     messages.print(f"[bold]vllm serve {escape(str(model))} --quantization {_vllm.PTPC}[/bold]", soft_wrap=True)
-    with messages.status("starting the server") as status:
-        with serving(
-            model, CONTEXT, on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s")
-        ) as url:
-            status.update("completing a prompt")
-            completion = complete(url, PROMPT, PROMPT_TOKENS)
-            status.update("stopping the server")
+    with (
+        messages.status("starting the server") as status,
+        serving(model, CONTEXT, on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s")) as url,
+    ):
+        status.update("completing a prompt")
+        completion = complete(url, PROMPT, PROMPT_TOKENS)
+        status.update("stopping the server")
     if not completion.strip():
         raise CommandError("the server completed the prompt with nothing.")
     messages.print(f"[dim]{escape(PROMPT)}[/dim]{escape(completion)}\n", highlight=False)

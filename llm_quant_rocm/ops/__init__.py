@@ -5,4 +5,5 @@ from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8 as per_token_
 from llm_quant_rocm.ops.ptpc_gemm import prepare_ptpc_weight as prepare_ptpc_weight
 from llm_quant_rocm.ops.ptpc_gemm import ptpc_gemm as ptpc_gemm
 from llm_quant_rocm.ops.ptpc_gemm import ptpc_linear as ptpc_linear
+from llm_quant_rocm.ops.ptpc_moe import ptpc_moe as ptpc_moe
 from llm_quant_rocm.ops.rms_norm_quant import rms_norm_quant_fp8 as rms_norm_quant_fp8

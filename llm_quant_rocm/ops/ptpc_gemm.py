@@ -167,13 +167,9 @@ def _validate(
         lambda: f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(wq.shape[:1])}",
     )
     check(out_dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
-    tensors = {"xscale": xscale, "wq": wq, "wscale": wscale, "bias": bias}
-    for label, tensor in tensors.items():
-        check(
-            tensor is None or tensor.device == xq.device,
-            ValueError,
-            lambda: f"{name}: {label} is on {tensor.device}, xq on {xq.device}; move them to one device",  # noqa: B023
-        )
+    for label, tensor in (("xscale", xscale), ("wq", wq), ("wscale", wscale), ("bias", bias)):
+        if tensor is not None and tensor.device != xq.device:
+            raise ValueError(f"{name}: {label} is on {tensor.device}, xq on {xq.device}; move them to one device")
     check(layout in LAYOUTS, ValueError, lambda: f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     check(
         layout != ROW or wq.stride(1) == 1 or wq.numel() == 0,

@@ -3,4 +3,5 @@
 
 from llm_quant_rocm.reference.per_token_quant import per_token_quant_fp8 as per_token_quant_fp8
 from llm_quant_rocm.reference.ptpc_gemm import ptpc_gemm as ptpc_gemm
+from llm_quant_rocm.reference.ptpc_moe import ptpc_moe as ptpc_moe
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm_quant_fp8 as rms_norm_quant_fp8

@@ -8,7 +8,7 @@ import torch
 from llm_quant_rocm import ops
 from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
@@ -35,7 +35,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: Any,
+        layer: LinearBase,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -61,7 +61,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         # vLLM sets this mark back when it reloads weights.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
@@ -79,7 +79,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         replace_parameter(layer, "weight_scale", scale)
         layer._already_called_process_weights_after_loading = True
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
 
     def _name_of_shard(self, shard: str | int | None = None) -> str:

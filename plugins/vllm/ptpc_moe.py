@@ -8,7 +8,7 @@ import torch
 from llm_quant_rocm import ops
 from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 from vllm.distributed import get_ep_group
-from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
@@ -30,7 +30,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
 
     uses_meta_device = True
 
-    def __init__(self, config: "PtpcFp8Config", layer: Any, prefix: str) -> None:
+    def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer.moe_config)
         self.config = config
         self.prefix = prefix
@@ -42,7 +42,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: Any,
+        layer: RoutedExperts,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -69,7 +69,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         """The sizes as they are: the operator takes any, and padding would enter the scales."""
         return hidden_size, intermediate_size_per_partition
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         # vLLM sets this mark back when it reloads weights.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
@@ -90,13 +90,13 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             replace_parameter(layer, f"{name}_scale", scale)
         layer._already_called_process_weights_after_loading = True
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: it would describe the layer to vLLM's kernels, and ours serves it."""
         return
 
     def apply(
         self,
-        layer: Any,
+        layer: RoutedExperts,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -118,7 +118,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             expert_map=layer._expert_map,
         )
 
-    def _name(self, layer: Any, expert: int, shard: str) -> str:
+    def _name(self, layer: RoutedExperts, expert: int, shard: str) -> str:
         projection = {
             "w1": layer.ckpt_gate_proj_name,
             "w2": layer.ckpt_down_proj_name,
@@ -127,7 +127,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         return f"{self.prefix}.{expert}.{projection}.weight"
 
     @staticmethod
-    def _global_expert(layer: Any, expert: int) -> int:
+    def _global_expert(layer: RoutedExperts, expert: int) -> int:
         """The checkpoint's number of this rank's expert number `expert`."""
         if layer._expert_map is None:
             return expert

@@ -35,6 +35,14 @@ def test_ptpc_gemm_errs_no_more_than_a_sum_in_fp32(fmt: Fp8Format, k: int) -> No
     assert ((found - product64(xq, xscale, wq, wscale, bias)).abs() <= (k + 2) * 2**-24 * terms).all()
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_ptpc_gemm_rounds_once(out_dtype: torch.dtype) -> None:
+    operands = (*fp8.quantize_rows(torch.randn(20, 64), OCP), *fp8.quantize_rows(torch.randn(30, 64), OCP))
+    bias = torch.linspace(-9, 9, 30)
+    exact = reference.ptpc_gemm(*operands, bias, torch.float32)
+    assert_same(reference.ptpc_gemm(*operands, bias, out_dtype), exact.to(out_dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
 def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts with per-token FP8 activations and per-channel FP8 weights."""
+
+from functools import cache
+
+import torch
+
+from llm_quant_rocm import hardware, reference
+from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+NAME = "ptpc_moe"
+
+
+def _triton(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    activation: str,
+    fmt: fp8.Fp8Format,
+) -> torch.Tensor:
+    from llm_quant_rocm.kernels.ptpc_moe import ptpc_moe
+
+    device = hardware.detect(x.device)
+    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, local_ids, activation, fmt, device)
+
+
+BACKENDS = (
+    Backend("triton", triton_refusal, _triton),
+    Backend("reference", lambda call: None, reference.ptpc_moe),
+)
+
+
+@cache
+def _choose(call: RowCall) -> Choice:
+    return choose("ptpc_moe", BACKENDS, call)
+
+
+def _validate(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> None:
+    check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
+    check(
+        x.dim() == 2 and w13.dim() == 3 and w2.dim() == 3,
+        ValueError,
+        lambda: f"{NAME}: x is [T, H], w13 [E, 2I, H] and w2 [E, H, I]; got {x.shape}, {w13.shape} and {w2.shape}",
+    )
+    experts, hidden, inner = w2.shape
+    check(
+        w13.shape == (experts, 2 * inner, hidden) and x.shape[1] == hidden,
+        ValueError,
+        lambda: (
+            f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit: "
+            "[T, H], [E, 2I, H] and [E, H, I] are needed"
+        ),
+    )
+    flavour = hardware.detect(x.device).fp8_dtype
+    for label, codes, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale)):
+        if codes.dtype != flavour:
+            raise TypeError(f"{NAME}: {label} is {codes.dtype}, but {x.device} computes in {flavour}")
+        if scale.dtype != torch.float32 or scale.shape != (*codes.shape[:2], 1):
+            raise ValueError(
+                f"{NAME}: {label}_scale must be fp32 of shape {(*codes.shape[:2], 1)}, "
+                f"not {scale.dtype} of shape {tuple(scale.shape)}"
+            )
+        if not codes.is_contiguous() or not scale.is_contiguous():
+            raise ValueError(f"{NAME}: {label} and {label}_scale must be contiguous")
+    check(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == x.shape[0] and topk_ids.shape == topk_weights.shape,
+        ValueError,
+        lambda: (
+            f"{NAME}: topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+            f"[{x.shape[0]}, k]"
+        ),
+    )
+    check(
+        not topk_ids.is_floating_point() and topk_weights.is_floating_point(),
+        TypeError,
+        lambda: f"{NAME}: topk_ids are integers and topk_weights are not; got {topk_ids.dtype}, {topk_weights.dtype}",
+    )
+    check(
+        activation in ACTIVATIONS,
+        ValueError,
+        lambda: f"{NAME}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}",
+    )
+    check(
+        not apply_router_weight_on_input or topk_ids.shape[1] == 1,
+        ValueError,
+        lambda: f"{NAME}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}",
+    )
+    others = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+    others |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    for label, tensor in [*others.items(), *([("expert_map", expert_map)] if expert_map is not None else [])]:
+        if tensor.device != x.device:
+            raise ValueError(f"{NAME}: {label} is on {tensor.device}, x on {x.device}; move them to one device")
+
+
+def _implementation(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    if 0 in (*topk_ids.shape, *w2.shape):
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
+    weights = topk_weights.float()
+    if apply_router_weight_on_input:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    return _choose(call).backend.run(
+        x.contiguous(),
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        weights.contiguous(),
+        local_ids,
+        activation,
+        fp8.of_dtype(w13.dtype),
+    )
+
+
+_operator = register(
+    "ptpc_moe(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
+    "Tensor topk_ids, str activation, bool apply_router_weight_on_input, Tensor? expert_map) -> Tensor",
+    _validate,
+    _implementation,
+    lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+)
+
+
+def ptpc_moe(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
+
+    Expert e computes (activation(gate) * up) . w2[e]^T with [gate, up] = x . w13[e]^T; x and the inner activations are
+    quantized per token. x [T, H] is bf16, fp16 or fp32; w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I] are
+    E4M3 codes of the device's flavour with fp32 scales [E, 2I, 1] and [E, H, 1]; topk_weights and topk_ids [T, k].
+    Any number of tokens, none included; experts may have none.
+
+    `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
+    and adds nothing. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the output. The activation is
+    silu, gelu or gelu_tanh. The rounding points are those of reference/ptpc_moe.py; results do not depend on timing.
+
+    Raises:
+        TypeError: a dtype, or an FP8 flavour that the device does not compute in.
+        ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
+    """
+    return _operator(
+        x,
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        topk_weights,
+        topk_ids,
+        activation,
+        apply_router_weight_on_input,
+        expert_map,
+    )

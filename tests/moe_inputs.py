@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random experts, and what they compute in float64 over the same codes."""
+
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from llm_quant_rocm.formats import fp8
+
+
+def experts(
+    tokens: int, count: int, topk: int, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> dict[str, Any]:
+    """Arguments of ops.ptpc_moe on the CPU. Expert 0 gets no token where others suffice."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    w13, w13_scale = fp8.quantize_rows(normal(count, 2 * inner, hidden) / hidden**0.5, fp8.OCP)
+    w2, w2_scale = fp8.quantize_rows(normal(count, hidden, inner) / inner**0.5, fp8.OCP)
+    logits = normal(tokens, count)
+    if count > topk:
+        logits[:, 0] = -torch.inf
+    topk_weights, topk_ids = logits.softmax(-1).topk(topk)
+    x = normal(tokens, hidden).to(dtype)
+    return {
+        "x": x,
+        "w13": w13,
+        "w13_scale": w13_scale,
+        "w2": w2,
+        "w2_scale": w2_scale,
+        "topk_weights": topk_weights,
+        "topk_ids": topk_ids.int(),
+    }
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in float64 after a per-token FP8 quantization, by ml_dtypes."""
+    scale = rows.abs().amax(-1, keepdim=True).clamp_min(1.0 / 512) / 448
+    codes = (rows / scale).numpy().astype(ml_dtypes.float8_e4m3fn)
+    return torch.from_numpy(codes.astype("float64")) * scale
+
+
+def moe64(arguments: dict[str, Any], activation: str = "silu") -> torch.Tensor:
+    """The same experts in float64, rounded where the operator says it rounds and nowhere else."""
+    dtype = arguments["x"].dtype
+    x = rounded(arguments["x"].double())
+    w13 = arguments["w13"].double() * arguments["w13_scale"].double()
+    w2 = arguments["w2"].double() * arguments["w2_scale"].double()
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+    }
+    out = torch.zeros_like(x)
+    for token, (weights, ids) in enumerate(zip(arguments["topk_weights"], arguments["topk_ids"].tolist(), strict=True)):
+        for weight, expert in zip(weights.double(), ids, strict=True):
+            gate, up = (w13[expert] @ x[token]).to(dtype).double().chunk(2)
+            inner = rounded((functions[activation](gate) * up).to(dtype).double())
+            out[token] += weight * (w2[expert] @ inner)
+    return out
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
