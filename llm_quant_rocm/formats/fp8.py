@@ -19,8 +19,9 @@ import torch
 
 from llm_quant_rocm import hardware
 
-# Rows are quantized this many elements at a time: the fp32 quotient of a chunk takes 64 MiB however large the weight.
-_CHUNK_ELEMENTS = 16 * 1024 * 1024
+# Rows are quantized this many elements at a time: the fp32 quotient of a chunk takes 4 MiB however large the weight.
+# Larger chunks are no faster, and the C library's allocator keeps them: a model's load would peak by their size.
+_CHUNK_ELEMENTS = 1024 * 1024
 
 
 @dataclass(frozen=True)

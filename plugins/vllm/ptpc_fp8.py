@@ -54,7 +54,7 @@ class PtpcFp8Config(QuantizationConfig):
         self._reported = False
 
     @classmethod
-    def get_name(cls) -> str:
+    def get_name(cls) -> Any:  # vLLM's type names its own methods only
         return NAME
 
     @classmethod
@@ -98,7 +98,7 @@ class PtpcFp8Config(QuantizationConfig):
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
+    ) -> Any:
         """Takes over no checkpoint; refuses a quantized one that the user asks to quantize again."""
         method = hf_quant_cfg.get("quant_method")
         if user_quant == NAME and method != NAME:
@@ -111,7 +111,7 @@ class PtpcFp8Config(QuantizationConfig):
         expressions = [name for name in self.ignored_layers if name.startswith("re:")]
         self.ignored_layers = hf_to_vllm_mapper.apply_list(names) + expressions
 
-    def maybe_update_config(self, model_name: str, **kwargs: Any) -> None:
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Refuse what would change the numbers in silence; vLLM calls this once the configuration is complete."""
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError(

@@ -69,14 +69,33 @@ def qwen3(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return arguments
 
 
+def unquantized(arguments: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same experts in fp32 with no activation quantized."""
+    x, ids = arguments["x"].float(), arguments["topk_ids"]
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        w13, w2 = (arguments[name][expert].float() * arguments[f"{name}_scale"][expert] for name in ("w13", "w2"))
+        gate, up = (x[token] @ w13.t()).chunk(2, dim=-1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2.t()
+        out.index_add_(0, token, y * arguments["topk_weights"][token, slot, None])
+    return out
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 512, 4096])
 def test_a_real_shape(tokens: int) -> None:
+    """As near as the reference to what no quantization gives.
+
+    Not near the reference itself: Hopper's 14-bit sums of 2048 products move some inner activations to the next code,
+    which the reference's fp32 sums do not, and each such code moves by a sixteenth.
+    """
     arguments = qwen3(tokens)
     found = ops.ptpc_moe(**arguments)
     assert torch.equal(found, ops.ptpc_moe(**arguments)), "the same bits every run"
+    exact = unquantized(arguments).double()
     local_ids = arguments.pop("topk_ids")
     expected = reference.ptpc_moe(*arguments.values(), local_ids, "silu", fp8.OCP)
-    assert relative_error(found, expected.double()) < 0.02
+    assert relative_error(found, exact) < 1.1 * relative_error(expected, exact)
 
 
 def test_in_a_graph_with_new_inputs() -> None:
