@@ -101,8 +101,38 @@ def row_table(result: dict[str, Any]) -> str:
     return table(["K", "M", *names, "limit norm_quant", "limit add_norm_quant"], rows)
 
 
+def moe_table(result: dict[str, Any]) -> str:
+    rows = [
+        [row["model"], str(row["tokens"]), f"{us['ptpc_moe']:.1f}", f"{us['bf16_grouped']:.1f}"]
+        + [f"{us['bf16_grouped'] / us['ptpc_moe']:.2f}"]
+        for row in result["rows"]
+        for us in [row["us"]]
+    ]
+    return table(["model", "tokens", "ptpc_moe", "bf16_grouped", "bf16_grouped / ptpc_moe"], rows)
+
+
+def accuracy_table(result: dict[str, Any]) -> str:
+    base = result["demo_model"]["none"]["perplexity"]
+    rows = [
+        [method, f"{found['perplexity']:.3f}", f"{100 * (found['perplexity'] / base - 1):+.2f}%"]
+        + [f"{100 * found['agreement']:.1f}%"]
+        for method, found in result["demo_model"].items()
+    ]
+    return table(["quantization", "token perplexity", "change", "most likely token as in bf16"], rows)
+
+
+def engine_table(result: dict[str, Any]) -> str:
+    rows = [
+        [method, prompts, *(str(times[name]) for name in ("prefill_s", "ms_a_step", "total_s"))]
+        for method, by_prompts in result["llama_3_70b_8_layers"].items()
+        for prompts, times in by_prompts.items()
+    ]
+    return table(["quantization", "batch", "prefill, s", "ms a step", "total, s"], rows)
+
+
 def main() -> None:
     gemm, rows = load("ptpc_gemm_sm_90.json"), load("row_quant_sm_90.json")
+    moe, engine = load("ptpc_moe_sm_90.json"), load("vllm_engine_sm_90.json")
     plot_gemm(gemm)
     plot_rows(rows)
     (RESULTS / "README.md").write_text(
@@ -113,7 +143,13 @@ def main() -> None:
         "quantization of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n"
         f"{gemm_table(gemm)}\n\n"
         f"## Quantization of rows\n\n{measured_on(rows)}; copy bandwidth {rows['copy_gb_s']} GB/s in the same run\n\n"
-        f"![times and limits](row_quant_sm_90.png)\n\n{row_table(rows)}\n"
+        f"![times and limits](row_quant_sm_90.png)\n\n{row_table(rows)}\n\n"
+        f"## Routed experts\n\n{measured_on(moe)}\n\n`bf16_grouped` is torch's grouped product in bf16 with its "
+        f"groups already sorted.\n\n{moe_table(moe)}\n\n"
+        f"## A whole vLLM {engine['vllm']}\n\n{measured_on(engine)}\n\nThe demo model over its held-out text, in "
+        f"windows of 200 tokens:\n\n{accuracy_table(engine)}\n\nThe shape of Llama-3-70B cut to eight layers, dummy "
+        "weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
+        f"{engine_table(engine)}\n"
     )
 
 
