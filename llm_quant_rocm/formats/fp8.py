@@ -20,7 +20,7 @@ import torch
 from llm_quant_rocm import hardware
 
 # Rows are quantized this many elements at a time: the fp32 quotient of a chunk takes 4 MiB however large the weight.
-# Larger chunks are no faster, and the C library's allocator keeps them: a model's load would peak by their size.
+# The C library's allocator keeps freed chunks, so a model's load on a CPU peaks by their size.
 _CHUNK_ELEMENTS = 1024 * 1024
 
 
