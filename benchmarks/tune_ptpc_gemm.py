@@ -61,6 +61,7 @@ def candidates(m: int) -> list[GemmConfig]:
             found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 1))
             if m <= 1024 and group == 8:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 2))
+                found.append(GemmConfig(block_m, block_n, 128, stages, 8, group, 1, False, True, 1))
     if m >= 128:
         for block_m, block_n, stages, warps in (
             (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (256, 128, 2, 8), (64, 256, 2, 4)

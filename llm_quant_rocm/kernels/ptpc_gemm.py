@@ -61,13 +61,14 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["M"])
 def ptpc_gemm_kernel(
-    x, w, xscale_ptr, wscale_ptr, bias_ptr, out_ptr, M, N, K, x_stride, w_stride,
+    x, w, out, xscale_ptr, wscale_ptr, bias_ptr, M, N, K, x_stride, w_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr
+    TMA_STORE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """x and w are tensor descriptors with TMA, pointers otherwise; out is the workspace with SPLIT_K > 1."""
+    """x and w are tensor descriptors with TMA, out with TMA_STORE, pointers otherwise; out is the workspace with
+    SPLIT_K > 1."""
     if PDL:
         programmatic_launch()
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -106,20 +107,33 @@ def ptpc_gemm_kernel(
                 a = e4m3_to_fp16(a)
                 b = e4m3_to_fp16(b)
             acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b.T, acc)
-        out = acc.T if SWAP_AB else acc
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        if SPLIT_K > 1:
-            place += split.to(tl.int64) * M * N
+        if TMA_STORE:
+            # In two halves, so that the way to memory takes half the shared memory and the loads keep their stages.
+            xscale = tl.load(xscale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            for half in tl.static_range(2):
+                start = tile_n * BLOCK_N + half * (BLOCK_N // 2)
+                columns = start + tl.arange(0, BLOCK_N // 2)
+                part = (left if half == 0 else right) * xscale
+                part *= tl.load(wscale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+                if HAS_BIAS:
+                    part += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+                out.store([tile_m * BLOCK_M, start], part.to(out.dtype))
         else:
-            out *= tl.load(xscale_ptr + rows, mask=rows < M, other=0.0)[:, None]
-            out *= tl.load(wscale_ptr + columns, mask=columns < N, other=0.0)[None, :]
-            if HAS_BIAS:
-                out += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+            total = acc.T if SWAP_AB else acc
+            columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            place = rows.to(tl.int64)[:, None] * N + columns[None, :]
+            inside = (rows < M)[:, None] & (columns < N)[None, :]
+            if SPLIT_K > 1:
+                place += split.to(tl.int64) * M * N
+            else:
+                total *= tl.load(xscale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+                total *= tl.load(wscale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+                if HAS_BIAS:
+                    total += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -157,7 +171,7 @@ def ptpc_gemm(
     (m, k), n = xq.shape, wq.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=xq.device)
     split_k = min(config.split_k, triton.cdiv(k, config.block_k))
-    target = out if split_k == 1 else torch.empty((split_k, m, n), dtype=torch.float32, device=xq.device)
+    destination = out if split_k == 1 else torch.empty((split_k, m, n), dtype=torch.float32, device=xq.device)
     decode = not hardware.fp8_units
     tma = config.tma and hardware.tma and not decode and not (xq.stride(0) % 16 or wq.stride(0) % 16)
     tma = tma and not (xq.data_ptr() % 16 or wq.data_ptr() % 16)
@@ -167,22 +181,26 @@ def ptpc_gemm(
 
         x = TensorDescriptor.from_tensor(xq, [config.block_m, config.block_k])
         w = TensorDescriptor.from_tensor(wq, [config.block_n, config.block_k])
+    # An fp32 tile would take the shared memory that the loads were given.
+    tma_store = tma and not config.swap_ab and split_k == 1 and out.element_size() == 2 and n % 8 == 0
+    if tma_store:
+        destination = TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // 2])
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     programs = tiles
     if config.programs:
         sms = torch.cuda.get_device_properties(xq.device).multi_processor_count
         programs = min(tiles, config.programs * sms)
     ptpc_gemm_kernel[(programs, split_k)](
-        x, w, xscale, wscale, bias, target, m, n, k, xq.stride(0), wq.stride(0),
+        x, w, destination, xscale, wscale, bias, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
-        PDL=hardware.pdl,
+        TMA_STORE=tma_store, PDL=hardware.pdl,
         num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
     )  # fmt: skip
     if split_k > 1:
         split_k_kernel[(m, triton.cdiv(n, 1024))](
-            target, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024,
+            destination, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024,
             PDL=hardware.pdl, **pdl_option(hardware),
         )  # fmt: skip
     return out
