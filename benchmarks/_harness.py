@@ -9,6 +9,7 @@ of one row are timed in turns in the same process, so that a drift of the clock 
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
@@ -73,8 +74,10 @@ def time_variants(
         graph.replay()
     torch.cuda.synchronize()
     spent = dict.fromkeys(variants, 0.0)
+    order = random.Random(0)
     for _ in range(repeats):
-        for name, graph in graphs.items():
+        # Shuffled: a variant that follows another always would always meet the cache and the clock that one leaves.
+        for name, graph in order.sample(list(graphs.items()), len(graphs)):
             if spent[name] > budget_ms and len(times[name]) >= 5:
                 continue
             start.record()
