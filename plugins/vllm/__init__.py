@@ -7,9 +7,8 @@ vLLM calls `register` in each of its processes through the entry point `vllm.gen
 import logging
 from functools import cache
 
-from packaging.version import InvalidVersion, Version
-
 import vllm
+from packaging.version import InvalidVersion, Version
 
 # Read and tested on these: docs/vllm.md says how, by version.
 FIRST_SUPPORTED = "0.26"
@@ -24,8 +23,9 @@ def register() -> None:
     _warn_of_other_versions(vllm.__version__)
 
     # Here, not above: vLLM's quantization package is only complete once its own start-up has reached the plugins.
-    from llm_quant_rocm_vllm.ptpc_fp8 import NAME, PtpcFp8Config
     from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from llm_quant_rocm_vllm.ptpc_fp8 import NAME, PtpcFp8Config
 
     register_quantization_config(NAME)(PtpcFp8Config)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.platforms import current_platform
 
 from llm_quant_rocm.formats import fp8
-from vllm.platforms import current_platform
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
@@ -127,13 +126,14 @@ class PtpcFp8Config(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which vLLM calls `prefix`; None for a layer that has no method."""
         # vLLM's layers import much of vLLM, which must not happen while plugins register.
-        from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
-        from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
         from vllm.model_executor.layers.attention import Attention, MLAAttention
         from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
+        from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
         if isinstance(layer, LinearBase):
             if self._is_ignored(prefix):

@@ -4,14 +4,14 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from llm_quant_rocm import ops
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
+
+from llm_quant_rocm import ops
+from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config

@@ -4,13 +4,13 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from llm_quant_rocm import ops
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+from llm_quant_rocm import ops
+from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config

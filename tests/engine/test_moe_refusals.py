@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator lacks to serve some experts is named before any weight is read."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llm_quant_rocm_vllm.ptpc_moe import _lacking
+
+
+def experts(**changes: Any) -> Any:
+    """As much of vLLM's FusedMoEConfig as decides whether we serve it."""
+    facts = {
+        "activation": SimpleNamespace(value="silu"),
+        "swiglu_limit": None,
+        "has_bias": False,
+        "is_lora_enabled": False,
+        "moe_parallel_config": SimpleNamespace(use_all2all_kernels=False),
+    }
+    return SimpleNamespace(**(facts | changes))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_ordinary_experts_lack_nothing(activation: str) -> None:
+    assert _lacking(experts(activation=SimpleNamespace(value=activation))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"activation": SimpleNamespace(value="swigluoai")}, "the activation swigluoai"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit"),
+        ({"has_bias": True}, "biases"),
+        ({"is_lora_enabled": True}, "LoRA"),
+        ({"moe_parallel_config": SimpleNamespace(use_all2all_kernels=True)}, "--enable-expert-parallel"),
+    ],
+)
+def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
+    assert words in _lacking(experts(**change))
