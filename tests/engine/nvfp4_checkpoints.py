@@ -3,7 +3,7 @@
 
 The codes and scales are compressed-tensors' own, the layouts are written here: nothing of this project takes part. The
 shards of a layer that vLLM fuses have global scales that differ by factors of 2 to 8. Being powers of two, they keep
-the BF16 values exact, so both checkpoints are the same function.
+the BF16 values exact, so a checkpoint and its values are the same function.
 """
 
 import json
@@ -24,7 +24,13 @@ from safetensors.torch import load_file, save_file
 
 # One global scale a shard, relative to that of the whole range: unequal within q, k, v and within gate, up.
 _SHARE = {"q_proj": 1, "k_proj": 8, "v_proj": 2, "o_proj": 1, "gate_proj": 4, "up_proj": 1, "down_proj": 2}
-_PROJECTION = re.compile(r"\.(\w+_proj)\.weight$")
+_SHARE["lm_head"] = 1
+_QUANTIZED = re.compile(r"(\w+_proj|lm_head)\.weight$")
+
+_SHARED_DIVISOR = 2048.0
+
+# Scales of an FP8 KV cache.
+KV_SCALES = {"k": 0.03125, "v": 0.0625}
 
 # 2688 over the largest input that is kept.
 INPUT_DIVISOR = 2688 / 16
@@ -38,6 +44,15 @@ class Layer:
     scale: torch.Tensor
     divisor: torch.Tensor
 
+    def modelopt(self, name: str, *, activations: bool) -> dict[str, torch.Tensor]:
+        """Its tensors in ModelOpt's layout, with or without a scale for activations."""
+        tensors = {
+            f"{name}.weight": self.packed,
+            f"{name}.weight_scale": self.scale,
+            f"{name}.weight_scale_2": self.divisor.reciprocal().reshape(()),
+        }
+        return tensors | ({f"{name}.input_scale": torch.tensor(1 / INPUT_DIVISOR)} if activations else {})
+
     def values(self) -> torch.Tensor:
         """In BF16."""
         rows, columns = self.packed.shape
@@ -46,20 +61,24 @@ class Layer:
 
 
 class Quantized:
-    """The BF16 checkpoint `source` with every projection of its layers in NVFP4.
+    """The BF16 checkpoint `source` with every projection and the output head in NVFP4.
+
+    `shared_scale` makes all global scales equal.
 
     Attributes:
         layers: the quantized ones by name, without ".weight".
         rest: all other tensors.
     """
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: Path, *, shared_scale: bool = False) -> None:
         self.source = source
         self.layers: dict[str, Layer] = {}
         self.rest: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(source / "model.safetensors").items():
-            if found := _PROJECTION.search(name):
-                self.layers[name.removesuffix(".weight")] = _quantize(tensor, _SHARE[found[1]])
+            if found := _QUANTIZED.search(name):
+                self.layers[name.removesuffix(".weight")] = _quantize(
+                    tensor, _SHARED_DIVISOR if shared_scale else _divisor(tensor, _SHARE[found[1]])
+                )
             else:
                 self.rest[name] = tensor
 
@@ -85,11 +104,7 @@ class Quantized:
             if name.endswith(ignore):
                 tensors[f"{name}.weight"] = layer.values()
                 continue
-            tensors[f"{name}.weight"] = layer.packed
-            tensors[f"{name}.weight_scale"] = layer.scale
-            tensors[f"{name}.weight_scale_2"] = layer.divisor.reciprocal().reshape(())
-            if algorithm == "NVFP4":
-                tensors[f"{name}.input_scale"] = torch.tensor(1 / INPUT_DIVISOR)
+            tensors |= layer.modelopt(name, activations=algorithm == "NVFP4")
         excluded = ["*" + name for name in ignore]
         if legacy:
             quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": 16}
@@ -101,6 +116,32 @@ class Quantized:
             return folder
         flat = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": excluded, "group_size": 16}
         return self._write(folder, tensors, {**flat, **settings})
+
+    def write_mixed(self, folder: Path) -> Path:
+        """ModelOpt's MIXED_PRECISION: attention in FP8, the rest in NVFP4, and scales for an FP8 KV cache.
+
+        FP8 has a scale a tensor, other for q, k and v; it takes over the values of NVFP4.
+        """
+        tensors, recipes = {}, {}
+        for name, layer in self.layers.items():
+            if name == "lm_head":
+                tensors["lm_head.weight"] = layer.values()
+            elif "self_attn" in name:
+                values = layer.values().float()
+                scale = values.abs().max() / 448
+                tensors[f"{name}.weight"] = (values / scale).to(torch.float8_e4m3fn)
+                tensors[f"{name}.weight_scale"] = scale
+                tensors[f"{name}.input_scale"] = torch.tensor(0.05)
+                recipes[name] = {"quant_algo": "FP8"}
+            else:
+                tensors |= layer.modelopt(name, activations=False)
+                recipes[name] = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+            for letter, value in KV_SCALES.items():
+                if name.endswith(f"{letter}_proj"):
+                    tensors[f"{name}.{letter}_scale"] = torch.tensor(value)
+        config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipes}
+        config |= {"ignore": ["lm_head"], "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}
+        return self._write(folder, tensors, config)
 
     def write_compressed_tensors(
         self, folder: Path, *, activations: bool, ignore: tuple[str, ...] = ("lm_head",), **settings: Any
@@ -138,9 +179,12 @@ class Quantized:
         return folder
 
 
-def _quantize(weight: torch.Tensor, share: int) -> Layer:
-    weight = weight.float()
-    divisor = torch.tensor([2.0 ** math.floor(math.log2(2688 / weight.abs().max().item())) / share])
+def _divisor(weight: torch.Tensor, share: int) -> float:
+    return 2.0 ** math.floor(math.log2(2688 / weight.abs().max().item())) / share
+
+
+def _quantize(weight: torch.Tensor, divisor_value: float) -> Layer:
+    weight, divisor = weight.float(), torch.tensor([divisor_value])
     blocks = weight.unflatten(1, (-1, 16))
     scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), NVFP4A16["weights"], divisor)
     tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point, "weight_global_scale": divisor}
