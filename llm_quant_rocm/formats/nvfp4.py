@@ -24,11 +24,14 @@ from llm_quant_rocm.formats import fp8
 BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest value under a global scale of 1
 
 # Weights are encoded and decoded this many elements at a time: fp32 temporaries of 4 MiB however large the weight.
 _CHUNK_ELEMENTS = 1024 * 1024
 # The scale that compressed-tensors gives a block whose own scale rounds to zero; all its codes are then zero.
 _ZERO_BLOCK_SCALE = 0.125
+# Global scales in this range have reciprocals in it: neither convention overflows or loses bits to denormals.
+_GLOBAL_MIN, _GLOBAL_MAX = 1e-37, 1e37
 
 
 def e2m1_encode(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +67,7 @@ def block_values(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
     Also exact in bf16 and fp16. Its temporaries are several times as large as its result: call it on a slice of rows.
     """
-    blocks = e2m1_decode(unpack(packed)).unflatten(-1, (-1, BLOCK)) * scales.float().unsqueeze(-1)
+    blocks = e2m1_decode(unpack(packed)).view(*scales.shape, BLOCK) * scales.float().unsqueeze(-1)
     return blocks.flatten(-2)
 
 
@@ -170,8 +173,8 @@ class NvFp4Weight:
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """(rows, their fp32 values [rows, K]) slice by slice, all leading dimensions flattened into the rows."""
         count = prod(self.codes.shape[:-1])
-        codes, scales = self.codes.reshape(count, -1), self.scales.reshape(count, -1)
-        global_scale = self.global_scale.reshape(count, 1)
+        codes = self.codes.reshape(count, self.k // 2)
+        scales, global_scale = self.scales.reshape(count, self.k // BLOCK), self.global_scale.reshape(count, 1)
         for chunk in row_slices(count, self.k):
             yield chunk, block_values(codes[chunk], scales[chunk]) * global_scale[chunk]
 
@@ -183,16 +186,27 @@ def row_slices(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
+def global_scale_of(w: torch.Tensor, name: str = "weight") -> torch.Tensor:
+    """The global scale of each matrix of w [..., N, K]: amax / 2688, fp32 [...], a multiplier.
+
+    The largest one of several shards serves them all.
+
+    Raises:
+        ValueError: w holds NaN or infinity.
+    """
+    return _divisor(w, name).reciprocal()
+
+
 def quantize(w: torch.Tensor, global_scale: torch.Tensor | None = None, name: str = "weight") -> NvFp4Weight:
     """NVFP4 of w [..., N, K] (bf16, fp16 or fp32), the bytes that compressed-tensors makes of it in fp32:
 
-        divisor = 2688 / amax of the matrix                            1 where that is not finite: an all-zero matrix
+        divisor = 2688 / amax of the matrix                            1 where that is above 1e37: an all-zero matrix
         scale   = e4m3(divisor * (amax of 16 / 6))                     0.125 where that is 0: all its codes are 0
         code    = e2m1(value / (scale / divisor))                      ties to even
 
-    Each matrix [N, K] of the leading dimensions has a global scale of its own. `global_scale` takes the place of the
-    matrix's own: a multiplier, fp32, that broadcasts to [..., N] (for shards that are to share one). fp32 temporaries
-    stay small however large w is.
+    Each matrix [N, K] of the leading dimensions has a global scale of its own. `global_scale` takes its place: fp32, a
+    multiplier, one value or one for each matrix or row (`global_scale_of` of shards that are to share one). fp32
+    temporaries stay small however large w is.
 
     Raises:
         TypeError: w's dtype.
@@ -204,16 +218,18 @@ def quantize(w: torch.Tensor, global_scale: torch.Tensor | None = None, name: st
         raise ValueError(f"{name} has shape {tuple(w.shape)}; a weight is [..., N, K]")
     *rows_shape, k = w.shape
     _check_columns(k, name)
+    divisor = _divisor(w, name).unsqueeze(-1).expand(rows_shape)
     if global_scale is None:
-        divisor = _divisor(w, name).unsqueeze(-1).expand(rows_shape)
+        multiplier = divisor.reciprocal()
     else:
-        divisor = _row_scales(global_scale.expand(rows_shape), rows_shape, None, f"{name}'s global scale").reciprocal()
+        multiplier = _row_scales(global_scale, rows_shape, None, f"the global scale of {name}")
+        divisor = multiplier.reciprocal()
     count = prod(rows_shape)
     rows, row_divisor = w.reshape(count, k), divisor.reshape(count, 1)
     codes = torch.empty((count, k // 2), dtype=torch.uint8, device=w.device)
     scales = torch.empty((count, k // BLOCK), dtype=torch.float8_e4m3fn, device=w.device)
     for chunk in row_slices(count, k):
-        blocks = rows[chunk].float().unflatten(-1, (-1, BLOCK))
+        blocks = rows[chunk].float().unflatten(-1, (k // BLOCK, BLOCK))
         scale = row_divisor[chunk] * (blocks.abs().amax(-1) / E2M1_MAX)
         scale = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, _ZERO_BLOCK_SCALE, scale)
@@ -238,7 +254,7 @@ def fake_quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tor
         ValueError: K is no multiple of 16.
     """
     _check_columns(x.shape[-1], "x")
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     scale = (input_global * (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX)).clamp(max=E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn).float()
     encode = torch.where(scale == 0, 0.0, input_global / scale)
@@ -258,7 +274,7 @@ def to_fp8(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch
     """`weight` as PTPC FP8: codes [..., N, K] and fp32 scales [..., N, 1]. Rounds, once: E4M3 has 3 mantissa bits."""
     scale = fp8_row_scale(weight, fmt)
     codes = torch.empty((*weight.codes.shape[:-1], weight.k), dtype=fmt.dtype, device=weight.codes.device)
-    rows, row_scale = codes.view(-1, weight.k), scale.view(-1, 1)
+    rows, row_scale = codes.view(prod(scale.shape), weight.k), scale.view(prod(scale.shape), 1)
     for chunk, values in weight.chunks():
         rows[chunk] = fp8.quantize(values, row_scale[chunk], fmt)
     return codes, scale
@@ -269,8 +285,8 @@ def _divisor(w: torch.Tensor, name: str) -> torch.Tensor:
     amax = fp8.row_amax(w).flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2], dtype=torch.float32)
     if not bool(amax.isfinite().all()):
         raise ValueError(f"{name} holds NaN or infinity, which NVFP4 cannot: mend the checkpoint, or keep this layer")
-    divisor = E2M1_MAX * E4M3_MAX / amax
-    return torch.where(divisor.isfinite(), divisor, 1.0)
+    divisor = RANGE / amax
+    return torch.where(divisor <= _GLOBAL_MAX, divisor, 1.0)
 
 
 def _require(tensors: dict[str, torch.Tensor | None]) -> None:
@@ -329,11 +345,11 @@ def _row_scales(scale: torch.Tensor, rows: Sequence[int], shards: Sequence[int] 
     if not scale.is_floating_point():
         raise TypeError(f"{name} is {scale.dtype}; a global scale is fp32")
     scale = scale.float()
-    wrong = ~(scale.isfinite() & (scale > 0))
+    wrong = ~((scale >= _GLOBAL_MIN) & (scale <= _GLOBAL_MAX))
     if bool(wrong.any()):
         raise ValueError(
-            f"{name} is {scale[wrong].flatten()[0].item():g}; a global scale is positive and finite: the layer was not "
-            "calibrated, or the checkpoint is broken; quantize it again"
+            f"{name} is {scale[wrong].flatten()[0].item():g}; a global scale is positive and finite "
+            f"({_GLOBAL_MIN:g} to {_GLOBAL_MAX:g}): the checkpoint lacks it or is broken; download or quantize it again"
         )
     *leading, n = rows
     if shards is not None and sum(shards) != n:
