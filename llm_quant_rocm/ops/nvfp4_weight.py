@@ -10,7 +10,14 @@ from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.ops._register import check
 
 ROW = "row"
-LAYOUTS = (ROW,)
+
+
+def _row_parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+    return (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // nvfp4.BLOCK))
+
+
+# layout: (dtype, shape) of the codes and of the scales of a weight [N, K], leading dimensions left out.
+LAYOUTS = {ROW: _row_parts}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +88,14 @@ def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading
         ValueError,
         lambda: f"{operator}: {label} has {k} columns, no multiple of {nvfp4.BLOCK}; keep this layer in 16 bits",
     )
+    codes, scales = LAYOUTS[layout](n, k)
     expected = {
-        "codes": (weight.codes, torch.uint8, (*leading, n, k // 2)),
-        "scales": (weight.scales, torch.float8_e4m3fn, (*leading, n, k // nvfp4.BLOCK)),
-        "global_scale": (weight.global_scale, torch.float32, (*leading, n)),
+        "codes": (weight.codes, *codes),
+        "scales": (weight.scales, *scales),
+        "global_scale": (weight.global_scale, torch.float32, (n,)),
     }
-    for part, (tensor, dtype, shape) in expected.items():
+    for part, (tensor, dtype, matrix) in expected.items():
+        shape = (*leading, *matrix)
         if tensor.dtype != dtype:
             raise TypeError(f"{operator}: {label}.{part} is {tensor.dtype}, not {dtype}; make it with formats.nvfp4")
         if tensor.shape != shape:
