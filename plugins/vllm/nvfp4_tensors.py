@@ -101,7 +101,7 @@ def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "") -> None:
 
     These are the names by which other parts of vLLM look for a layer's weight and its device.
     """
-    prepared = ops.prepare_nvfp4_weight(weight)
+    prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
     tensors = {"weight": prepared.codes, "weight_scale": prepared.scales, "weight_global_scale": prepared.global_scale}
     for name, tensor in tensors.items():
         setattr(layer, stem + name, torch.nn.Parameter(tensor, requires_grad=False))
