@@ -57,7 +57,7 @@ def moe(
     scales = torch.empty(experts, 2 * inner, 1), torch.empty(experts, hidden, 1)
     ids = torch.zeros(tokens, 4, dtype=torch.int32)
     x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
-    ptpc_moe.ptpc_moe(x, w13, scales[0], w2, scales[1], torch.empty(tokens, 4), ids, activation, fmt, device)
+    ptpc_moe.ptpc_moe(x, w13, scales[0], w2, scales[1], torch.empty(tokens, 4), ids, None, activation, fmt, device)
 
 
 CASES: dict[str, Callable[[str], None]] = {
