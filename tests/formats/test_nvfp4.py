@@ -334,24 +334,24 @@ def test_shards_keep_their_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "shards", "of_row"),
+    ("shape", "shards", "rows"),
     [
-        ((), None, lambda e, n: 0),
-        ((1,), None, lambda e, n: 0),
-        ((1,), [2, 4], lambda e, n: 0),
-        ((3,), None, lambda e, n: e),
-        ((3, 1), None, lambda e, n: e),
-        ((3, 2), [2, 4], lambda e, n: 2 * e + (n >= 2)),
-        ((3, 6), None, lambda e, n: 6 * e + n),
+        ((), None, [[1] * 6] * 3),
+        ((1,), None, [[1] * 6] * 3),
+        ((1,), [2, 4], [[1] * 6] * 3),
+        ((3,), None, [[1] * 6, [2] * 6, [3] * 6]),
+        ((3, 1), None, [[1] * 6, [2] * 6, [3] * 6]),
+        ((3, 2), [2, 4], [[1, 1, 2, 2, 2, 2], [3, 3, 4, 4, 4, 4], [5, 5, 6, 6, 6, 6]]),
+        ((3, 6), None, [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18]]),
     ],
     ids=str,
 )
-def test_global_scales_of_experts(shape: tuple[int, ...], shards: list[int] | None, of_row: Any) -> None:
+def test_global_scales_of_experts(shape: tuple[int, ...], shards: list[int] | None, rows: list[list[int]]) -> None:
     weight = nvfp4.quantize(torch.randn(3, 6, 16))
     count = int(torch.Size(shape).numel())
     given_scale = torch.arange(1, count + 1).float().view(shape)
     found = NvFp4Weight.from_modelopt(weight.codes, weight.scales, given_scale, shards).global_scale
-    assert found.tolist() == [[1.0 + of_row(e, n) for n in range(6)] for e in range(3)]
+    assert found.tolist() == rows
 
 
 def test_minus_zero_scales_become_zero() -> None:
