@@ -14,7 +14,7 @@ PACKAGE = "llm_quant_rocm"
 # DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
 LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("plugins", "cli"),
-    ("ops", "comm"),
+    ("ops", "comm", "checkpoint"),
     ("backends", "tuning"),
     ("kernels", "reference"),
     ("formats",),

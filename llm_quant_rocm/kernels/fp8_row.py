@@ -1,18 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row, held in registers, to FP8 codes and its scale: the end of every per-token quantization kernel."""
+"""What the per-token quantization kernels share: a row in registers, in blocks, and its end as FP8 codes and a scale.
+
+A row of COLUMNS values is a tuple of blocks of BLOCK values, each a tensor. Only a last block that COLUMNS does not
+fill is masked, so that widths like 5120 or 28672 cost what they hold and not the next power of two. Between the passes
+over a row its values stay in their 16 bits, which takes half the registers and lets two wide rows share a
+multiprocessor.
+"""
 
 import triton
 import triton.language as tl
 
+from llm_quant_rocm.hardware import Hardware
+
+
+def row_launch(columns: int, hardware: Hardware) -> dict[str, int]:
+    """BLOCK and launch options of a row kernel: a lane takes 8 values of every block, at most 128 in all."""
+    warps = 4 if columns <= 8192 else 8 if columns <= 32768 else 16
+    options = {"BLOCK": min(warps * 256, triton.next_power_of_2(max(columns, 16))), "num_warps": warps}
+    if columns > 16384 and hardware.arch.startswith("sm_"):
+        # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.
+        options["maxnreg"] = 128
+    return options
+
 
 @triton.jit
-def _larger(a, b):
+def load_block(row_ptr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """Block i of a row, zeros beyond the row."""
+    column = i * BLOCK + tl.arange(0, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        return tl.load(row_ptr + column, eviction_policy=EVICTION)
+    else:
+        return tl.load(row_ptr + column, mask=column < COLUMNS, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def store_block(row_ptr, value, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores block i of a row."""
+    column = i * BLOCK + tl.arange(0, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        tl.store(row_ptr + column, value)
+    else:
+        tl.store(row_ptr + column, value, mask=column < COLUMNS)
+
+
+@triton.jit
+def widen(x):
+    """x as fp32. Two bf16 of one register take two instructions; Triton's own conversion takes three."""
+    if x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """fp32 x rounded to `dtype`. Triton converts to bf16 one value at a time, on a pipe of a quarter of the rate."""
+    if dtype == tl.bfloat16 and tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def larger(a, b):
+    """Elementwise maximum; unlike tl.max and tl.maximum's default, keeps a NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def quantize_row(x, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """x [BLOCK] fp32, zeros beyond the row. Returns the fp32 quotients [BLOCK], ready to be cast, and the fp32 scale.
+def store_quantized_row(
+    q_ptr, scale_ptr, row, largest, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Codes and scale of `row`, a tuple of blocks, zeros beyond the row.
+
+    `largest` [BLOCK] fp32 is the elementwise maximum of the blocks' magnitudes, taken before or after they were rounded
+    to their dtype: rounding is monotonic, so the maximum of the rounded values is the rounded maximum.
 
     The quotients are correctly rounded, as the reference's are, at three instructions each instead of a division's
     ten: with r the correctly rounded reciprocal of the scale, q = x * r is within a unit of the quotient, and one
@@ -21,11 +88,18 @@ def quantize_row(x, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
 
     Nothing is clamped: amax / scale exceeds FP8_MAX by a rounding error at most, and casts to FP8_MAX.
     """
-    amax = tl.reduce(tl.abs(x), 0, _larger)  # unlike tl.max, keeps a NaN
+    amax = tl.reduce(largest, 0, larger)
+    if len(row) > 0:
+        amax = amax.to(row[0].dtype).to(tl.float32)
     scale = tl.math.div_rn(amax, FP8_MAX)
     scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)  # false for NaN, which stays
     reciprocal = tl.math.div_rn(1.0, scale)
     # A scale of inf has quotients of 0, and NaN for inf: x * reciprocal is right, and the remainder must not undo it.
     divisor = tl.where(scale == float("inf"), 0.0, scale)
-    quotient = x * reciprocal
-    return tl.fma(tl.fma(quotient, divisor, -x), -reciprocal, quotient), scale
+    for i in tl.static_range(len(row)):
+        x = widen(row[i])
+        quotient = x * reciprocal
+        # x * -1.0 is a sign in the fma; Triton's -x is 0 - x, an instruction.
+        quotient = tl.fma(tl.fma(quotient, divisor, x * -1.0), -reciprocal, quotient)
+        store_block(q_ptr, quotient.to(q_ptr.dtype.element_ty), i, COLUMNS, BLOCK)
+    tl.store(scale_ptr, scale)

@@ -7,33 +7,29 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import detect
-from llm_quant_rocm.kernels.fp8_row import quantize_row
+from llm_quant_rocm.kernels.fp8_row import larger, load_block, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
-# The row stays in registers between its maximum and its quotients: 32 warps of 32 lanes hold this many fp32 values.
+# The row stays in registers between its maximum and its quotients: 128 values a lane of 16 warps of 32 lanes.
 MAX_COLUMNS = 65536
 
 
 @triton.jit
 def per_token_quant_kernel(
-    x_ptr, q_ptr, scale_ptr, columns, x_stride,
-    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, q_ptr, scale_ptr, x_stride,
+    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    quotient, scale = quantize_row(x, FP8_MAX, MIN_SCALE)
-    tl.store(q_ptr + row * columns + column, quotient.to(q_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
-
-
-def row_launch(columns: int) -> tuple[int, int]:
-    """Block size and warps for a row kernel: about 16 values a lane, 8 to 32 warps on the widest rows."""
-    block = triton.next_power_of_2(max(columns, 16))
-    return block, min(max(block // 1024, 1), 16 if block <= 32768 else 32)
+    x = tl.tuple([])
+    for i in tl.static_range(BLOCKS):
+        x += (load_block(x_ptr + row * x_stride, i, COLUMNS, BLOCK, "evict_first"),)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        largest = larger(largest, tl.abs(widen(x[i])))
+    store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
 
 
 def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,10 +38,9 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, 
     q = torch.empty((rows, columns), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
-        block, warps = row_launch(columns)
         device = detect(x.device)
         per_token_quant_kernel[(rows,)](
-            x, q, scale, columns, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
-            PDL=device.pdl, num_warps=warps, **pdl_option(device),
+            x, q, scale, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
+            PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
         )  # fmt: skip
     return q, scale

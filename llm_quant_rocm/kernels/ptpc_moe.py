@@ -16,9 +16,9 @@ import triton.language as tl
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
-from llm_quant_rocm.kernels.fp8_row import quantize_row
+from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8, row_launch
+from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
 
 @dataclass(frozen=True)
@@ -128,27 +128,31 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def activation_quant_kernel(
-    h_ptr, q_ptr, scale_ptr, columns,
-    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    h_ptr, q_ptr, scale_ptr,
+    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Codes and scale of T(activation(gate) * up) for one row h = [gate, up] of dtype T."""
     if PDL:
         programmatic_launch()
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    gate = tl.load(h_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        value = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh: x * sigmoid(2u) is x/2 * (1 + tanh u)
-        value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    rounded = (value * up).to(h_ptr.dtype.element_ty).to(tl.float32)
-    quotient, scale = quantize_row(rounded, FP8_MAX, MIN_SCALE)
-    tl.store(q_ptr + row * columns + column, quotient.to(q_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    gate_ptr = h_ptr + row * 2 * COLUMNS
+    largest = tl.zeros([BLOCK], tl.float32)
+    rounded = tl.tuple([])
+    for i in tl.static_range(BLOCKS):
+        gate = widen(load_block(gate_ptr, i, COLUMNS, BLOCK, "evict_first"))
+        up = widen(load_block(gate_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
+        if ACTIVATION == "silu":
+            value = gate / (1.0 + tl.exp(-gate))
+        elif ACTIVATION == "gelu":
+            value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        else:  # gelu_tanh: x * sigmoid(2u) is x/2 * (1 + tanh u)
+            value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        value *= up
+        largest = larger(largest, tl.abs(value))
+        rounded += (narrow(value, h_ptr.dtype.element_ty),)
+    store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, rounded, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
 
 
 def ptpc_moe(
@@ -193,9 +197,8 @@ def ptpc_moe(
     h = multiply(xq, xscale, w13, w13_scale, topk, False)
     aq = torch.empty((slots, inner), dtype=fmt.dtype, device=x.device)
     ascale = torch.empty((slots, 1), dtype=torch.float32, device=x.device)
-    block, warps = row_launch(inner)
     activation_quant_kernel[(slots,)](
-        h, aq, ascale, inner, ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
-        PDL=hardware.pdl, num_warps=warps, **pdl_option(hardware),
+        h, aq, ascale, ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner,
+        PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
     )  # fmt: skip
     return multiply(aq, ascale, w2, w2_scale, 1, True).view(-1, topk, hidden).sum(dim=1)

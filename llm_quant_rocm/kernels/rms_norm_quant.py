@@ -7,36 +7,54 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import detect
-from llm_quant_rocm.kernels.fp8_row import quantize_row
+from llm_quant_rocm.kernels.fp8_row import (
+    larger,
+    load_block,
+    narrow,
+    row_launch,
+    store_block,
+    store_quantized_row,
+    widen,
+)
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.per_token_quant import row_launch
 
 
 @triton.jit
 def rms_norm_quant_kernel(
-    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, sum_ptr, columns, width, x_stride, residual_stride, eps,
-    HAS_RESIDUAL: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, sum_ptr, x_stride, residual_stride, eps,
+    HAS_RESIDUAL: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    # Every row needs the weight again and no row needs x again.
-    z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    # Every row needs the weight again and no row needs x or the residual again: hence the eviction policies.
+    z = tl.tuple([])
+    for i in tl.static_range(BLOCKS):
+        z += (load_block(x_ptr + row * x_stride, i, COLUMNS, BLOCK, "evict_first"),)
     if HAS_RESIDUAL:
-        z += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = z.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
-        z = rounded.to(tl.float32)
-    variance = tl.math.div_rn(tl.sum(z * z, axis=0), width)
+        sums = tl.tuple([])
+        for i in tl.static_range(BLOCKS):
+            added = load_block(residual_ptr + row * residual_stride, i, COLUMNS, BLOCK, "evict_first")
+            sums += (narrow(widen(z[i]) + widen(added), dtype),)
+            store_block(sum_ptr + row * COLUMNS, sums[i], i, COLUMNS, BLOCK)
+        z = sums
+    squares = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(BLOCKS):
+        wide = widen(z[i])
+        squares += wide * wide
+    variance = tl.math.div_rn(tl.sum(squares, axis=0), COLUMNS * 1.0)
     inverse = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
-    normed = (z * inverse * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-    quotient, scale = quantize_row(normed, FP8_MAX, MIN_SCALE)
-    tl.store(q_ptr + row * columns + column, quotient.to(q_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr + row, scale)
+    largest = tl.zeros([BLOCK], tl.float32)
+    normed = tl.tuple([])
+    for i in tl.static_range(BLOCKS):
+        weight = load_block(weight_ptr, i, COLUMNS, BLOCK, "evict_last")
+        value = widen(z[i]) * inverse * widen(weight)
+        largest = larger(largest, tl.abs(value))
+        normed += (narrow(value, dtype),)
+    store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, normed, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
 
 
 def rms_norm_quant_fp8(
@@ -51,12 +69,11 @@ def rms_norm_quant_fp8(
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows:
-        block, warps = row_launch(columns)
         device = detect(x.device)
         added = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
-            x, added, weight, q, scale, total, columns, float(columns), x.stride(0), added.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, BLOCK=block,
-            PDL=device.pdl, num_warps=warps, **pdl_option(device),
+            x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
+            HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
+            PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
         )  # fmt: skip
     return q, scale, total

@@ -9,9 +9,9 @@ from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._routing import check_device, check_routing, routed
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 NAME = "ptpc_moe"
 
 
@@ -81,34 +81,9 @@ def _validate(
             )
         if not codes.is_contiguous() or not scale.is_contiguous():
             raise ValueError(f"{NAME}: {label} and {label}_scale must be contiguous")
-    check(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == x.shape[0] and topk_ids.shape == topk_weights.shape,
-        ValueError,
-        lambda: (
-            f"{NAME}: topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
-            f"[{x.shape[0]}, k]"
-        ),
-    )
-    check(
-        not topk_ids.is_floating_point() and topk_weights.is_floating_point(),
-        TypeError,
-        lambda: f"{NAME}: topk_ids are integers and topk_weights are not; got {topk_ids.dtype}, {topk_weights.dtype}",
-    )
-    check(
-        activation in ACTIVATIONS,
-        ValueError,
-        lambda: f"{NAME}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}",
-    )
-    check(
-        not apply_router_weight_on_input or topk_ids.shape[1] == 1,
-        ValueError,
-        lambda: f"{NAME}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}",
-    )
-    others = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
-    others |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    for label, tensor in [*others.items(), *([("expert_map", expert_map)] if expert_map is not None else [])]:
-        if tensor.device != x.device:
-            raise ValueError(f"{NAME}: {label} is on {tensor.device}, x on {x.device}; move them to one device")
+    for label, tensor in (("w13", w13), ("w2", w2), ("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        check_device(NAME, label, tensor, x)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
 
 
 def _implementation(
@@ -126,20 +101,9 @@ def _implementation(
     if 0 in (*topk_ids.shape, *w2.shape):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
-    weights = topk_weights.float()
-    if apply_router_weight_on_input:
-        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    x, weights, local_ids = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
     return _choose(call).backend.run(
-        x.contiguous(),
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        weights.contiguous(),
-        local_ids,
-        activation,
-        fp8.of_dtype(w13.dtype),
+        x, w13, w13_scale, w2, w2_scale, weights, local_ids, activation, fp8.of_dtype(w13.dtype)
     )
 
 

@@ -37,7 +37,7 @@ def assert_close_to_reference(
     assert (distance[same_scale] != 0).float().mean() <= 1e-3
 
 
-@pytest.mark.parametrize("width", [1, 7, 100, 2880, 5120, 8192, 28672, 65536])
+@pytest.mark.parametrize("width", [1, 7, 100, 2880, 5120, 8192, 14336, 28672, 65536])
 @pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
 def test_bf16(width: int, with_residual: bool) -> None:
     call = operator.RowCall(hardware.detect(torch.device("cuda")), width)
@@ -46,6 +46,22 @@ def test_bf16(width: int, with_residual: bool) -> None:
     weight = 1 + 0.1 * random_rows(1, width, torch.bfloat16, seed=1)[0]
     residual = random_rows(64, width, torch.bfloat16, seed=2) if with_residual else None
     assert_close_to_reference(x, weight, residual)
+
+
+@pytest.mark.parametrize("width", [1, 100, 1025, 5120, 9000, 28672, 40000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
+def test_every_bit_where_the_sum_of_squares_is_exact(width: int, dtype: torch.dtype, with_residual: bool) -> None:
+    """Rows of +-2**k: their mean square is 4**k in any order of summation, so the codes and scales have one value."""
+    generator = torch.Generator().manual_seed(width)
+    size = torch.arange(-6, 6).float().exp2()[:, None]
+    x = torch.where(torch.rand(12, width, generator=generator) < 0.5, size, -size).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    residual = x if with_residual else None
+    found = ops.rms_norm_quant_fp8(x.cuda(), weight.cuda(), 0.0, x.cuda() if with_residual else None)
+    expected = reference.rms_norm_quant_fp8(x, weight, 0.0, residual, fp8.for_device(found[0].device))
+    for result, value in zip(found, expected, strict=False):  # without a residual the operator returns no sum
+        assert_same(result, value)
 
 
 @pytest.mark.parametrize(

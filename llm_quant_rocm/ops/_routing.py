@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of routed experts says of its tokens, whatever the experts are made of."""
+
+import torch
+
+from llm_quant_rocm.ops._register import check
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def check_routing(
+    operator: str,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """Raises unless the router's results fit x [T, H].
+
+    Raises:
+        TypeError: a dtype.
+        ValueError: shapes or devices, an unknown activation, or a router weight on the input of several experts.
+    """
+    check(
+        topk_ids.dim() == 2 and topk_ids.shape[0] == x.shape[0] and topk_ids.shape == topk_weights.shape,
+        ValueError,
+        lambda: (
+            f"{operator}: topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+            f"[{x.shape[0]}, k]"
+        ),
+    )
+    check(
+        not topk_ids.is_floating_point() and topk_weights.is_floating_point(),
+        TypeError,
+        lambda: (
+            f"{operator}: topk_ids are integers and topk_weights are not; got {topk_ids.dtype}, {topk_weights.dtype}"
+        ),
+    )
+    check(
+        activation in ACTIVATIONS,
+        ValueError,
+        lambda: f"{operator}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}",
+    )
+    check(
+        not apply_router_weight_on_input or topk_ids.shape[1] == 1,
+        ValueError,
+        lambda: f"{operator}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}",
+    )
+    for label, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
+        if tensor is not None:
+            check_device(operator, label, tensor, x)
+
+
+def check_device(operator: str, label: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Raises ValueError unless `tensor` is where x is."""
+    if tensor.device != x.device:
+        raise ValueError(f"{operator}: {label} is on {tensor.device}, x on {x.device}; move them to one device")
+
+
+def routed(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, weights fp32, local ids) as the kernels take them: contiguous, the router weight in x where it goes there.
+
+    A local id is an index into this rank's experts, or -1 for an expert that is elsewhere.
+    """
+    weights = topk_weights.float()
+    if apply_router_weight_on_input:
+        x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+    return x.contiguous(), weights.contiguous(), local_ids

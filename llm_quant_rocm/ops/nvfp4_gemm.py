@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of 16-bit activations and NVFP4 weights."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from llm_quant_rocm import hardware, reference
+from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.formats import fp8, nvfp4
+from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
+from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
+
+NAME = "nvfp4_gemm"
+HALF = (torch.bfloat16, torch.float16)
+PREFILLS = ("exact", "fp8")
+# With prefill="fp8", calls of at most so many rows are decode: limited by reading the weight, and exact all the same.
+DECODE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class GemmCall:
+    """A call's facts that decide its backend.
+
+    Attributes:
+        fp8: whether the product is to be computed in FP8: prefill="fp8" and more than `DECODE_ROWS` rows.
+    """
+
+    hardware: hardware.Hardware
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    layout: str
+    fp8: bool
+    batch_invariant: bool
+
+
+def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall) -> torch.Tensor:
+    rows = rows_of_weight(weight)
+    if call.fp8:
+        return reference.nvfp4_gemm_fp8(x, rows, bias, x.dtype, fp8.of_dtype(call.hardware.fp8_dtype))
+    return reference.nvfp4_gemm(x, rows, bias, x.dtype, call.batch_invariant)
+
+
+# A backend runs (x [M, K], weight, bias or None, call) -> [M, N] in x's dtype, with nothing of size 0.
+BACKENDS = (Backend("reference", lambda call: not_rows(call.layout), _reference),)
+
+
+@cache
+def _choose(call: GemmCall) -> Choice:
+    return choose("nvfp4_gemm", BACKENDS, call)
+
+
+def _validate(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: str,
+    n: int,
+    k: int,
+    prefill: str,
+    batch_invariant: bool,
+) -> None:
+    check(x.dtype in HALF, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
+    check_weight(NAME, "weight", PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k), ())
+    check(
+        x.dim() > 0 and x.shape[-1] == k,
+        ValueError,
+        lambda: f"{NAME}: x {tuple(x.shape)} and the weight [{n}, {k}] do not fit: [..., K] and [N, K] are needed",
+    )
+    check(
+        bias is None or (bias.shape == (n,) and bias.dtype in HALF_OR_SINGLE),
+        ValueError,
+        lambda: f"{NAME}: bias must be bf16, fp16 or fp32 of shape ({n},)",
+    )
+    for label, tensor in (("weight", codes), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{NAME}: {label} is on {tensor.device}, x on {x.device}; move them to one device")
+    check(prefill in PREFILLS, ValueError, lambda: f"{NAME}: prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
+    check(
+        not (batch_invariant and prefill == "fp8"),
+        ValueError,
+        lambda: f"{NAME}: with prefill='fp8' a row's result depends on the number of rows; use 'exact' to be invariant",
+    )
+
+
+def _implementation(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: str,
+    n: int,
+    k: int,
+    prefill: str,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    shape = (*x.shape[:-1], n)
+    rows = rows_of(x)
+    if 0 in (rows.shape[0], n, k):
+        out = x.new_zeros(shape)
+        return out if bias is None else out + bias.to(x.dtype)
+    in_fp8 = prefill == "fp8" and rows.shape[0] > DECODE_ROWS
+    call = GemmCall(hardware.detect(x.device), rows.shape[0], n, k, x.dtype, layout, in_fp8, batch_invariant)
+    weight = PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k)
+    bias = None if bias is None else bias.contiguous()
+    return _choose(call).backend.run(rows, weight, bias, call).view(shape)
+
+
+_operator = register(
+    "nvfp4_gemm(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, Tensor? bias, str layout, SymInt n, "
+    "SymInt k, str prefill, bool batch_invariant) -> Tensor",
+    _validate,
+    _implementation,
+    lambda x, codes, scales, global_scale, bias, layout, n, *rest: x.new_empty((*x.shape[:-1], n)),
+)
+
+
+def nvfp4_gemm(
+    x: torch.Tensor,
+    weight: PreparedNvFp4Weight | nvfp4.NvFp4Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    prefill: str = "exact",
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """x . weight^T + bias [..., N], in x's dtype, with the weight decoded on the way.
+
+    The codes times their block scales are exact in 16 bits; they are multiplied by x, added in fp32, multiplied by the
+    row's global scale and added to the bias in fp32, and rounded once.
+
+    Args:
+        x: bf16 or fp16 [..., K], any strides, any number of rows, none included. K is a multiple of 16.
+        weight: what `prepare_nvfp4_weight` made at load, [N, K]. An `NvFp4Weight` is read as it is, which kernels that
+            want another layout refuse.
+        bias: bf16, fp16 or fp32 [N].
+        prefill: "exact", or "fp8" for FP8's speed in calls of more than `DECODE_ROWS` rows: the weight then becomes
+            FP8 with a scale a row, and x with a scale a token (formats/fp8.py); both round to 3 mantissa bits.
+        batch_invariant: a row's bits do not depend on the rows beside it.
+
+    Raises:
+        TypeError: a dtype.
+        ValueError: shapes, devices, strides, an unknown layout or prefill, or prefill="fp8" with batch_invariant.
+    """
+    if isinstance(weight, nvfp4.NvFp4Weight):
+        weight = PreparedNvFp4Weight.in_rows(weight)
+    tensors = (weight.codes, weight.scales, weight.global_scale)
+    return _operator(x, *tensors, bias, weight.layout, weight.n, weight.k, prefill, batch_invariant)

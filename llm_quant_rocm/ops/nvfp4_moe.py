@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts with 16-bit activations and NVFP4 weights."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from llm_quant_rocm import hardware, reference
+from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._routing import check_device, check_routing, routed
+from llm_quant_rocm.ops.nvfp4_gemm import HALF
+from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
+
+NAME = "nvfp4_moe"
+
+
+@dataclass(frozen=True)
+class MoeCall:
+    """A call's facts that decide its backend. `hidden` and `inner` are H and I of w13 [E, 2I, H] and w2 [E, H, I]."""
+
+    hardware: hardware.Hardware
+    tokens: int
+    topk: int
+    experts: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    layouts: tuple[str, str]
+
+
+def _reference(
+    x: torch.Tensor,
+    w13: PreparedNvFp4Weight,
+    w2: PreparedNvFp4Weight,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    activation: str,
+    call: MoeCall,
+) -> torch.Tensor:
+    return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, local_ids, activation)
+
+
+# A backend runs (x, w13, w2, topk_weights fp32 [T, k], local_ids [T, k], activation, call) -> [T, H], with nothing of
+# size 0. A local id is an index into w13 and w2, or -1.
+BACKENDS = (Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),)
+
+
+@cache
+def _choose(call: MoeCall) -> Choice:
+    return choose("nvfp4_moe", BACKENDS, call)
+
+
+def _validate(
+    x: torch.Tensor,
+    w13_codes: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w13_global: torch.Tensor,
+    w13_layout: str,
+    w2_codes: torch.Tensor,
+    w2_scales: torch.Tensor,
+    w2_global: torch.Tensor,
+    w2_layout: str,
+    inner: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> None:
+    check(x.dtype in HALF, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
+    check(x.dim() == 2, ValueError, lambda: f"{NAME}: x is [T, H]; got {tuple(x.shape)}")
+    hidden, leading = x.shape[1], (w13_global.shape[0],)
+    w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
+    w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
+    for label, weight in (("w13", w13), ("w2", w2)):
+        check_weight(NAME, label, weight, leading)
+        check_device(NAME, label, weight.codes, x)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
+
+
+def _implementation(
+    x: torch.Tensor,
+    w13_codes: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w13_global: torch.Tensor,
+    w13_layout: str,
+    w2_codes: torch.Tensor,
+    w2_scales: torch.Tensor,
+    w2_global: torch.Tensor,
+    w2_layout: str,
+    inner: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    experts, hidden = w2_global.shape
+    if 0 in (*topk_ids.shape, experts, hidden, inner):
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    device, (tokens, topk) = hardware.detect(x.device), topk_ids.shape
+    call = MoeCall(device, tokens, topk, experts, hidden, inner, x.dtype, (w13_layout, w2_layout))
+    w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
+    w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
+    x, weights, local_ids = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    return _choose(call).backend.run(x, w13, w2, weights, local_ids, activation, call)
+
+
+_operator = register(
+    "nvfp4_moe(Tensor x, Tensor w13_codes, Tensor w13_scales, Tensor w13_global, str w13_layout, Tensor w2_codes, "
+    "Tensor w2_scales, Tensor w2_global, str w2_layout, SymInt inner, Tensor topk_weights, Tensor topk_ids, "
+    "str activation, bool apply_router_weight_on_input, Tensor? expert_map) -> Tensor",
+    _validate,
+    _implementation,
+    lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+)
+
+
+def nvfp4_moe(
+    x: torch.Tensor,
+    w13: PreparedNvFp4Weight,
+    w2: PreparedNvFp4Weight,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
+
+    Expert e computes (activation(gate) * up) . w2[e]^T with [gate, up] = x . w13[e]^T. x [T, H] is bf16 or fp16;
+    w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I] are what `prepare_nvfp4_weight` made at load; H and I are
+    multiples of 16; topk_weights and topk_ids [T, k]. Any number of tokens, none included; experts may have none.
+    Every expert, and within it gate and up, keeps its own global scale.
+
+    `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
+    and adds nothing. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the output. The activation is
+    silu, gelu or gelu_tanh. The rounding points are those of reference/nvfp4_moe.py; results do not depend on timing.
+
+    Raises:
+        TypeError: a dtype.
+        ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
+    """
+    experts, hidden = (w13.global_scale.shape[0], x.shape[-1]) if x.dim() else (0, 0)
+    check(
+        w13.k == w2.n == hidden and w13.n == 2 * w2.k and w2.global_scale.shape[:-1] == (experts,),
+        ValueError,
+        lambda: (
+            f"{NAME}: x {tuple(x.shape)}, w13 {_shape(w13)} and w2 {_shape(w2)} do not fit: "
+            "[T, H], [E, 2I, H] and [E, H, I] are needed"
+        ),
+    )
+    return _operator(
+        x,
+        w13.codes,
+        w13.scales,
+        w13.global_scale,
+        w13.layout,
+        w2.codes,
+        w2.scales,
+        w2.global_scale,
+        w2.layout,
+        w2.k,
+        topk_weights,
+        topk_ids,
+        activation,
+        apply_router_weight_on_input,
+        expert_map,
+    )
+
+
+def _shape(weight: PreparedNvFp4Weight) -> tuple[int, ...]:
+    return (*weight.global_scale.shape[:-1], weight.n, weight.k)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts with 16-bit activations and NVFP4 weights."""
+
+import torch
+
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.reference.nvfp4_gemm import nvfp4_gemm
+from llm_quant_rocm.reference.ptpc_moe import ACTIVATIONS
+
+
+def nvfp4_moe(
+    x: torch.Tensor,
+    w13: nvfp4.NvFp4Weight,
+    w2: nvfp4.NvFp4Weight,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Sum over a token's experts, [T, H] in x's dtype T, of
+
+        h = T(x . w13[e]^T)                    gate, then up
+        a = T(activation(gate) * up)
+        y = T((a . w2[e]^T) * router weight)
+
+    x [T, H]; w13 [E, 2I, H] and w2 [E, H, I] with a global scale a row; topk_weights [T, k] fp32; local_ids [T, k],
+    where -1 is an expert that is not here and adds nothing. The sum is in fp32.
+    """
+    slots = x.new_zeros((*local_ids.shape, x.shape[1]))
+    for index in local_ids.unique().tolist():
+        if index < 0:
+            continue
+        token, slot = (local_ids == index).nonzero(as_tuple=True)
+        gate, up = nvfp4_gemm(x[token], _expert(w13, index), None, x.dtype).float().chunk(2, dim=-1)
+        inner = (ACTIVATIONS[activation](gate) * up).to(x.dtype)
+        y = nvfp4_gemm(inner, _expert(w2, index), None, torch.float32)
+        slots[token, slot] = (y * topk_weights[token, slot, None]).to(x.dtype)
+    return slots.float().sum(dim=1).to(x.dtype)
+
+
+def _expert(weight: nvfp4.NvFp4Weight, index: int) -> nvfp4.NvFp4Weight:
+    return nvfp4.NvFp4Weight(weight.codes[index], weight.scales[index], weight.global_scale[index])

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ops.nvfp4_moe on the CPU against float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm import ops
+from tests.inputs import assert_same
+from tests.moe_inputs import relative_error
+from tests.nvfp4_inputs import experts, moe64, select_experts
+
+# What is left are 16-bit roundings, 2^-9 each, of h, a, y and the sum.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("tokens", "count", "topk", "hidden", "inner"),
+    [(1, 4, 1, 64, 32), (5, 4, 4, 64, 48), (33, 8, 2, 128, 96), (7, 256, 8, 32, 16), (40, 3, 3, 80, 16)],
+)
+def test_against_float64(tokens: int, count: int, topk: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    arguments = experts(tokens, count, topk, hidden, inner, dtype)
+    out = ops.nvfp4_moe(**arguments)
+    assert out.dtype == dtype
+    assert out.shape == (tokens, hidden)
+    assert relative_error(out, moe64(arguments)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations(activation: str) -> None:
+    arguments = experts(16, 4, 2, 64, 64, torch.float16)
+    found = ops.nvfp4_moe(**arguments, activation=activation)
+    assert relative_error(found, moe64(arguments, activation)) < TOLERANCE[torch.float16]
+
+
+def test_a_token_is_nobody_elses_business() -> None:
+    arguments = experts(8, 4, 2, 64, 64)
+    before = ops.nvfp4_moe(**arguments)
+    arguments["x"][3] = float("nan")
+    after = ops.nvfp4_moe(**arguments)
+    others = [token for token in range(8) if token != 3]
+    assert_same(before[others], after[others])
+    assert after[3].isnan().all()
+
+
+def test_gate_and_up_keep_their_scales() -> None:
+    """Eight times the scale of the up rows is eight times the result: it does not reach the gate's activation."""
+    arguments = experts(8, 2, 1, 64, 32)
+    w13 = arguments["w13"]
+    moved = w13.global_scale.clone()
+    moved[:, 32:] *= 8
+    found = ops.nvfp4_moe(**arguments | {"w13": replace(w13, global_scale=moved)})
+    assert_same(found, ops.nvfp4_moe(**arguments) * 8)
+
+
+def test_no_token() -> None:
+    assert ops.nvfp4_moe(**experts(0, 4, 2, 64, 32)).shape == (0, 64)
+
+
+def test_no_expert_here() -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    out = ops.nvfp4_moe(**arguments, expert_map=torch.full((4,), -1, dtype=torch.int32))
+    assert (out == 0).all()
+
+
+def test_ranks_of_expert_parallelism_add_up() -> None:
+    arguments = experts(16, 6, 3, 64, 32, torch.float16)
+    expected = moe64(arguments)
+    parts = torch.zeros_like(expected)
+    for mine in (torch.arange(6) < 2, torch.arange(6) >= 2):
+        expert_map = torch.where(mine, mine.int().cumsum(0) - 1, -1).int()
+        local = {name: select_experts(arguments[name], mine) for name in ("w13", "w2")}
+        parts += ops.nvfp4_moe(**(arguments | local), expert_map=expert_map)
+    assert relative_error(parts, expected) < TOLERANCE[torch.float16]
+
+
+def test_router_weight_on_the_input() -> None:
+    arguments = experts(8, 4, 1, 64, 32)
+    ones = arguments | {"topk_weights": torch.ones(8, 1)}
+    scaled = ones | {"x": arguments["x"] * arguments["topk_weights"].to(torch.bfloat16)}
+    found = ops.nvfp4_moe(**arguments, apply_router_weight_on_input=True)
+    assert_same(found, ops.nvfp4_moe(**scaled))
+
+
+def test_under_torch_compile() -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    compiled = torch.compile(lambda **a: ops.nvfp4_moe(**a), fullgraph=True, backend="aot_eager")
+    assert_same(compiled(**arguments), ops.nvfp4_moe(**arguments))
+
+
+def test_the_operator_is_well_formed() -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    w13, w2 = arguments["w13"], arguments["w2"]
+    tensors = (w13.codes, w13.scales, w13.global_scale, "row", w2.codes, w2.scales, w2.global_scale, "row", 32)
+    routing = (arguments["topk_weights"], arguments["topk_ids"], "silu", False, None)
+    # The schema test compares the inputs before and after with allclose, which FP8 has not.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    operator = torch.ops.llm_quant_rocm.nvfp4_moe.default
+    torch.library.opcheck(operator, (arguments["x"], *tensors, *routing), test_utils=checks)
+
+
+def other(**sizes: int) -> Any:
+    """w2 of experts of other sizes."""
+    return experts(**{"tokens": 8, "count": 4, "topk": 2, "hidden": 64, "inner": 32} | sizes)["w2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": torch.zeros(8, 64)}, TypeError, "x is torch.float32, not bf16 or fp16"),
+        ({"x": torch.zeros(8, 48).half()}, ValueError, r"x \(8, 48\), w13 \(4, 64, 64\) and w2 \(4, 64, 32\) do not"),
+        ({"x": torch.zeros(64).half()}, ValueError, r"x is \[T, H\]; got \(64,\)"),
+        ({"w2": other(inner=48)}, ValueError, r"w2 \(4, 64, 48\) do not fit"),
+        ({"w2": other(hidden=48)}, ValueError, r"w2 \(4, 48, 32\) do not fit"),
+        ({"w2": other(count=3)}, ValueError, r"w2 \(3, 64, 32\) do not fit"),
+        ({"w2": replace(other(), layout="mystery")}, ValueError, "w2: layout 'mystery' is not one of row"),
+        ({"w2": replace(other(), scales=torch.zeros(4, 64, 2))}, TypeError, "w2.scales is torch.float32"),
+        ({"w2": replace(other(), codes=torch.zeros(4, 64, 8).byte())}, ValueError, r"w2.codes has shape \(4, 64, 8\)"),
+        ({"x": torch.zeros(7, 64).half()}, ValueError, "topk_ids"),
+        ({"topk_ids": torch.zeros(8, 2)}, TypeError, "topk_ids are integers"),
+        ({"activation": "relu"}, ValueError, "activation 'relu' is not one of silu"),
+        ({"apply_router_weight_on_input": True}, ValueError, "one expert a token"),
+        ({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "expert_map is on meta"),
+        ({"topk_weights": torch.ones(8, 2, device="meta")}, ValueError, "topk_weights is on meta, x on cpu"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"nvfp4_moe: .*{words}"):
+        ops.nvfp4_moe(**(experts(8, 4, 2, 64, 32) | change))

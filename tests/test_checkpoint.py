@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 checkpoints: the same values in every layout, read back by compressed-tensors and transformers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
+
+from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from tests.inputs import assert_same
+from tests.nvfp4_inputs import weight64
+
+DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
+HIDDEN, KV, INNER = 64, 32, 96
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KV, HIDDEN),
+    "self_attn.v_proj": (KV, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+
+
+def tensors_of_a_model(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Two layers, an embedding, norms, biases and an output layer; every weight of another size."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(128, HIDDEN, generator=generator)}
+    for layer in range(2):
+        for number, (name, shape) in enumerate(LINEARS.items()):
+            w = torch.randn(shape, generator=generator) * 2.0 ** (number - 3)
+            tensors[f"model.layers.{layer}.{name}.weight"] = w
+        tensors[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.randn(HIDDEN, generator=generator)
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(HIDDEN)
+    tensors["lm_head.weight"] = torch.randn(128, HIDDEN, generator=generator)
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1, **config: Any) -> Path:
+    """A checkpoint; neighbouring tensors go to different shards."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights once more")
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, place in weight_map.items() if place == file}, folder / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def weight_of(tensors: dict[str, torch.Tensor], module: str) -> NvFp4Weight:
+    """A module's weight in either convention."""
+    if f"{module}.weight_packed" in tensors:
+        parts = [tensors[f"{module}.weight_{part}"] for part in ("packed", "scale", "global_scale")]
+        return NvFp4Weight.from_compressed_tensors(*parts)
+    return NvFp4Weight.from_modelopt(*(tensors[f"{module}.weight{part}"] for part in ("", "_scale", "_scale_2")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_layout_holds_the_same_values(tmp_path: Path, shards: int, dtype: torch.dtype) -> None:
+    original = tensors_of_a_model(dtype)
+    source = write(tmp_path / "source", original, shards)
+    written = {}
+    for layout in LAYOUTS:
+        report = quantize_checkpoint(source, tmp_path / layout, layout)
+        written[layout] = read(tmp_path / layout)
+        assert len(report.quantized) == 14
+        assert set(report.kept) == {"model.embed_tokens", "lm_head"}
+        assert report.bytes_before == sum(tensor.nbytes for tensor in original.values())
+        assert report.bytes_after == sum(tensor.nbytes for tensor in written[layout].values())
+    for module in report.quantized:
+        found = [weight_of(tensors, module) for tensors in written.values()]
+        for other in found[1:]:
+            assert_same(other.codes, found[0].codes)
+            assert_same(other.scales, found[0].scales)
+            assert_same(other.global_scale, found[0].global_scale)
+        w = original[f"{module}.weight"].float()
+        assert (found[0].dequantize() - w).norm() / w.norm() < 0.12
+    for tensors in written.values():
+        quantized = {f"{module}.weight" for module in report.quantized}
+        for name, tensor in original.items():
+            if name not in quantized:
+                assert_same(tensors[name], tensor)
+
+
+def test_the_index_names_every_tensor(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "source", tensors_of_a_model(), 3), tmp_path / "target"
+    quantize_checkpoint(source, target)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    found = {name: file.name for file in target.glob("*.safetensors") for name in load_file(file)}
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read(target).values())
+    names = {file.name for file in target.iterdir()}
+    assert "tokenizer.json" in names and "pytorch_model.bin" not in names
+
+
+def test_layers_that_engines_fuse_share_the_largest_global_scale(tmp_path: Path) -> None:
+    original = tensors_of_a_model()
+    source = write(tmp_path / "source", original, 3)
+    quantize_checkpoint(source, tmp_path / "shared", "modelopt")
+    quantize_checkpoint(source, tmp_path / "apart", "modelopt", share_global_scales=False)
+    shared, apart = read(tmp_path / "shared"), read(tmp_path / "apart")
+    for layer in range(2):
+        for parent, group in (("self_attn", "qkv"), ("self_attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))):
+            modules = [f"model.layers.{layer}.{parent}.{member}_proj" for member in group]
+            own = [nvfp4.global_scale_of(original[f"{module}.weight"]) for module in modules]
+            assert [apart[f"{module}.weight_scale_2"] for module in modules] == own
+            assert len(own) == 1 or len(set(map(float, own))) == len(own)
+            assert {float(shared[f"{module}.weight_scale_2"]) for module in modules} == {float(max(own))}
+
+
+def test_ignore(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    ignore = ("lm_head", "*embed*", "model.layers.0.*", "*.o_proj")
+    report = quantize_checkpoint(source, tmp_path / "target", "modelopt", ignore)
+    assert set(report.quantized) == {f"model.layers.1.{name}" for name in LINEARS if name != "self_attn.o_proj"}
+    listed = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert listed == sorted(report.kept)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_a_tied_output_layer_is_ignored_by_name(tmp_path: Path, layout: str) -> None:
+    tensors = tensors_of_a_model()
+    del tensors["lm_head.weight"]
+    quantize_checkpoint(write(tmp_path / "source", tensors), tmp_path / "target", layout)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_compressed_tensors_reads_the_description(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model(), rope_theta=10000.0)
+    quantize_checkpoint(source, tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert config["rope_theta"] == 10000.0
+    description = config["quantization_config"]
+    assert description["quant_method"] == "compressed-tensors"
+    read_back = QuantizationConfig.model_validate(description)
+    scheme = read_back.config_groups["group_0"]
+    assert (read_back.format, scheme.format) == ("nvfp4-pack-quantized",) * 2
+    assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.strategy) == (4, 16, "tensor_group")
+    assert scheme.input_activations is None
+
+
+def test_the_legacy_description_stands_in_its_own_file(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    quantize_checkpoint(source, tmp_path / "target", "modelopt-legacy")
+    assert "quantization_config" not in json.loads((tmp_path / "target" / "config.json").read_text())
+    description = json.loads((tmp_path / "target" / "hf_quant_config.json").read_text())
+    assert description["producer"]["name"] == "modelopt"
+    assert description["quantization"] == {
+        "quant_algo": "W4A16_NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "model.embed_tokens"],
+    }
+
+
+def test_the_layouts_convert_into_each_other(tmp_path: Path) -> None:
+    """compressed-tensors' own converter makes of our ModelOpt tensors our compressed-tensors ones."""
+    source = write(tmp_path / "source", tensors_of_a_model())
+    for layout in ("modelopt", "compressed-tensors"):
+        quantize_checkpoint(source, tmp_path / layout, layout)
+    converter = ModelOptNvfp4Converter(targets=["re:.*_proj$"])
+    modelopt = read(tmp_path / "modelopt")
+    converter.validate(modelopt)
+    converted, expected = converter.process(modelopt), read(tmp_path / "compressed-tensors")
+    assert converted.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(converted[name].reshape(tensor.shape), tensor)
+
+
+def test_transformers_reads_the_values_of_dequantize(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    quantize_checkpoint(DEMO_MODEL, tmp_path / "target")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.bfloat16)
+    tensors = read(tmp_path / "target")
+    with torch.no_grad():
+        model(torch.arange(4)[None])  # the first call decompresses
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+    assert len(linears) == 21
+    for name, linear in linears.items():
+        weight = weight_of(tensors, name)
+        # Theirs divides the block scale by the global scale first, which rounds otherwise in fp32: a value halfway
+        # between two of bf16 may go either way. Both round the exact value.
+        for found in (linear.weight.detach(), weight.dequantize(torch.bfloat16)):
+            torch.testing.assert_close(found.double(), weight64(weight), rtol=2**-8 * (1 + 1e-4), atol=0)
+
+
+def test_the_output_of_one_file_is_all_that_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llm_quant_rocm import checkpoint
+
+    source, sizes = write(tmp_path / "source", tensors_of_a_model(), 4), []
+    real = checkpoint._save
+
+    def watched(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "_save", watched)
+    report = quantize_checkpoint(source, tmp_path / "target")
+    assert len(sizes) == 4
+    assert sum(sizes) == report.bytes_after
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edit_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+
+
+def remove_weights(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "model-00002-of-00003.safetensors is not a whole safetensors file .*download it again"),
+        (lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(), "00003.safetensors is missing, but"),
+        (edit_config, "is quantized already: start from the 16-bit checkpoint"),
+        (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
+        (remove_weights, "has no safetensors files: convert the checkpoint first"),
+    ],
+)
+def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model(), 3)
+    damage(source)
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", torch.full((96, 64), float("nan")), "^{name} holds NaN or infinity"),
+        ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 72), "^{name} has 72 columns, no multiple of 16"),
+        ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 96).int(), "^{name} is torch.int32"),
+    ],
+)
+def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.Tensor, message: str) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model() | {name: tensor}, 3)
+    with pytest.raises((ValueError, TypeError), match=message.replace("{name}", name)):
+        quantize_checkpoint(source, tmp_path / "target")
+    assert not (tmp_path / "target" / "config.json").exists(), "an unfinished checkpoint must not load"
+
+
+def test_arguments(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    with pytest.raises(ValueError, match="layout 'gguf' is not one of compressed-tensors, modelopt, modelopt-legacy"):
+        quantize_checkpoint(source, tmp_path / "target", "gguf")
+    with pytest.raises(ValueError, match="source is not an empty folder"):
+        quantize_checkpoint(source, source)
+    with pytest.raises(ValueError, match=r"ignore keeps model.layers.0.self_attn.k_proj but not .*q_proj, and engines"):
+        quantize_checkpoint(source, tmp_path / "target", ignore=("*.k_proj",))
+    assert not (tmp_path / "target").exists()
