@@ -62,10 +62,9 @@ class SmallFloat:
         """
         magnitude = np.abs(x.astype(np.float64))
         smallest = 1 - self.bias
-        exponent = np.maximum(np.frexp(magnitude)[1] - 1, smallest)
-        finite = np.isfinite(magnitude)
-        exponent = np.where(finite, exponent, smallest)
-        steps = np.rint(np.ldexp(np.where(finite, magnitude, 0), self.mantissa_bits - exponent)).astype(np.int64)
+        magnitude = np.where(np.isfinite(magnitude), magnitude, 0)
+        exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, smallest), smallest)
+        steps = np.rint(np.ldexp(magnitude, self.mantissa_bits - exponent)).astype(np.int64)
         code = ((exponent - smallest) << self.mantissa_bits) + steps
         too_large = (code > self.largest_code) | np.isinf(x)
         nan = self.sign if self.specials == "fnuz" else self.sign - 1
