@@ -7,7 +7,6 @@ each token's slots.
 """
 
 import torch
-import triton
 
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.nvfp4_wgmma import Config, gemm
