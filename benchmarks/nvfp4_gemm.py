@@ -43,6 +43,7 @@ OTHER_LAYERS = {
 }
 # The largest relative errors that count as right: bf16 rounds results, and cuBLAS's weights; FP8 rounds both operands.
 EXACT_ERROR, FP8_ERROR = 0.006, 0.06
+FP8 = "nvfp4_gemm_fp8"
 
 Prepare = Callable[[nvfp4.NvFp4Weight], Product]
 
@@ -80,35 +81,15 @@ class Layer:
                 self.failed[name] = harness.first_line(error)
 
     def measure(self, m: int) -> dict[str, Any]:
-        """Times in microseconds, relative errors, and what failed, by name."""
         x = torch.randn(m, self.k, device="cuda", dtype=torch.bfloat16)
-        expected = x.float() @ self.decoded.t()
-        graphs, errors, failed = {}, {}, dict(self.failed)
-        for name, products in self.products.items():
-            in_fp8 = name == "nvfp4_gemm_fp8"
-            if in_fp8 and m <= DECODE_ROWS:
-                continue
-            try:
-                errors[name] = harness.relative_error(products[0](x), expected)
-                if not errors[name] <= (FP8_ERROR if in_fp8 else EXACT_ERROR):
-                    raise ArithmeticError(f"wrong result: relative error {errors[name]:.3g}")
-                graphs[name] = harness.capture([lambda p=p: p(x) for p in products]), len(products)
-            except Exception as error:
-                failed[name] = harness.first_line(error)
-        times = harness.time_graphs(graphs)
-        result = {
-            "us": {name: round(t, 2) for name, t in times.items()},
-            "error": {name: float(f"{error:.3g}") for name, error in errors.items()},
+        variants = {
+            name: [lambda p=p: p(x) for p in products]
+            for name, products in self.products.items()
+            if name != FP8 or m > DECODE_ROWS
         }
-        return result | ({"failed": failed} if failed else {})
-
-
-def show(row: dict[str, Any]) -> str:
-    """A row of the printed table: microseconds and, in brackets, the speed-up over bf16."""
-    base = row["us"].get("bf16")
-    cells = [f"{name} {t:.1f}" + (f" ({base / t:.2f})" if base else "") for name, t in row["us"].items()]
-    cells += [f"{name} FAILED" for name in row.get("failed", {})]
-    return f"{row['layer']:24} m={row['m']:5}  " + "  ".join(cells) + f"  limit {row['limit_us']:.1f}"
+        tolerance = {name: FP8_ERROR if name == FP8 else EXACT_ERROR for name in variants}
+        row = harness.measure(variants, x.float() @ self.decoded.t(), tolerance)
+        return row | {"failed": self.failed | row.get("failed", {})} if self.failed else row
 
 
 def main() -> None:
@@ -134,7 +115,7 @@ def main() -> None:
                 everyone[name] = make(folder).prepare
         except Exception as error:
             absent[name] = harness.first_line(error)
-    everyone |= {"nvfp4_gemm": exact, "nvfp4_gemm_fp8": fp8}
+    everyone |= {"nvfp4_gemm": exact, FP8: fp8}
     bandwidth, rate = harness.copy_bandwidth(), harness.bf16_rate()
     print(f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {rate / 1e12:.0f} TFLOP/s", absent or "", flush=True)
     rows: list[dict[str, Any]] = []
@@ -149,7 +130,8 @@ def main() -> None:
             limit = max(reading_bytes(n, k, m) / bandwidth, 2 * m * n * k / rate) * 1e6
             row = {"layer": title, "n": n, "k": k, "m": m, "limit_us": round(limit, 2), **layer.measure(m)}
             rows.append(row)
-            print(show(row), flush=True)
+            shown = harness.show(row, "bf16")
+            print(f"{title:24} m={m:5}  {shown}  limit {limit:.1f}", flush=True)
         del layer
         torch.cuda.empty_cache()
         path = harness.write(name, result)
