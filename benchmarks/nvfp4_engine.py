@@ -74,17 +74,18 @@ def run(method: str, folder: str) -> dict[str, Any]:
     """In a process of its own: figures of the model in `folder`, and log probabilities of one prompt's tokens."""
     from vllm import SamplingParams
 
+    load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
     llm = vllm_engine.engine(
-        folder, "none", load_format="auto" if list(Path(folder).glob("*.safetensors")) else "dummy",
-        skip_tokenizer_init=True,
-        max_model_len=2048, max_num_seqs=64, gpu_memory_utilization=0.8, enable_prefix_caching=False,
+        folder, "none", load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
+        gpu_memory_utilization=0.8, enable_prefix_caching=False,
     )  # fmt: skip
     random.seed(1)
     prompt = [random.randrange(3, 31999) for _ in range(128)]
     ask = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     candidates = llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)[0].prompt_logprobs[1:]
     logprobs = [found[token].logprob for token, found in zip(prompt[1:], candidates, strict=True)]
-    return {"logprobs": logprobs, **vllm_engine.throughput(llm, 256)}
+    served_by = llm.model_config.quantization or "none"
+    return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, 256)}
 
 
 def plugin_path(scratch: Path) -> str:
@@ -108,6 +109,7 @@ def scratch_folder() -> str:
 
 
 def measure(shape: str, methods: list[str]) -> None:
+    """Run `methods` one after the other over one checkpoint, and write what they took."""
     import torch
     import vllm
 
@@ -115,12 +117,13 @@ def measure(shape: str, methods: list[str]) -> None:
     from benchmarks import _random_checkpoint
 
     config = SHAPES[shape]
+    routed = "num_experts" in config
     found: dict[str, Any] = {"vllm": vllm.__version__, "shape": config, "methods": {}}
     expected: list[float] = []
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
         dense, quantized = Path(scratch) / "dense", Path(scratch) / "nvfp4"
         _random_checkpoint.write(quantized, config)
-        if "num_experts" in config:
+        if routed:
             _random_checkpoint.write(dense, config, decoded=True)
         else:
             dense.mkdir()
@@ -135,7 +138,7 @@ def measure(shape: str, methods: list[str]) -> None:
                 logprobs = result.pop("logprobs")
                 if not all(map(math.isfinite, logprobs)):
                     raise ArithmeticError("log probabilities that are not finite")
-                if folder == quantized or "num_experts" in config:
+                if folder == quantized or routed:
                     expected = expected or logprobs
                     gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
                     result["difference"] = round(sum(gaps) / len(gaps), 4)

@@ -146,9 +146,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> None:
         here = [row for row in llama if row["m"] == m]
         ratios = harness.mean_ratios(here, "bf16").items() if all("bf16" in row["us"] for row in here) else ()
         print(f"mean over {len(here)} Llama layers, m={m:5}  " + "  ".join(f"{name} {r:.2f}" for name, r in ratios))
-    for row in rows:
-        for name, why in row.get("failed", {}).items():
-            print(f"FAILED {row['layer']} m={row['m']} {name}: {why}")
+    for reason in dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items()):
+        print("FAILED", reason)
 
 
 if __name__ == "__main__":

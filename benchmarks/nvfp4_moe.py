@@ -177,9 +177,8 @@ def main() -> None:
         del layer
         torch.cuda.empty_cache()
         print("written to", harness.write(name, result))
-    for row in rows:
-        for who, why in row.get("failed", {}).items():
-            print(f"FAILED {row['model']} {row['router']} T={row['tokens']} {who}: {why}")
+    for reason in dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items()):
+        print("FAILED", reason)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def in_a_process(script: str, *arguments: str, **variables: str) -> dict[str, An
     print(Path(script).name, *arguments, flush=True)
     done = subprocess.run([sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}; its log says why")
+        print(done.stdout[-3000:], flush=True)
+        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
