@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 def time_variants(
-    variants: dict[str, Sequence[Callable[[], Any]]], repeats: int = 15, budget_ms: float = 60.0
+    variants: Mapping[str, Sequence[Callable[[], Any]]], repeats: int = 15, budget_ms: float = 60.0
 ) -> dict[str, float]:
     """Microseconds a call of every variant; a variant is the same call over rotating operands."""
     graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
@@ -133,7 +133,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure(
-    variants: dict[str, Sequence[Callable[[], torch.Tensor]]], expected: torch.Tensor, tolerance: dict[str, float]
+    variants: Mapping[str, Sequence[Callable[[], torch.Tensor]]], expected: torch.Tensor, tolerance: Mapping[str, float]
 ) -> dict[str, Any]:
     """What is measured of variants that compute `expected` with their first call: {"us": ..., "error": ...} by name.
 
