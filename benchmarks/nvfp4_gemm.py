@@ -3,8 +3,9 @@
 
     python benchmarks/nvfp4_gemm.py [--vllm-ops FOLDER] [--humming FOLDER] [--layers PATTERN ...] [--ms M ...]
 
-Peers: cuBLAS bf16 on the decoded weight, Marlin from vLLM's operator library, Humming from its unpacked wheel. All
-multiply the same weights. Every result is compared with the product of the decoded weight in fp32 before it is timed;
+Peers: cuBLAS bf16 on the decoded weight, Marlin from vLLM's operator library (vLLM 0.26 for torch 2.11), and Humming
+(`pip install --no-deps --target FOLDER humming-kernels`; it compiles with the CUDA toolkit's NVRTC). All multiply the
+same weights. Every result is compared with the product of the decoded weight in fp32 before it is timed;
 one that is wrong, or an operator that raises, stands in the table as failed and stops nothing. `limit` is the larger
 of the least memory traffic at the bandwidth of a large copy and of the operations at the rate of a large bf16 product,
 both measured in the same run. Figures are written after every layer.

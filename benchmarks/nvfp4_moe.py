@@ -3,6 +3,7 @@
 
     python benchmarks/nvfp4_moe.py [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...]
 
+FOLDER is where `pip install --target` put vLLM, where it is not installed.
 Peers, both of vLLM: its fused Marlin experts, which serve NVFP4 on Hopper, given the workspace that vLLM makes at
 every call, and its Triton experts in bf16 on the decoded weights. A router that is fair and one that is skewed (its
 experts are drawn by Zipf's law) choose the experts; every call of a graph has its own choice. Results are compared with
