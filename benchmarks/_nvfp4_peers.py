@@ -66,7 +66,7 @@ def marlin_scales(scales: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 class Humming:
-    """`humming-kernels`, with the kernel that its own heuristics choose for each of `ms`, all compiled at once.
+    """`humming-kernels`, padded as vLLM pads for it, with the kernels that its own heuristics choose for `ms`.
 
     `folder` holds the unpacked wheel. It compiles with NVRTC and the CUDA headers of the machine (torch 2.11 and later
     need no C++ compiler), and asks for cuda-bindings, jinja2, filelock, numpy, safetensors, tabulate and tqdm.
@@ -83,7 +83,9 @@ class Humming:
         from humming.tune import get_heuristics_config
 
         format = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-        layer = HummingLayer(weight.n, weight.k, format, torch_dtype=torch.bfloat16).cuda()
+        layer = HummingLayer(
+            weight.n, weight.k, format, pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bfloat16
+        ).cuda()
         tensors = {"weight": weight.codes, "weight_scale": weight.scales, "weight_scale_2": weight.global_scale[:1]}
         layer.load_from_tensors(tensors)
         layer.transform()
