@@ -102,7 +102,7 @@ def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "") -> None:
     These are the names by which other parts of vLLM look for a layer's weight and its device. The codes are kept as
     bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is uint8.
     """
-    prepared = ops.prepare_nvfp4_weight(weight)
+    prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
     tensors = {
         "weight": prepared.codes.view(torch.uint8),
         "weight_scale": prepared.scales,

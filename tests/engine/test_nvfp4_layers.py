@@ -45,7 +45,7 @@ def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) 
     words = torch.arange(6 * 128, dtype=torch.int32).view(6, 128)
     scales, global_scale = torch.zeros(7, 9, dtype=torch.uint8), torch.ones(N)
     prepared = ops.PreparedNvFp4Weight(words, scales, global_scale, "another", N, K)
-    monkeypatch.setattr(ops, "prepare_nvfp4_weight", lambda given: prepared)
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", lambda given, gate_up: prepared)
     layer = torch.nn.Module()
     keep(layer, weight(), "w13_")
     assert layer.w13_weight.dtype == torch.uint8
