@@ -45,7 +45,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ours(w13: nvfp4.NvFp4Weight, w2: nvfp4.NvFp4Weight) -> Experts:
-    prepared = ops.prepare_nvfp4_weight(w13), ops.prepare_nvfp4_weight(w2)
+    prepared = ops.prepare_nvfp4_weight(w13, gate_up=True), ops.prepare_nvfp4_weight(w2)
     return lambda x, weights, ids: ops.nvfp4_moe(x, *prepared, weights, ids)
 
 
