@@ -32,7 +32,8 @@ is subnormal in T has a scale up to one step of T's subnormals larger. Nothing i
 of that step too.
 
 **NaN and infinity.** A group that holds one has the scale +infinity. Infinities get the largest code of their sign, NaN
-and the group's finite values the code of 0, so `code * scale` makes infinity, -infinity and NaN of them. FP sends bits.
+and the group's finite values the code of 0, so `code * scale` makes infinity, -infinity and NaN of them: a broken group
+says so in every place. FP sends bits.
 
 **Bytes.** A buffer of g groups (g a multiple of 8, so every part starts at a multiple of 16 bytes) is its planes one
 after the other, then its scales:
