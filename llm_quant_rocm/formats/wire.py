@@ -28,8 +28,8 @@ product x * e is taken as (x * 2^64) * (1 / (scale * 2^64)) where |scale| < 2^-6
 1 / scale alone might overflow.
 
 FP4's scale may be rounded up by 1/128 in bf16 and 1/1024 in fp16, and its errors with it. A group in which amax / limit
-is subnormal in T has a scale up to one step of T's subnormals larger. Nothing is lost there: the values are multiples
-of that step too.
+is subnormal in T has a scale up to one step of T's subnormals larger, which adds at most that step to its errors; those
+of FP8 remain within 1/16 of the value.
 
 **NaN and infinity.** A group that holds one has the scale +infinity. Infinities get the largest code of their sign, NaN
 and the group's finite values the code of 0, so `code * scale` makes infinity, -infinity and NaN of them: a broken group

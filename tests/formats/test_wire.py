@@ -99,7 +99,9 @@ def error_bound(x: torch.Tensor, codec: Codec) -> torch.Tensor:
         bound = torch.where(wide.abs() < amax / 3, amax / 24, torch.where(wide.abs() < amax * 0.6, amax / 12, amax / 6))
         return bound * rounded_up + step_of_subnormals
     if codec.name == "FP8":
-        return torch.maximum(wide.abs() / 16, amax * 2**-18) + step_of_subnormals
+        bound = torch.maximum(wide.abs() / 16, amax * 2**-18)
+        bound = torch.where(amax < codec.limit * info.smallest_normal, bound, torch.minimum(bound, amax / 32))
+        return bound + step_of_subnormals
     return torch.zeros_like(wide)
 
 
