@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
-from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _load, _store_tile, load_tile
-from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile
+from llm_quant_rocm.kernels.pdl import pdl_option
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class Config:
     stages: int = 5
     unroll: int = 4
     stream: bool = True
-    registers: int = 240
+    registers: int = 232
+    ahead: int = 0
 
 
 @gluon.jit
@@ -86,14 +86,56 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _leave(value):
+    """Ends a worker's warps. They would wait for their next work otherwise, in a loop around everything, and ptxas does
+    not keep products in flight around a loop within a loop whose register limits change."""
+    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch(pointer, BYTES: gl.constexpr):
+    """Has bytes brought to the L2 cache; called by one warp."""
+    if BYTES == 4096:
+        gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p;
+            .reg .b32 lane;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 p, lane, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], 4096;
+            mov.b32 $0, 0;
+            }
+            """,
+            "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p;
+            .reg .b32 lane;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 p, lane, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], 512;
+            mov.b32 $0, 0;
+            }
+            """,
+            "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _producer(
-    x, ring, ready, empty, M, N, K, whole,
-    BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
+    x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
+    BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring with tiles of x in the order in which the consumers take them."""
     BLOCK_K: gl.constexpr = DEPTH * 64
     tiles_m = gl.cdiv(M, BLOCK_M)
     groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
+    row_tiles = (N + 127) // 128 * 8
     waves, begin, end, pieces = _pieces(groups, tiles_m * gl.cdiv(N, 128), whole)
     if PDL:
         gdc_wait()
@@ -107,12 +149,104 @@ def _producer(
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2)
             load_tile(x, [row, step * BLOCK_K], ready.index(stage), ring.index(stage))
+            if AHEAD > 0:
+                if step + AHEAD < last * UNROLL:
+                    piece = ((step + AHEAD) * DEPTH * row_tiles + tile // tiles_m * 8).to(gl.int64)
+                    for _ in gl.static_range(DEPTH):
+                        _prefetch(words + piece * 128, 4096)
+                        _prefetch(scale_bytes + piece * 32, 512)
+                        piece += row_tiles
             stage, phase = _advance(stage, phase, STAGES)
+    _leave(stage)
+
+
+@gluon.jit
+def _load_codes(
+    words, scale_bytes, tile_n, step, end_step, word_offset, scale_offset, row_tiles, DEPTH: gl.constexpr
+):
+    """Words and scale pairs [DEPTH * 4, 128] of a step; steps beyond K have those of the last one."""
+    piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + tile_n * 8).to(gl.int64)
+    return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+
+
+@gluon.jit
+def _owner(group, groups, tiles, whole, programs):
+    """The program whose share has this group of the tiles that are cut."""
+    total = (tiles - whole) * groups
+    each = total // programs
+    extra = total % programs
+    border = extra * (each + 1)
+    return gl.where(group < border, group // (each + 1), extra + (group - border) // gl.maximum(each, 1))
+
+
+@gluon.jit
+def _halves(values):
+    """Columns of a tensor with a row for each thread, in two halves."""
+    HALF: gl.constexpr = values.shape[1] // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, HALF], [32, 1], [4, 1], [1, 0])
+    first, second = values.reshape(128, 2, HALF).permute(0, 2, 1).split()
+    return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(second, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _part_offsets(COLUMNS: gl.constexpr, FIRST: gl.constexpr):
+    """Where columns from FIRST on of a thread's part stand: four values of each thread side by side."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return (column // 4 * 512 + column % 4)[None, :]
+
+
+@gluon.jit
+def _part_threads(part, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    return (part + gl.arange(0, 128, layout=gl.SliceLayout(1, layout)) * 4)[:, None]
+
+
+@gluon.jit
+def _by_thread(acc):
+    """acc [64, M] with a row for each thread, [128, M / 2]."""
+    M: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, M // 2], [32, 1], [4, 1], [1, 0])
+    # warp, row half, row, column tile, lane % 4, column
+    values = acc.reshape(4, 2, 8, M // 8, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(128, M // 2)
+    return gl.convert_layout(values, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _store_part(acc, part):
+    values = _by_thread(acc)
+    COLUMNS: gl.constexpr = values.shape[1]
+    gl.store(_part_threads(part, COLUMNS) + _part_offsets(COLUMNS, 0), values)
+
+
+@gluon.jit
+def _add_piece(values, part, FIRST: gl.constexpr):
+    """values plus the part's columns from FIRST on; not all at once, for want of registers."""
+    COLUMNS: gl.constexpr = values.shape[1]
+    if COLUMNS > 32:
+        first, second = _halves(values)
+        first = _add_piece(first, part, FIRST)
+        second = _add_piece(second, part, FIRST + COLUMNS // 2)
+        layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+        values = gl.join(first, second).permute(0, 2, 1).reshape(128, COLUMNS)
+        return gl.convert_layout(values, layout, assert_trivial=True)
+    else:
+        return values + gl.load(
+            _part_threads(part, COLUMNS) + _part_offsets(COLUMNS, FIRST), cache_modifier=".cg"
+        )
+
+
+@gluon.jit
+def _add_part(acc, part, acc_layout: gl.constexpr):
+    M: gl.constexpr = acc.shape[1]
+    values = _add_piece(_by_thread(acc), part, 0)
+    values = values.reshape(4, 8, 4, M // 8, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(64, M)
+    return gl.convert_layout(values, acc_layout, assert_trivial=True)
 
 
 @gluon.jit
 def _consumer(
-    half, words, scale_bytes, global_scale, bias, out, partial, ring, ready, empty, M, N, K, whole,
+    half: gl.constexpr, words, scale_bytes, global_scale, bias, out, partial, flags, ring, ready, empty, M, N, K, whole,
     BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr,
     UNSCALE: gl.constexpr, STREAM: gl.constexpr
 ):  # fmt: skip
@@ -125,10 +259,11 @@ def _consumer(
     word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
 
     tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles = tiles_m * gl.cdiv(N, 128)
     end_step = gl.cdiv(K, BLOCK_K) - 1
     groups = gl.cdiv(end_step + 1, UNROLL)
     row_tiles = (N + 127) // 128 * 8
-    waves, begin, end, pieces = _pieces(groups, tiles_m * gl.cdiv(N, 128), whole)
+    waves, begin, end, pieces = _pieces(groups, tiles, whole)
 
     piece = gl.arange(0, DEPTH * NT, layout=gl.SliceLayout(1, word_layout))
     piece = (piece // NT) * row_tiles + half * NT + piece % NT
@@ -139,68 +274,84 @@ def _consumer(
 
     stage = 0
     phase = 0
+    next_tile, next_first, _ = _piece(0, waves, begin, end, groups, whole)
+    next_n = gl.minimum(next_tile, tiles - 1) // tiles_m
+    codes, pairs = _load_codes(words, scale_bytes, next_n, next_first * UNROLL, end_step, word_offset, scale_offset, row_tiles, DEPTH)
+    next_codes, next_pairs = _load_codes(
+        words, scale_bytes, next_n, next_first * UNROLL + 1, end_step, word_offset, scale_offset, row_tiles, DEPTH
+    )
+    operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
+    codes = next_codes
+    pairs = next_pairs
     for index in range(0, pieces):
         tile, first, last = _piece(index, waves, begin, end, groups, whole)
+        next_tile, next_first, _ = _piece(gl.minimum(index + 1, pieces - 1), waves, begin, end, groups, whole)
         tile_m = tile % tiles_m
         tile_n = tile // tiles_m
-        tile_words = words + tile_n.to(gl.int64) * (8 * 128)
-        tile_scales = scale_bytes + tile_n.to(gl.int64) * (8 * 32)
-        step = first * UNROLL
-        codes, pairs = _load(tile_words, tile_scales, gl.minimum(step, end_step), word_offset, scale_offset, row_tiles, DEPTH)
-        next_codes, next_pairs = _load(
-            tile_words, tile_scales, gl.minimum(step + 1, end_step), word_offset, scale_offset, row_tiles, DEPTH
-        )
-        operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
-        codes = next_codes
-        pairs = next_pairs
+        next_n = next_tile // tiles_m
         acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
-        previous = operand
-        for _ in range(first, last):
+        # At least once, which the compiler would not know.
+        for count in range(0, gl.maximum(last - first, 1)):
             for i in gl.static_range(UNROLL):
                 mbarrier.wait(ready.index(stage), phase)
                 acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-                if i > 0:
+                if i == 0:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    release = count > 0
+                else:
                     acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
-                    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-                next_codes, next_pairs = _load(
-                    tile_words, tile_scales, gl.minimum(step + 2, end_step), word_offset, scale_offset, row_tiles, DEPTH
+                    release = True
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=release)
+                load_n = tile_n
+                step = (first + count) * UNROLL + i + 2
+                if i >= UNROLL - 2:
+                    wrap = first + count == last - 1
+                    load_n = gl.where(wrap, next_n, tile_n)
+                    step = gl.where(wrap, next_first * UNROLL + i + 2 - UNROLL, step)
+                next_codes, next_pairs = _load_codes(
+                    words, scale_bytes, load_n, step, end_step, word_offset, scale_offset, row_tiles, DEPTH
                 )
                 previous = operand
                 operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
                 codes = next_codes
                 pairs = next_pairs
-                step += 1
-                if i < UNROLL - 1:
-                    stage, phase = _advance(stage, phase, STAGES)
-            acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = _advance(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
         if STREAM:
-            if last - first == groups:
+            program = gl.program_id(0)
+            if first == 0:
+                if last < groups:
+                    other = _owner((tile - whole + 1) * groups - 1, groups, tiles, whole, gl.num_programs(0))
+                    for source in range(program + 1, other + 1):
+                        flag = flags + source * 2 + half
+                        while gl.atomic_cas(flag, 1, 0, sem="acquire", scope="gpu") == 0:
+                            pass
+                        acc = _add_part(acc, partial + (source * 2 + half).to(gl.int64) * (64 * BLOCK_M), acc_layout)
                 _store_tile(
                     acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
                     BLOCK_M, 64, dtype, UNSCALE, None, acc_layout, 4,
                 )  # fmt: skip
             else:
-                slot = gl.program_id(0) * 2 + gl.where(first == 0, 1, 0)
-                n = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout))
-                m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
-                place = partial + slot.to(gl.int64) * (128 * BLOCK_M)
-                gl.store(place + n[:, None] * BLOCK_M + m[None, :], acc)
+                _store_part(acc, partial + (program * 2 + half).to(gl.int64) * (64 * BLOCK_M))
+                cta_barrier()
+                gl.atomic_xchg(flags + program * 2 + half, 1, sem="release", scope="gpu")
         else:
             _store_tile(
                 acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
                 BLOCK_M, 64, dtype, UNSCALE, None, acc_layout, 4,
             )  # fmt: skip
+    if half == 1:
+        _leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, words, scale_bytes, global_scale, bias, out, partial, M, N, K, whole,
+    x, words, scale_bytes, global_scale, bias, out, partial, flags, M, N, K, whole,
     BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, REGISTERS: gl.constexpr,
-    FP16: gl.constexpr, UNSCALE: gl.constexpr, STREAM: gl.constexpr, PDL: gl.constexpr
+    AHEAD: gl.constexpr,     FP16: gl.constexpr, UNSCALE: gl.constexpr, STREAM: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Every program's share of the tiles of out."""
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
@@ -214,63 +365,30 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, words, scale_bytes, global_scale, bias, out, partial, ring, ready, empty, M, N, K, whole,
+                0, words, scale_bytes, global_scale, bias, out, partial, flags, ring, ready, empty, M, N, K, whole,
                 BLOCK_M, DEPTH, STAGES, UNROLL, FP16, UNSCALE, STREAM,
             )),
             (_consumer, (
-                1, words, scale_bytes, global_scale, bias, out, partial, ring, ready, empty, M, N, K, whole,
+                1, words, scale_bytes, global_scale, bias, out, partial, flags, ring, ready, empty, M, N, K, whole,
                 BLOCK_M, DEPTH, STAGES, UNROLL, FP16, UNSCALE, STREAM,
             )),
-            (_producer, (x, ring, ready, empty, M, N, K, whole, BLOCK_M, DEPTH, STAGES, UNROLL, PDL)),
+            (_producer, (
+                x, words, scale_bytes, ring, ready, empty, M, N, K, whole, BLOCK_M, DEPTH, STAGES, UNROLL, AHEAD, PDL,
+            )),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "whole", "programs"])
-def add_shares_kernel(
-    partial, global_scale, bias, out, M, N, K, whole, programs,
-    BLOCK_M: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    UNSCALE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Adds the parts of the tiles that several programs share, in order, and applies the epilogue."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    groups = tl.cdiv(tl.cdiv(K, DEPTH * 64), UNROLL)
-    cut = tl.program_id(0)
-    total = (tiles_m * tl.cdiv(N, 128) - whole) * groups
-    each = total // programs
-    extra = total % programs
-    border = extra * (each + 1)
-    # The programs that hold the first and the last group of the tile.
-    begin = cut * groups
-    end = begin + groups - 1
-    first = tl.where(begin < border, begin // (each + 1), extra + (begin - border) // tl.maximum(each, 1))
-    last = tl.where(end < border, end // (each + 1), extra + (end - border) // tl.maximum(each, 1))
-    if PDL:
-        programmatic_launch()
-    if first < last:
-        m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        n = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        tile = whole + cut
-        rows = (tile % tiles_m) * BLOCK_M + m
-        columns = (tile // tiles_m) * 128 + n
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for program in range(first, last + 1):
-            start = program * each + tl.minimum(program, extra)
-            slot = program * 2 + tl.where(start <= begin, 1, 0)
-            part = partial + slot.to(tl.int64) * (128 * BLOCK_M)
-            sums += tl.load(part + n[None, :] * BLOCK_M + m[:, None], mask=inside, other=0.0)
-        sums = sums * UNSCALE * tl.load(global_scale + columns, mask=columns < N, other=0.0)[None, :]
-        if bias is not None:
-            sums += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _flags(device: torch.device, programs: int) -> torch.Tensor:
+    return torch.zeros(2 * programs, dtype=torch.int32, device=device)
 
 
 def gemm_large(
@@ -296,24 +414,19 @@ def gemm_large(
     programs = _multiprocessors(x.device)
     stream = config.stream and tiles % programs != 0
     partial = None
+    flags = None
     whole = tiles
     if stream:
         # One wave more than what is left over is cut: so a program's share is never a small part of a tile.
         whole = max(tiles // programs - 1, 0) * programs
-        partial = torch.empty((2 * programs, 128, config.block_m), dtype=torch.float32, device=x.device)
+        partial = torch.empty((programs, 128, config.block_m), dtype=torch.float32, device=x.device)
+        flags = _flags(x.device, programs)
     layout = gl.NVMMASharedLayout.get_default_for([config.block_m, config.block_k], gl.bfloat16)
     fp16 = x.dtype == torch.float16
     rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k], layout)
     nvfp4_wgmma_large_kernel[(programs,)](
-        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial, m, n, k, whole,
-        BLOCK_M=config.block_m, DEPTH=depth, STAGES=config.stages, UNROLL=config.unroll, REGISTERS=config.registers,
+        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial, flags, m, n, k, whole,
+        BLOCK_M=config.block_m, DEPTH=depth, STAGES=config.stages, UNROLL=config.unroll, REGISTERS=config.registers, AHEAD=config.ahead,
         FP16=fp16, UNSCALE=UNSCALE[fp16], STREAM=stream, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
-    if stream:
-        rows, columns = 16, 128
-        add_shares_kernel[(tiles - whole, triton.cdiv(min(m, config.block_m), rows), 128 // columns)](
-            partial, global_scale, bias, out, m, n, k, whole, programs, BLOCK_M=config.block_m, DEPTH=depth,
-            UNROLL=config.unroll, ROWS=rows, COLUMNS=columns, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4,
-            **pdl_option(hardware),
-        )  # fmt: skip
     return out
