@@ -342,8 +342,7 @@ def _consumer(
                 acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
                 BLOCK_M, 64, dtype, UNSCALE, None, acc_layout, 4,
             )  # fmt: skip
-    if half == 1:
-        _leave(stage)
+    _leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
@@ -375,9 +374,11 @@ def nvfp4_wgmma_large_kernel(
             (_producer, (
                 x, words, scale_bytes, ring, ready, empty, M, N, K, whole, BLOCK_M, DEPTH, STAGES, UNROLL, AHEAD, PDL,
             )),
+            (_leave, (M,)),
+            (_leave, (M,)),
         ],
-        [4, 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
+        [4, 1, 1, 2],
+        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
 
 
