@@ -326,7 +326,7 @@ def _consumer(
                     other = _owner((tile - whole + 1) * groups - 1, groups, tiles, whole, gl.num_programs(0))
                     for source in range(program + 1, other + 1):
                         flag = flags + source * 2 + half
-                        while gl.atomic_cas(flag, 1, 0, sem="acquire", scope="gpu") == 0:
+                        while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") == 0:
                             pass
                         acc = _add_part(acc, partial + (source * 2 + half).to(gl.int64) * (64 * BLOCK_M), acc_layout)
                 _store_tile(
@@ -387,11 +387,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def _flags(device: torch.device, programs: int) -> torch.Tensor:
-    return torch.zeros(2 * programs, dtype=torch.int32, device=device)
-
-
 def gemm_large(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -421,7 +416,7 @@ def gemm_large(
         # One wave more than what is left over is cut: so a program's share is never a small part of a tile.
         whole = max(tiles // programs - 1, 0) * programs
         partial = torch.empty((programs, 128, config.block_m), dtype=torch.float32, device=x.device)
-        flags = _flags(x.device, programs)
+        flags = torch.zeros(2 * programs, dtype=torch.int32, device=x.device)
     layout = gl.NVMMASharedLayout.get_default_for([config.block_m, config.block_k], gl.bfloat16)
     fp16 = x.dtype == torch.float16
     rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k], layout)
