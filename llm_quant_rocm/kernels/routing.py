@@ -138,8 +138,8 @@ def schedule_kernel(
         slot = start + tl.arange(0, CHUNK)
         expert = local_expert(ids_ptr, map_ptr, slot, slot < slots, known)
         here = (expert == mine).to(tl.int32)
-        rank = seen + tl.cumsum(here, 0) - 1
-        chosen = (here > 0) & (rank >= begin) & (rank < end)
+        rank = tl.where(here > 0, seen + tl.cumsum(here, 0) - 1, -1)
+        chosen = (rank >= begin) & (rank < end)
         tl.store(row_map_ptr + rank, slot, mask=chosen)
         if row_weight_ptr is not None:
             weight = tl.load(weight_ptr + slot, mask=chosen, other=0.0)
@@ -192,7 +192,6 @@ def schedule(
     return Schedule(row_map, tile_expert, row_weight)
 
 
-# A map of a few rows or of many is the same kernel.
 @triton.jit(do_not_specialize=["topk"])
 def gather_rows_kernel(
     x_ptr, row_map_ptr, out_ptr, columns, topk,
@@ -213,14 +212,14 @@ def gather_rows_kernel(
 def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Hardware) -> torch.Tensor:
     """Row row_map[r] // topk of x [T, H] (contiguous) as row r of [len(row_map), H].
 
-    Rows whose map is negative are left as torch.empty makes them. len(row_map) is a multiple of 16, as a schedule's.
+    Rows whose map is negative are left as torch.empty makes them. len(row_map) is a multiple of 8.
     """
     rows, columns = row_map.numel(), x.shape[1]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if out.numel():
-        block = min(512, triton.next_power_of_2(columns))
-        gather_rows_kernel[(rows // 16, triton.cdiv(columns, block))](
-            x, row_map, out, columns, topk, ROWS=16, BLOCK=block, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware)
+        block = min(1024, triton.next_power_of_2(columns))
+        gather_rows_kernel[(rows // 8, triton.cdiv(columns, block))](
+            x, row_map, out, columns, topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware)
         )
     return out
 
@@ -267,6 +266,6 @@ def sum_rows(
         known = experts if expert_map is None else expert_map.numel()
         sum_rows_kernel[(tokens, triton.cdiv(columns, block))](
             rows, topk_ids, expert_map, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
-            PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+            PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip
     return out

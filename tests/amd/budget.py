@@ -31,10 +31,12 @@ class Budget:
     Attributes:
         matrix: the opcode of its matrix instructions, a pattern; it must have some, and no other.
         uses: an opcode that it must use, a pattern.
+        wide: whether its hot loop must move many values at a time, from memory and through the LDS.
     """
 
     matrix: Mapping[str, str] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
+    wide: bool = True
 
 
 def resources(assembly: isa.Assembly, arch: str, lds: int) -> list[str]:
@@ -62,10 +64,10 @@ def violations(assembly: isa.Assembly, arch: str, lds: int, budget: Budget) -> l
     loop = assembly.hot_loop
     hot = loop.instructions if loop else assembly.instructions
     loaded = [instruction.loaded_bytes for instruction in hot]
-    if sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
+    if budget.wide and sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
         found.append(f"its loads bring {sorted(size for size in loaded if size)} bytes a lane, not 16 at a time")
     scalar = sorted({i.opcode for i in hot if SCALAR_LDS.match(i.opcode)})
-    if scalar:
+    if budget.wide and scalar:
         found.append(f"values go through the LDS one at a time: {', '.join(scalar)}")
     return found
 

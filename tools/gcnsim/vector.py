@@ -173,6 +173,12 @@ def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
 
 # --- results
 
+# What clamp makes of a 32-bit sum or difference that left its range.
+SATURATED: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "v_add_u32": lambda value, a, b: np.where(value < a, np.uint32(0xFFFFFFFF), value),
+    "v_sub_u32": lambda value, a, b: np.where(a < b, np.uint32(0), value),
+}
+
 
 def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
     """Result modifiers, and the result as the unsigned integers that registers hold."""
@@ -182,8 +188,11 @@ def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
     clamp = "clamp" in instruction.flags
     factor = next((f for (name, n), f in OMOD.items() if instruction.modifiers.get(name) == n), None)
     if kind[0] != "f":
-        if clamp or factor:
-            raise UnknownInstruction("clamp and omod are implemented for floating-point results only")
+        if factor or (clamp and instruction.op not in SATURATED):
+            raise UnknownInstruction("omod, and clamp but for 32-bit sums, are implemented for floating point only")
+        if clamp:
+            saturated = SATURATED[instruction.op]
+            return lambda cohort, value, sources: saturated(value, *sources)
         bits = np.dtype(f"u{dtype.itemsize}")
         return lambda cohort, value, sources: value.astype(dtype, copy=False).view(bits)
 
