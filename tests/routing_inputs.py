@@ -41,7 +41,7 @@ def routings() -> dict[str, Routing]:
         "the last expert gets all": Routing(torch.full((70, 2), 127, dtype=torch.int64), None, 128, 32),
         "whole tiles": Routing(torch.arange(64, dtype=torch.int32).view(16, 4) // 16, None, 4, 16),
         "a slot more than whole tiles": Routing(torch.arange(66, dtype=torch.int32).view(-1, 1) // 33, None, 2, 16),
-        "the most tiles there can be": Routing(torch.cat([torch.arange(5), torch.zeros(32)]).view(-1, 1).int(), None, 5, 16),
+        "the most tiles there can be": Routing(torch.arange(-32, 5).clamp_min(0).view(-1, 1), None, 5, 16),
         "descending": Routing(torch.arange(119, -1, -1, dtype=torch.int32).view(-1, 4) % 30, None, 30, 16),
         "no expert at all": Routing(torch.full((5, 3), -1, dtype=torch.int32), None, 7, 16),
         "some ids are -1": Routing(some.repeat(7).view(-1, 2), None, 5, 16),
@@ -95,11 +95,11 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
     assert_same(found.row_weight, row_weight)
 
 
-def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu") -> None:
+def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
     """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other."""
     ids, expert_map = _on(routing, device)
     tokens, topk = ids.shape
-    rows = torch.randn(tokens * topk, 100, device=device).bfloat16()
+    rows = torch.randn(tokens * topk, 100, device=device).to(dtype)
     absent = torch.tensor([local_id(routing, slot) is None for slot in range(tokens * topk)], device=device)
     rows[absent] = torch.nan
     for weights in (None, torch.rand(tokens, topk, device=device)):
@@ -109,9 +109,21 @@ def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu") -> None
         for j in range(topk):
             total += parts[:, j] if weights is None else parts[:, j] * weights[:, j, None]
         if weights is None:
-            assert_same(found, total.bfloat16())
+            assert_same(found, total.to(dtype))
         else:  # a product may be rounded before it is added
-            torch.testing.assert_close(found, total.bfloat16(), rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(found, total.to(dtype), rtol=2**-7, atol=1e-6)
+
+
+def check_gather(hardware: Hardware, device: str = "cpu") -> None:
+    """kernels.routing.gather_rows copies the rows of the map, wherever they are in it."""
+    row_map = torch.full((48,), -1, dtype=torch.int32, device=device)
+    row_map[[0, 5, 6, 31, 40]] = torch.tensor([20, 0, 3, 8, 20], dtype=torch.int32, device=device)
+    real = row_map >= 0
+    for dtype, columns in ((torch.bfloat16, 256), (torch.float32, 77), (torch.float16, 1000), (torch.bfloat16, 2064)):
+        x = torch.randn(7, columns, device=device).to(dtype)
+        found = kernels.gather_rows(x, row_map, 3, hardware)
+        assert found.shape == (48, columns)
+        assert_same(found[real], x[row_map[real] // 3])
 
 
 def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:

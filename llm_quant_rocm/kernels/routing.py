@@ -233,16 +233,15 @@ def sum_rows_kernel(
         programmatic_launch()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        present = local_expert(ids_ptr, map_ptr, slot, True, known) >= 0
-        value = tl.load(rows_ptr + slot * columns + column, mask=inside & present, other=0.0).to(tl.float32)
+        there = tl.where(local_expert(ids_ptr, map_ptr, slot, True, known) >= 0, columns, 0)
+        value = tl.load(rows_ptr + slot * columns + column, mask=column < there, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             value *= tl.load(weight_ptr + slot)
         total += value
-    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 def sum_rows(

@@ -10,8 +10,7 @@ import torch
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import routing
 from tests.amd.budget import Budget
-from tests.inputs import assert_same
-from tests.routing_inputs import Routing, check_schedule, check_sum, random_ids, routings
+from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
 
 BUDGETS = {
     # Ids are four bytes each, and only those of the batch may be read.
@@ -43,21 +42,11 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with patch.object(routing, "MANY_SLOTS", 1):
             check_schedule(given, hardware)
 
-    def gather(dtype: torch.dtype, columns: int) -> None:
-        x = torch.randn(7, columns).to(dtype)
-        row_map = torch.full((48,), -1, dtype=torch.int32)
-        row_map[[0, 5, 6, 31, 40]] = torch.tensor([20, 0, 3, 8, 20], dtype=torch.int32)
-        found = routing.gather_rows(x, row_map, 3, hardware)
-        real = row_map >= 0
-        assert_same(found[real], x[row_map[real] // 3])
-
     many = Routing(random_ids(600, 8, 24), None, 24, 64)
     return {
         **{name: partial(check_schedule, given, hardware) for name, given in routings().items()},
         **{f"{name}, in parts": partial(in_parts, given) for name, given in routings().items()},
         "many slots": partial(check_schedule, many, hardware),
-        "gather": partial(gather, torch.bfloat16, 256),
-        "gather, ragged": partial(gather, torch.float32, 77),
-        "gather, wide": partial(gather, torch.float16, 1000),
+        "gather": partial(check_gather, hardware),
         **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
     }
