@@ -178,16 +178,21 @@ def schedule(
         return Schedule(row_map, tile_expert, row_weight)
     bins = max(64, triton.next_power_of_2(experts))
     known = experts if expert_map is None else expert_map.numel()
-    constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, "num_warps": 4, **pdl_option(hardware)}
+    constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)}
     counts, part_slots = None, 16
+    chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
     if slots >= MANY_SLOTS:
+        # A tile's slots are scattered over many more of other experts.
+        chunk, warps = 4096, 16
         counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
         part_slots = triton.cdiv(slots, _PARTS * 16) * 16
-        count_kernel[(_PARTS,)](topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, **constants)
+        count_kernel[(_PARTS,)](
+            topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
+        )
         scan_kernel[(bins,)](counts, PARTS=_PARTS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware))
     schedule_kernel[(tiles,)](
         topk_ids, expert_map, topk_weights, counts, row_map, tile_expert, row_weight, slots, known, part_slots,
-        CHUNK=128 if slots <= 128 else 1024, BLOCK_M=block_m, **constants,
+        CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
     )  # fmt: skip
     return Schedule(row_map, tile_expert, row_weight)
 
