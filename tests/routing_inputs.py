@@ -48,7 +48,7 @@ def routings() -> dict[str, Routing]:
         "no expert at all": Routing(torch.full((5, 3), -1, dtype=torch.int32), None, 7, 16),
         "some ids are -1": Routing(some.repeat(7).view(-1, 2), None, 5, 16),
         "ids out of range": Routing(torch.tensor([[0, 5], [2**31 + 1, 4], [-(2**31), 1]]), None, 5, 16),
-        "a tall tile": Routing(random_ids(33, 4, 8), None, 8, 128),
+        "a tall tile": Routing(random_ids(33, 4, 8), None, 8, 256),
         "mapped away": Routing(some.repeat(7).view(-1, 2), torch.tensor([1, -1, 0, -1, 2, 3]), 4, 16),
         "all mapped away": Routing(random_ids(6, 2, 8), torch.full((8,), -1, dtype=torch.int32), 2, 16),
         "ids beyond the map": Routing(torch.tensor([[0, 3], [2, 9], [-1, 1]]), torch.tensor([0, -1, 1]).int(), 2, 16),

@@ -183,7 +183,7 @@ def schedule(
     chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
     if slots >= MANY_SLOTS:
         # A tile's slots are scattered over many more of other experts.
-        chunk, warps = 4096, 16
+        chunk, warps = 2048, 16
         counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
         part_slots = triton.cdiv(slots, _PARTS * 16) * 16
         count_kernel[(_PARTS,)](
