@@ -7,7 +7,8 @@ from functools import cache
 import torch
 
 from llm_quant_rocm import hardware, reference
-from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.backends import Backend, Choice, choose, missing
+from llm_quant_rocm.formats import nvfp4_wgmma
 from llm_quant_rocm.ops._register import check, register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF
@@ -44,9 +45,45 @@ def _reference(
     return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
 
 
+def _triton_refusal(call: MoeCall) -> str | None:
+    if call.layouts != (nvfp4_wgmma.LAYOUT_GATE_UP, nvfp4_wgmma.LAYOUT):
+        arranged = " and ".join(call.layouts)
+        return f"the weights (layouts {arranged}) were not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    return missing("triton")
+
+
+def _run_triton(
+    x: torch.Tensor,
+    w13: PreparedNvFp4Weight,
+    w2: PreparedNvFp4Weight,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    call: MoeCall,
+) -> torch.Tensor:
+    from llm_quant_rocm.kernels import nvfp4_moe as kernel
+
+    return kernel.nvfp4_moe(
+        x,
+        (w13.codes, w13.scales, w13.global_scale),
+        (w2.codes, w2.scales, w2.global_scale),
+        call.inner,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        activation,
+        call.hardware,
+        kernel.default_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
+    )
+
+
 # A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, activation, call) -> [T, H], with
 # nothing of size 0 and everything contiguous.
-BACKENDS = (Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),)
+BACKENDS = (
+    Backend("triton", _triton_refusal, _run_triton),
+    Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),
+)
 
 
 @cache
