@@ -134,7 +134,7 @@ def schedule_kernel(
         seen_by_part = tl.load(counts_ptr + tl.minimum(mine, BINS - 1) * PARTS + tl.arange(0, PARTS))
         seen = tl.max(tl.where(seen_by_part <= begin, seen_by_part, 0), 0)
         start = tl.sum((seen_by_part <= begin).to(tl.int32), 0) * part_slots
-    while seen < end:
+    while (seen < end) & (start < slots):  # the second never decides, unless somebody writes the ids meanwhile
         slot = start + tl.arange(0, CHUNK)
         expert = local_expert(ids_ptr, map_ptr, slot, slot < slots, known)
         here = (expert == mine).to(tl.int32)
@@ -159,8 +159,9 @@ def schedule(
     """Rows sorted by expert in tiles of `block_m`, of `max_tiles` tiles whatever the ids are.
 
     Args:
-        topk_ids: integers [T, k], contiguous. An id that is negative or too large has no expert.
-        expert_map: integers [all experts]: the index among this rank's `experts` of each, or -1. None: ids are indices.
+        topk_ids: integers of 32 or 64 bits [T, k], contiguous. An id that is negative or too large has no expert.
+        expert_map: integers of 32 or 64 bits [all experts], contiguous: the index among this rank's `experts` of each,
+            or -1. None: ids are indices.
         block_m: a power of two.
         topk_weights: fp32 [T, k], contiguous, for `row_weight`.
 
