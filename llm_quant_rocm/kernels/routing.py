@@ -198,10 +198,10 @@ def schedule(
     return Schedule(row_map, tile_expert, row_weight)
 
 
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit
 def gather_rows_kernel(
-    x_ptr, row_map_ptr, out_ptr, columns, topk,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, row_map_ptr, out_ptr, columns,
+    TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
@@ -211,7 +211,7 @@ def gather_rows_kernel(
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (slot >= 0)[:, None] & (column < columns)[None, :]
-    value = tl.load(x_ptr + (slot // topk).to(tl.int64)[:, None] * columns + column[None, :], mask=mask)
+    value = tl.load(x_ptr + (slot // TOPK).to(tl.int64)[:, None] * columns + column[None, :], mask=mask)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], value, mask=mask)
 
 
@@ -225,8 +225,9 @@ def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Har
     if out.numel():
         block = min(1024, triton.next_power_of_2(columns))
         gather_rows_kernel[(rows // 8, triton.cdiv(columns, block))](
-            x, row_map, out, columns, topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware)
-        )
+            x, row_map, out, columns, TOPK=topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4,
+            **pdl_option(hardware),
+        )  # fmt: skip
     return out
 
 
