@@ -174,18 +174,25 @@ class VirtualGpu:
                 address(value, f"argument {index} of {launch.kernel}") if isinstance(value, torch.Tensor) else value
                 for index, value in enumerate(arguments)
             ]
+            program = gcnsim.parse(launch.assembly)
             prepared.append(
                 gcnsim.Launch(
-                    gcnsim.parse(launch.assembly),
+                    program,
                     grid=launch.grid,
                     num_warps=launch.warps,
-                    kernel_args=values,
+                    kernel_args=values + _hidden_arguments(program, launch, len(values)),
                     lds_bytes=launch.lds,
                 )
             )
         gcnsim.run(prepared, memory)
         for content, allocated in copies.values():
             content.copy_(torch.from_numpy(memory.read(allocated, "uint8", tuple(content.shape))))
+
+
+def _hidden_arguments(program: gcnsim.Program, launch: Launch, given: int) -> list[int]:
+    """What the driver puts behind the arguments that Triton passes: the grid, for tl.num_programs."""
+    values = dict(zip(("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z"), launch.grid, strict=True))
+    return [values.get(argument.kind, 0) for argument in program.metadata.arguments[given:]]
 
 
 def activate(arch: str, execute: bool = True) -> VirtualGpu:
