@@ -15,8 +15,9 @@ from llm_quant_rocm.hardware import Hardware
 
 def row_launch(columns: int, hardware: Hardware) -> dict[str, int]:
     """BLOCK and launch options of a row kernel: a lane takes 8 values of every block, at most 128 in all."""
-    warps = 4 if columns <= 8192 else 8 if columns <= 32768 else 16
-    options = {"BLOCK": min(warps * 256, triton.next_power_of_2(max(columns, 16))), "num_warps": warps}
+    threads = 128 if columns <= 8192 else 256 if columns <= 32768 else 512
+    block = min(threads * 8, triton.next_power_of_2(max(columns, 16)))
+    options = {"BLOCK": block, "num_warps": threads // hardware.lanes}
     if columns > 16384 and hardware.arch.startswith("sm_"):
         # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.
         options["maxnreg"] = 128
