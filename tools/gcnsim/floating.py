@@ -33,11 +33,11 @@ def sum_to_odd(a: Array, b: Array) -> Array:
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """Correctly rounded a * b + c. The product is exact in double; its sum with c may sit on a tie it is not."""
-    product, c = a.astype(F64) * b, c.astype(F64)
+    product, c = np.broadcast_arrays(a.astype(F64) * b, c.astype(F64))
     total = product + c
     doubtful = (total.view(U64) & np.uint64(0x1FFFFFFF) == 0x10000000) | (np.abs(total) < TINY) & (total != 0)
     if doubtful.any():
-        total = sum_to_odd(product, np.broadcast_to(c, product.shape))
+        total = sum_to_odd(product, c)
     return total.astype(F32)
 
 

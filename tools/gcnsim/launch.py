@@ -11,6 +11,7 @@ from gcnsim.decode import LDS_LIMIT, Code, decode
 from gcnsim.errors import LdsOverflow
 from gcnsim.lds import Lds, Private
 from gcnsim.memory import Memory
+from gcnsim.operands import FLOAT_MODE, FP16_OVFL, MODE
 from gcnsim.program import Argument, Program
 from gcnsim.registers import LANE, LANES, U32, Cohort, initial_cohort
 
@@ -51,6 +52,10 @@ class Launch:
         self.name = self.name or self.program.kernel
         self.lds_bytes = max(self.lds_bytes, self.program.metadata.lds)
         self.code = decode(self.program)
+        lanes = self.num_warps * LANES
+        most = self.program.metadata.max_workgroup
+        if not 0 < lanes <= most:
+            raise ValueError(f"{self.name}: a workgroup of {lanes} lanes, but the kernel was compiled for {most}")
         limit = LDS_LIMIT[self.program.arch]
         if self.lds_bytes > limit:
             raise LdsOverflow(
@@ -84,6 +89,7 @@ class Residents:
         wave = np.tile(np.arange(launch.num_warps), count)
         entry = program.labels[program.kernel]
         cohort = initial_cohort(program.vector_registers, workgroup, wave, entry, self)
+        cohort.scalar[:, MODE] = FLOAT_MODE | (FP16_OVFL if program.descriptor.get("fp16_overflow") else 0)
         cohort.vector[0] = (wave[:, None] * LANES + LANE).astype(U32)
         scalars, place = cohort.scalar, 0
         values = {
@@ -94,7 +100,12 @@ class Residents:
             if program.descriptor.get(f"user_sgpr_{name}"):
                 scalars[:, place : place + registers] = values.get(name, (0,) * registers)
                 place += registers
-        place = program.descriptor.get("user_sgpr_count", place)
+        # The first arguments may come in registers as well; kernels begin with loading the same ones themselves.
+        first = program.descriptor.get("user_sgpr_kernarg_preload_offset", 0)
+        preloaded = program.descriptor.get("user_sgpr_kernarg_preload_length", 0)
+        arguments = self.memory.read(self._kernarg + 4 * first, U32, preloaded)
+        scalars[:, place : place + preloaded] = arguments
+        place = program.descriptor.get("user_sgpr_count", place + preloaded)
         ids = np.array(self.workgroups, U32)[workgroup]
         for axis, letter in enumerate("xyz"):
             if program.descriptor.get(f"system_sgpr_workgroup_id_{letter}"):

@@ -58,7 +58,7 @@ class Cohort:
     def select(self, rows: Array) -> "Cohort":
         """A copy of the waves that the mask `rows` [wave] names."""
         part = Cohort(
-            self.vector[:, rows],
+            np.compress(rows, self.vector, axis=1),
             self.scalar[rows],
             self.scc[rows],
             self.workgroup[rows],
@@ -215,7 +215,7 @@ def read_scalar32(operand: Operand, offset: int = 0) -> Read:
     if operand.kind in ("int", "float"):
         constant = np.array([constant_bits(operand, 32)], U32)
         return lambda cohort: constant
-    if operand.name == "scc":
+    if operand.name == "src_scc":
         return lambda cohort: cohort.scc.astype(U32)
     raise UnknownInstruction(f"cannot read the scalar operand {operand.name or operand.kind!r}")
 
