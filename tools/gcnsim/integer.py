@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Integer and bit vector instructions, and the selects and compares of every type."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gcnsim.registers import U32, U64, Array
@@ -145,7 +147,7 @@ def bit_operation(table: int, kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", compute)
 
 
-COMPARES = {
+COMPARES: dict[str, Callable[[Array, Array], Array]] = {
     "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
     "lt": np.less,
     "eq": np.equal,

@@ -173,7 +173,7 @@ def _accumulator(
         else:
             total = (spread + old).astype(dtype)
             if flushes:
-                total = np.where(np.abs(total) < np.finfo(dtype).tiny, dtype.type(0), total)
+                total = np.where(np.abs(total) < np.finfo(np.float32).tiny, dtype.type(0), total)
         raw = np.ascontiguousarray(total).view(U32).reshape(registers, waves, LANES, words)
         cohort.vector[planes] = raw.transpose(0, 3, 1, 2).reshape(registers * words, waves, LANES)
 

@@ -45,8 +45,8 @@ class ByteStore:
         self.data = data
         self.state = state
         # One typed view of the same bytes for each width of access.
-        self._data_views = {unit: data.view(kind) for unit, kind in UNITS.items()}
-        self._state_views = {unit: state.view(kind) for unit, kind in UNITS.items()}
+        self._data_views: dict[int, Array] = {unit: data.view(kind) for unit, kind in UNITS.items()}
+        self._state_views: dict[int, Array] = {unit: state.view(kind) for unit, kind in UNITS.items()}
 
     def grow(self, size: int) -> None:
         more = -(-size // 16) * 16 - len(self.data)
@@ -74,12 +74,12 @@ class ByteStore:
         state = self._state_views[unit][index].view(np.uint8)
         if not state.all():
             raise self._error(offsets, size, state, exists=False)
-        typed = np.ascontiguousarray(values).view(UNITS[unit])
+        typed: Array = np.ascontiguousarray(values).view(UNITS[unit])
         data = self._data_views[unit]
         if not self.watched or data[index].tobytes() != typed.tobytes():
             self.changes += 1
         data[index] = typed.reshape(index.shape)
-        written = np.full(unit, WRITTEN, np.uint8).view(UNITS[unit])
+        written: Array = np.full(unit, WRITTEN, np.uint8).view(UNITS[unit])
         self._state_views[unit][index] = written
 
     def _index(self, offsets: Array, size: int) -> tuple[int, Array]:

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,14 @@ from gcnsim.registers import (
 
 B5, B6 = np.uint32(31), np.uint32(63)
 ONE = np.uint64(1)
-DTYPES = {"b32": U32, "u32": U32, "i32": np.dtype(np.int32), "b64": U64, "u64": U64, "i64": np.dtype(np.int64)}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "b32": U32,
+    "u32": U32,
+    "i32": np.dtype(np.int32),
+    "b64": U64,
+    "u64": U64,
+    "i64": np.dtype(np.int64),
+}
 
 
 @dataclass(frozen=True)
@@ -47,16 +55,16 @@ class Scalar:
 
     result: str
     sources: tuple[str, ...]
-    compute: Callable[..., Array | tuple[Array, Array]]
+    compute: Callable[..., Any]
     scc: str = ""
     reads_scc: bool = False
 
 
-def _entry(result: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]], scc: str = "") -> Scalar:
+def _entry(result: str, sources: str, compute: Callable[..., Any], scc: str = "") -> Scalar:
     return Scalar(result, tuple(sources.split()), compute, scc)
 
 
-def _with_scc(result: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]], scc: str = "") -> Scalar:
+def _with_scc(result: str, sources: str, compute: Callable[..., Any], scc: str = "") -> Scalar:
     return Scalar(result, tuple(sources.split()), compute, scc, reads_scc=True)
 
 
@@ -332,9 +340,9 @@ def _bit_set(instruction: Instruction, value: int) -> Step:
     return step
 
 
-def _constant_operation(instruction: Instruction, combine: Callable[[Array, Array], Array]) -> Step:
+def _constant_operation(instruction: Instruction, combine: Callable[..., Array]) -> Step:
     """s_addk, s_mulk. The overflow that s_addk leaves in SCC is modelled, s_mulk leaves SCC alone."""
-    constant = _short(instruction.operands[1].value)
+    constant = np.int64(_short(instruction.operands[1].value))
     old, write = read_scalar32(instruction.operands[0]), write_scalar32(instruction.operands[0])
     adds = combine is np.add
 

@@ -7,6 +7,7 @@ modifiers it may carry: -x and |x|, omod and clamp (VOP3), halves (op_sel), byte
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -52,10 +53,10 @@ class Alu:
 
     results: tuple[str, ...]
     sources: tuple[str, ...]
-    compute: Callable[..., Array | tuple[Array, Array]]
+    compute: Callable[..., Any]
 
 
-def alu(results: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]]) -> Alu:
+def alu(results: str, sources: str, compute: Callable[..., Any]) -> Alu:
     return Alu(tuple(results.split()), tuple(sources.split()), compute)
 
 
