@@ -37,7 +37,8 @@ class Launch:
 
     `kernel_args` are the values of the kernel's arguments in order, without those the compiler removed: addresses and
     integers as int, floats as float (or numpy scalars, or bytes, copied as they are). Arguments that are not given
-    are zero, as Triton's scratch pointers at the end are. `lds_bytes` is Triton's metadata.shared.
+    are zero, as Triton's scratch pointers at the end are, but for those the runtime fills in (`hidden_arguments`).
+    `lds_bytes` is Triton's metadata.shared.
     """
 
     program: Program
@@ -120,10 +121,22 @@ def pack_arguments(launch: Launch) -> bytes:
     if len(launch.kernel_args) > len(arguments):
         raise ValueError(f"{launch.name} has {len(arguments)} arguments, {len(launch.kernel_args)} were given")
     segment = bytearray(launch.program.metadata.kernarg_size + KERNARG_PADDING)
-    for argument, value in zip(arguments, launch.kernel_args, strict=False):
+    hidden = hidden_arguments(launch)
+    given = [hidden.get(argument.kind, 0) for argument in arguments]
+    given[: len(launch.kernel_args)] = launch.kernel_args
+    for argument, value in zip(arguments, given, strict=True):
         raw = _bytes(argument, value)
         segment[argument.offset : argument.offset + len(raw)] = raw
     return bytes(segment)
+
+
+def hidden_arguments(launch: Launch) -> dict[str, int]:
+    """What the runtime passes behind the kernel's own arguments, by value_kind, where it is not 0: grid and workgroup.
+
+    tl.num_programs reads the grid from here."""
+    sizes = {"block_count": launch.grid, "group_size": (launch.num_warps * LANES, 1, 1)}
+    by_axis = {f"hidden_{name}_{axis}": n for name, size in sizes.items() for axis, n in zip("xyz", size, strict=True)}
+    return by_axis | {"hidden_grid_dims": max(n for n, size in enumerate(launch.grid, 1) if size > 1 or n == 1)}
 
 
 def _bytes(argument: Argument, value: KernelArgument) -> bytes:
