@@ -52,7 +52,7 @@ def execute(
     """Runs `code` and returns the registers named in `outputs` ("v0 s[2:3] vcc exec scc"), alone or as a tuple.
 
     `inputs` gives registers their values: of v5 an array with one value a lane, of s5 one value a wave or an integer;
-    8-byte values go to pairs, 2-byte and 1-byte values are zero-extended. Results are arrays of uint32, or of uint64
+    8-byte values go to pairs, 2-byte values are zero-extended, what is too short is repeated. Results are arrays of uint32, or of uint64
     for pairs, [lanes] for vector and [waves] for scalar registers. With `check`, LLVM must accept `code`.
     """
     if check:
@@ -62,6 +62,7 @@ def execute(
     }
     scalars = {name: np.atleast_1d(np.asarray(value)) for name, value in inputs.items() if name not in vectors}
     lanes = max([LANES, *(len(value) for value in vectors.values()), *(LANES * len(v) for v in scalars.values())])
+    lanes = -(-lanes // LANES) * LANES
     memory, arguments, text = gcnsim.Memory(), [], HEADER.format(arch=arch)
 
     def pointer(address: int) -> str:
@@ -144,7 +145,7 @@ def assembles(arch: str, code: str) -> bool:
 
 
 def random_bits(count: int, dtype: Any, seed: int = 0) -> Array:
-    """Numbers of every kind: half of them random bits (NaN, infinities and denormals among them), half near each other."""
+    """Numbers of every kind: half of them random bits (NaN and denormals among them), half not far from 1."""
     kind = np.dtype(dtype)
     random = np.random.default_rng(seed)
     bits = random.integers(0, 256, (count, kind.itemsize), np.uint8).view(f"u{kind.itemsize}")[:, 0]

@@ -52,6 +52,7 @@ CONVERSIONS: dict[str, Alu] = {
     "v_cvt_f16_i16": alu("f16", "i16", lambda x: x.astype(np.float16)),
     "v_cvt_u16_f16": alu("u16", "f16", lambda x: np.nan_to_num(np.trunc(x.astype(np.float64))).clip(0, 65535)),
     "v_cvt_i16_f16": alu("i16", "f16", lambda x: np.nan_to_num(np.trunc(x.astype(np.float64))).clip(-32768, 32767)),
+    "v_cvt_f32_bf16": alu("f32", "u16", bf16_to_f32),
     **{f"v_cvt_f32_ubyte{number}": _byte_to_float(number) for number in range(4)},
     "v_cvt_pk_bf16_f32": alu("u32", "f32 f32", lambda a, b: f32_to_bf16(a) | f32_to_bf16(b) << HALF),
     "v_cvt_pk_u16_u32": alu(
