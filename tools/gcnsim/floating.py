@@ -6,6 +6,8 @@ of 32 bits: they take and give a denormal as a zero of its sign, as LLVM assumes
 results here are correctly rounded, which the hardware's are not: it is within 1 ulp.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gcnsim.registers import U32, U64, Array
@@ -33,11 +35,11 @@ def sum_to_odd(a: Array, b: Array) -> Array:
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """Correctly rounded a * b + c. The product is exact in double; its sum with c may sit on a tie it is not."""
-    product, c = a.astype(F64) * b, c.astype(F64)
+    product, c = np.broadcast_arrays(a.astype(F64) * b, c.astype(F64))
     total = product + c
     doubtful = (total.view(U64) & np.uint64(0x1FFFFFFF) == 0x10000000) | (np.abs(total) < TINY) & (total != 0)
     if doubtful.any():
-        total = sum_to_odd(product, np.broadcast_to(c, product.shape))
+        total = sum_to_odd(product, c)
     return total.astype(F32)
 
 
@@ -63,7 +65,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 # --- minimum and maximum: a NaN loses (min, max) or wins (minimum, maximum), and -0 is less than 0
 
 
-def _fix_zeros(result: Array, a: Array, b: Array, pick: np.ufunc) -> Array:
+def _fix_zeros(result: Array, a: Array, b: Array, pick: Callable[..., Array]) -> Array:
     zeros = (a == 0) & (b == 0)
     if not zeros.any():
         return result
@@ -101,7 +103,7 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < TINY, np.copysign(F32(0), x), x)
 
 
-def approximate(function: np.ufunc) -> Alu:
+def approximate(function: Callable[..., Array]) -> Alu:
     """A function computed in double and rounded once, denormal sources and results flushed."""
 
     def compute(x: Array) -> Array:
@@ -110,11 +112,11 @@ def approximate(function: np.ufunc) -> Alu:
     return alu("f32", "f32", compute)
 
 
-def approximate16(function: np.ufunc) -> Alu:
+def approximate16(function: Callable[..., Array]) -> Alu:
     return alu("f16", "f16", lambda x: np.asarray(function(x.astype(F64)), F64).astype(F16))
 
 
-def approximate64(function: np.ufunc) -> Alu:
+def approximate64(function: Callable[..., Array]) -> Alu:
     return alu("f64", "f64", function)
 
 
@@ -232,7 +234,7 @@ def divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array
     return np.where(np.isnan(numerator), numerator, np.where(np.isnan(denominator), denominator, result))
 
 
-def _three(function: np.ufunc, kind: str) -> Alu:
+def _three(function: Callable[..., Array], kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", lambda a, b, c: function(function(a, b), c))
 
 
