@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 from llm_quant_rocm import hardware
+from tests.amd.budget import LDS
 
 WAVE = 64
-LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,26 @@ class _Unwritten(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Holding a tensor keeps its address from being given to another one. The second value is where gcnsim has
-        # the storage, from the first launch on.
-        self.storages: dict[int, tuple[torch.Tensor, int | None]] = {}
+        # By address. Holding a tensor keeps its address from being given to another one.
+        self.storages: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write:
+                self._wrote(value)
+        for value in kwargs.values():  # out=
+            self._wrote(value)
         result = function(*args, **kwargs)
         if function._schema.name in ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"):
             if result.untyped_storage().nbytes():
                 storage_bytes(result).fill_(0xFF)
-                self.storages[result.untyped_storage().data_ptr()] = (result, None)
-            return result
-        for argument, value in zip(function._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, torch.Tensor):
-                self.storages.pop(value.untyped_storage().data_ptr(), None)
-        for value in kwargs.values():  # out=
-            if isinstance(value, torch.Tensor):
-                self.storages.pop(value.untyped_storage().data_ptr(), None)
+                self.storages[result.untyped_storage().data_ptr()] = result
         return result
+
+    def _wrote(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.storages.pop(value.untyped_storage().data_ptr(), None)
 
 
 class _Launcher:
@@ -174,25 +175,18 @@ class VirtualGpu:
                 address(value, f"argument {index} of {launch.kernel}") if isinstance(value, torch.Tensor) else value
                 for index, value in enumerate(arguments)
             ]
-            program = gcnsim.parse(launch.assembly)
             prepared.append(
                 gcnsim.Launch(
-                    program,
+                    gcnsim.parse(launch.assembly),
                     grid=launch.grid,
                     num_warps=launch.warps,
-                    kernel_args=values + _hidden_arguments(program, launch, len(values)),
+                    kernel_args=values,
                     lds_bytes=launch.lds,
                 )
             )
         gcnsim.run(prepared, memory)
         for content, allocated in copies.values():
             content.copy_(torch.from_numpy(memory.read(allocated, "uint8", tuple(content.shape))))
-
-
-def _hidden_arguments(program: gcnsim.Program, launch: Launch, given: int) -> list[int]:
-    """What the driver puts behind the arguments that Triton passes: the grid, for tl.num_programs."""
-    values = dict(zip(("hidden_block_count_x", "hidden_block_count_y", "hidden_block_count_z"), launch.grid, strict=True))
-    return [values.get(argument.kind, 0) for argument in program.metadata.arguments[given:]]
 
 
 def activate(arch: str, execute: bool = True) -> VirtualGpu:

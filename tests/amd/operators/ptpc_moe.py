@@ -15,8 +15,7 @@ from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
 from tests.inputs import DTYPE_IDS, DTYPES
 from tests.moe_inputs import experts, relative_error
 
-BUDGETS = {
-    "per_token_quant_kernel": Budget(uses=FP8_CAST),
+BUDGETS = {  # per_token_quant_kernel, which it launches too, is its own operator's
     "grouped_gemm_kernel": Budget(matrix=FP8_MATRIX),
     "activation_quant_kernel": Budget(uses=FP8_CAST),
 }
