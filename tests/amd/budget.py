@@ -24,9 +24,10 @@ FP8_MATRIX = {
 }
 FP8_CAST = {"gfx942": r"v_cvt_pk_fp8_f32", "gfx950": r"v_cvt_scalef32_pk_fp8_f32"}
 
-# What makes a write visible to another GPU, and a read of it fresh: the caches are written back before the flag is
-# set, and invalidated after it was seen. On CDNA2 the scope is in the choice of the instruction.
+# What makes writes visible to another GPU before a flag is set, what reads a flag past the caches, and what drops their
+# stale lines once it is seen.
 RELEASE = {"gfx90a": "buffer_wbl2", "gfx942": "buffer_wbl2 sc0 sc1", "gfx950": "buffer_wbl2 sc0 sc1"}
+FRESH = {"gfx90a": "glc", "gfx942": "sc0 sc1", "gfx950": "sc0 sc1"}
 ACQUIRE = {"gfx90a": "buffer_invl2", "gfx942": "buffer_inv sc0 sc1", "gfx950": "buffer_inv sc0 sc1"}
 
 
@@ -66,26 +67,34 @@ def spills(assembly: isa.Assembly, *names: str) -> list[str]:
 
 
 def irreducible(assembly: isa.Assembly) -> list[str]:
-    """Lanes that wait for each other in a loop with two entries never meet: Triton 3.6 makes such a loop of some spins."""
+    """Lanes that wait for each other in a loop with two entries never meet; Triton 3.6 makes some spins such loops."""
     guarded = any("irr.guard" in block.comment for block in assembly.blocks)
     return ["it has a loop with two entries (irr.guard)"] * guarded
 
 
 def peer_flags(assembly: isa.Assembly, arch: str) -> list[str]:
     """What is wrong with the order of memory around flags that other GPUs set and read."""
-    texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
-    sets = [i for i, text in enumerate(texts) if re.match(r"(global|flat)_atomic_swap", text)]
     found = []
+    texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
+    sets = [place for place, text in enumerate(texts) if re.match(r"(global|flat)_atomic_swap", text)]
     if not sets:
         found.append("it sets no flag (global_atomic_swap)")
     for place in sets:
         if RELEASE[arch] not in texts[max(place - 4, 0) : place]:
-            found.append(f"before a flag is set there is no {RELEASE[arch]}: line {assembly.instructions[place].line}")
-    spins = [loop for loop in assembly.loops if any("_atomic_" in i.text for i in loop.instructions)]
+            found.append(f"no {RELEASE[arch]} before the flag is set in line {assembly.instructions[place].line}")
+    spins = 0
+    for loop in assembly.loops:
+        texts = [" ".join(instruction.text.split()) for instruction in loop.instructions]
+        reads = [text for text in texts if re.match(r"(global|flat)_(atomic_(add|cmpswap|or)|load)", text)]
+        stores = [text for text in texts if re.match(r"(global|flat|buffer)_store", text)]
+        if reads and not stores:
+            spins += 1
+            stale = [text for text in reads if not text.endswith(FRESH[arch])]
+            found += [f"a flag is read without {FRESH[arch]}: {text}" for text in stale]
+            if ACQUIRE[arch] not in texts:
+                found.append(f"no {ACQUIRE[arch]} after a flag is read: {reads[0]}")
     if not spins:
-        found.append("it awaits no flag (no loop with an atomic)")
-    if spins and ACQUIRE[arch] not in texts:
-        found.append(f"after a flag is seen there is no {ACQUIRE[arch]}")
+        found.append("it awaits no flag (a loop that reads and does not write)")
     return found
 
 

@@ -23,18 +23,15 @@ def machine_code(proof: Proof, kernel: str) -> Row:
     assemblies = [isa.read(launch.assembly) for launch in launches]
     loops = [assembly.hot_loop for assembly in assemblies]
     counts = [isa.count(loop.instructions) for loop in loops if loop]
-    matrix = sorted({name for count in counts for name in count if name.startswith("matrix ")})
+    opcodes = sorted({name for count in counts for name in count if name.startswith("matrix ")})
+    matrix = [f"{_range(c[name] for c in counts if c[name])} `{name.removeprefix('matrix ')}`" for name in opcodes]
     spilled = [a.resources["vgpr_spill_count"] + a.resources["sgpr_spill_count"] for a in assemblies]
     return {
         "Compiled": str(len(launches)),
         "Registers": _range(assembly.resources["vgpr_count"] for assembly in assemblies),
         "Spilled": _range(spilled),
         "LDS": _range(launch.lds for launch in launches),
-        "Matrix instructions": ", ".join(
-            f"{_range(count[name] for count in counts if count[name])} `{name.removeprefix('matrix ')}`"
-            for name in matrix
-        )
-        or "none",
+        "Matrix instructions": ", ".join(matrix) or "none",
         "Instructions": f"{_range(len(loop.instructions) for loop in loops if loop)} a loop"
         if counts
         else f"{_range(len(assembly.instructions) for assembly in assemblies)}, no loop",
@@ -60,9 +57,8 @@ def _line(cells: Iterable[str]) -> str:
 def write(rows: dict[Key, Row]) -> None:
     """Puts the table of `rows` into the page."""
     lines = [_line((*KEYS, *FOUND)), _line("---" for _ in (*KEYS, *FOUND))]
-    lines += [
-        _line((f"`{kernel}`", arch, triton, *(row[c] for c in FOUND))) for (kernel, arch, triton), row in rows.items()
-    ]
+    for (kernel, arch, triton), row in rows.items():
+        lines.append(_line((f"`{kernel}`", arch, triton, *(row[column] for column in FOUND))))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}")

@@ -24,6 +24,7 @@ from llm_quant_rocm import hardware
 from tests.amd.budget import LDS
 
 WAVE = 64
+EMPTY = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,9 @@ class _Unwritten(TorchDispatchMode):
         for value in kwargs.values():  # out=
             self._wrote(value)
         result = function(*args, **kwargs)
-        if function._schema.name in ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"):
-            if result.untyped_storage().nbytes():
-                storage_bytes(result).fill_(0xFF)
-                self.storages[result.untyped_storage().data_ptr()] = result
+        if function._schema.name in EMPTY and result.untyped_storage().nbytes():
+            storage_bytes(result).fill_(0xFF)
+            self.storages[result.untyped_storage().data_ptr()] = result
         return result
 
     def _wrote(self, value: Any) -> None:

@@ -15,9 +15,9 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-# Kernels by their module in llm_quant_rocm.kernels that are built for one vendor's matrix unit, and never launched here:
-# test_refusals.py shows that the library does not come to them.
-NOT_FOR_AMD = {"nvfp4_wgmma": "Hopper's wgmma"}
+# Modules of llm_quant_rocm.kernels that are built for another vendor's matrix unit: they do not compile here, and
+# test_refusals.py shows that the library never comes to them.
+NOT_FOR_AMD = ("nvfp4_wgmma",)
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
