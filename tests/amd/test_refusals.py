@@ -28,10 +28,6 @@ def refused(arch: str, operator: str) -> tuple[str, int]:
     return "", len(gpu.launches)
 
 
-def nvfp4_weight() -> nvfp4.NvFp4Weight:
-    return nvfp4.quantize(torch.linspace(-1, 1, 128 * 256).view(128, 256))
-
-
 def wide_row() -> None:
     ops.per_token_quant_fp8(torch.zeros(1, 65537))
 
@@ -40,14 +36,24 @@ def wide_norm() -> None:
     ops.rms_norm_quant_fp8(torch.zeros(1, 65537), torch.ones(65537))
 
 
-def weight_for_hopper() -> None:
-    weight = nvfp4_weight()
+def for_hopper(layout: str, n: int, k: int, *experts: int) -> ops.PreparedNvFp4Weight:
+    weight = nvfp4.quantize(torch.linspace(-1, 1, n * k).view(n, k).expand(*experts, n, k))
     words, scales = nvfp4_wgmma.pack(weight.codes, weight.scales)
-    prepared = ops.PreparedNvFp4Weight(words, scales, weight.global_scale, nvfp4_wgmma.LAYOUT, weight.n, weight.k)
-    ops.nvfp4_gemm(torch.zeros(4, 256, dtype=torch.bfloat16), prepared)
+    return ops.PreparedNvFp4Weight(words, scales, weight.global_scale, layout, n, k)
 
 
-CALLS = {"per_token_quant": wide_row, "rms_norm_quant": wide_norm, "nvfp4_gemm": weight_for_hopper}
+def gemm() -> None:
+    weight = for_hopper(nvfp4_wgmma.LAYOUT, 128, 256)
+    ops.nvfp4_gemm(torch.zeros(4, 256, dtype=torch.bfloat16), weight)
+
+
+def moe() -> None:
+    w13, w2 = for_hopper(nvfp4_wgmma.LAYOUT_GATE_UP, 256, 256, 2), for_hopper(nvfp4_wgmma.LAYOUT, 256, 128, 2)
+    x, ids = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(4, 1, dtype=torch.int32)
+    ops.nvfp4_moe(x, w13, w2, torch.ones(4, 1), ids)
+
+
+CALLS = {"per_token_quant": wide_row, "rms_norm_quant": wide_norm, "nvfp4_gemm": gemm, "nvfp4_moe": moe}
 
 
 @ARCHS
@@ -56,7 +62,8 @@ CALLS = {"per_token_quant": wide_row, "rms_norm_quant": wide_norm, "nvfp4_gemm":
     [
         ("per_token_quant", "rows of more than 65536 columns do not fit in registers"),
         ("rms_norm_quant", "rows of more than 65536 columns do not fit in registers"),
-        ("nvfp4_gemm", f"layout {nvfp4_wgmma.LAYOUT}"),
+        ("nvfp4_gemm", "the weight was arranged for Hopper, this is gfx"),
+        ("nvfp4_moe", "the weights were arranged for Hopper, this is gfx"),
     ],
 )
 def test_refused_with_our_own_message(arch: str, operator: str, message: str) -> None:
@@ -67,7 +74,7 @@ def test_refused_with_our_own_message(arch: str, operator: str, message: str) ->
 
 def layout(arch: str) -> str:
     activate(arch)
-    return ops.prepare_nvfp4_weight(nvfp4_weight()).layout
+    return ops.prepare_nvfp4_weight(nvfp4.quantize(torch.linspace(-1, 1, 128 * 256).view(128, 256))).layout
 
 
 @ARCHS
