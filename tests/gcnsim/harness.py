@@ -52,8 +52,9 @@ def execute(
     """Runs `code` and returns the registers named in `outputs` ("v0 s[2:3] vcc exec scc"), alone or as a tuple.
 
     `inputs` gives registers their values: of v5 an array with one value a lane, of s5 one value a wave or an integer;
-    8-byte values go to pairs, 2-byte values are zero-extended, what is too short is repeated. Results are arrays of uint32, or of uint64
-    for pairs, [lanes] for vector and [waves] for scalar registers. With `check`, LLVM must accept `code`.
+    8-byte values go to pairs, 2-byte values are zero-extended, what is too short is repeated. Results are arrays of
+    uint32, or of uint64 for pairs, [lanes] for vector and [waves] for scalar registers. With `check`, LLVM must accept
+    `code`.
     """
     if check:
         assert_assembles(arch, code)
