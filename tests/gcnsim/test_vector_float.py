@@ -168,10 +168,15 @@ def test_fused_multiply_add(kind):
     same_floats(run("v_fma", kind, a, b, c), fused(a, b, c))
 
 
-def test_fused_multiply_add_is_not_a_sum_of_roundings():
-    """What a product rounded to double and a sum in double would get wrong."""
-    a, b, c = F32([1 + 2**-12]), F32([1 + 2**-12 + 2**-23]), F32([2**-60])
-    same_floats(run("v_fma", "f32", np.resize(a, 64), np.resize(b, 64), np.resize(c, 64)), fused(a, b, c)[0])
+def test_fused_multiply_add_rounds_once():
+    """The product lies 2^-70 beside a tie, which a sum in double does not see."""
+    above, below = F32(2**-12 * (1 + 2**-23)), F32(2**-12 * (1 - 2**-23))
+    rows = [(above, below, F32(1 + 2**-23)), (-above, below, F32(1 + 2**-23)), (above, below, F32(-1 - 2**-23))]
+    rows += [(above * F32(2**-100), below * F32(2**-14), F32(2**-149)), (above, above, F32(1)), (below, below, F32(1))]
+    a, b, c = (np.resize(np.array(rows, F32)[:, n], 64) for n in range(3))
+    in_double = (a.astype(F64) * b + c).astype(F32)
+    assert (in_double != fused(a, b, c)).any()
+    same_floats(run("v_fma", "f32", a, b, c), fused(a, b, c))
 
 
 def test_fused_multiply_add_of_doubles():
@@ -379,3 +384,8 @@ DIVISION = """
 def test_division_is_correctly_rounded(arch):
     a, b = pairs(F32, 8192)
     same_floats(execute(arch, DIVISION, {"v1": a, "v2": b}, "v0"), a / b)
+    random = np.random.default_rng(7)
+    fractions, powers = random.uniform(1, 2, (2, 16384)), random.integers(-126, -90, 16384)
+    tiny = np.ldexp(fractions[0], powers).astype(F32)
+    divisor = np.ldexp(fractions[1], random.integers(-20, 21, 16384)).astype(F32)
+    same_floats(execute(arch, DIVISION, {"v1": tiny, "v2": divisor}, "v0"), tiny / divisor)
