@@ -19,6 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 HEADER = """
 .amdgcn_target "amdgcn-amd-amdhsa--{arch}"
 test:
+"""
+# The kernel of `execute` begins so.
+PROLOGUE = """
   s_mov_b64 s[60:61], s[0:1]
   s_lshl_b32 s62, s2, 8
   v_lshl_add_u32 v240, v0, 2, s62
@@ -39,6 +42,14 @@ FOOTER = """
 """
 
 
+def assemble(arch: str, body: str, arguments: int, scratch: int = 0) -> gcnsim.Program:
+    """A kernel with `arguments` arguments of 8 bytes: s[0:1] points to them, s2 is the workgroup, v0 the lane."""
+    each = "  - .offset: {}\n    .size: 8\n    .value_kind: global_buffer"
+    listed = "\n".join(each.format(8 * n) for n in range(arguments))
+    footer = FOOTER.format(kernarg=8 * arguments, scratch=scratch, arguments=listed)
+    return gcnsim.parse(HEADER.format(arch=arch) + body + footer)
+
+
 def execute(
     arch: str,
     code: str,
@@ -52,8 +63,9 @@ def execute(
     """Runs `code` and returns the registers named in `outputs` ("v0 s[2:3] vcc exec scc"), alone or as a tuple.
 
     `inputs` gives registers their values: of v5 an array with one value a lane, of s5 one value a wave or an integer;
-    8-byte values go to pairs, 2-byte values are zero-extended, what is too short is repeated. Results are arrays of uint32, or of uint64
-    for pairs, [lanes] for vector and [waves] for scalar registers. With `check`, LLVM must accept `code`.
+    8-byte values go to pairs, 2-byte values are zero-extended, what is too short is repeated. Results are arrays of
+    uint32, or of uint64 for pairs, [lanes] for vector and [waves] for scalar registers. With `check`, LLVM must accept
+    `code`.
     """
     if check:
         assert_assembles(arch, code)
@@ -63,7 +75,7 @@ def execute(
     scalars = {name: np.atleast_1d(np.asarray(value)) for name, value in inputs.items() if name not in vectors}
     lanes = max([LANES, *(len(value) for value in vectors.values()), *(LANES * len(v) for v in scalars.values())])
     lanes = -(-lanes // LANES) * LANES
-    memory, arguments, text = gcnsim.Memory(), [], HEADER.format(arch=arch)
+    memory, arguments, text = gcnsim.Memory(), [], PROLOGUE
 
     def pointer(address: int) -> str:
         arguments.append(address)
@@ -94,11 +106,8 @@ def execute(
                 "v_mov_b32 v241, a", "v_accvgpr_read_b32 v241, a"
             )
             text += "  global_store_dword v240, v241, s[64:65]\n"
-    listed = "\n".join(
-        f"  - .offset: {8 * n}\n    .size: 8\n    .value_kind: global_buffer" for n in range(len(arguments))
-    )
-    text += FOOTER.format(kernarg=8 * len(arguments), scratch=scratch, arguments=listed)
-    gcnsim.run([gcnsim.Launch(gcnsim.parse(text), (lanes // LANES, 1, 1), 1, arguments, lds)], memory)
+    program = assemble(arch, text, len(arguments), scratch)
+    gcnsim.run([gcnsim.Launch(program, (lanes // LANES, 1, 1), 1, arguments, lds)], memory)
 
     results = []
     for stored, words in places:

@@ -222,7 +222,12 @@ def test_scalar_loads(arch):
 
 
 def test_negative_offset_of_a_load():
-    code = "s_load_dwordx2 s[4:5], s[60:61], 0x0\ns_add_u32 s4, s4, 16\ns_addc_u32 s5, s5, 0\ns_load_dword s6, s[4:5], -0x8"
+    code = """
+      s_load_dwordx2 s[4:5], s[60:61], 0x0
+      s_add_u32 s4, s4, 16
+      s_addc_u32 s5, s5, 0
+      s_load_dword s6, s[4:5], -0x8
+    """
     assert execute("gfx942", code, {"v1": np.arange(64, dtype=np.uint32)}, "s6").tolist() == [2]
 
 

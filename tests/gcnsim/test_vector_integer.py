@@ -3,6 +3,7 @@
 
 import operator
 
+import gcnsim
 import numpy as np
 import pytest
 
@@ -197,6 +198,33 @@ def test_wide(code):
     result = execute("gfx942", code, INPUTS, "v[0:1]")
     rows = zip(WIDE_PAIRS, TRIPLES, strict=True)
     assert result.tolist() == [WIDE[code](a, b, n, c) & M64 for (a, b), (_, n, c) in rows]
+
+
+def between(low, x, high):
+    return min(max(x, low), high)
+
+
+SATURATED = {
+    "v_add_u32 v0, v1, v2 clamp": lambda a, b: between(0, a + b, M32),
+    "v_sub_u32 v0, v1, v2 clamp": lambda a, b: between(0, a - b, M32),
+    "v_subrev_u32 v0, v1, v2 clamp": lambda a, b: between(0, b - a, M32),
+    "v_add_i32 v0, v1, v2 clamp": lambda a, b: between(-(1 << 31), signed(a) + signed(b), (1 << 31) - 1),
+    "v_sub_i32 v0, v1, v2 clamp": lambda a, b: between(-(1 << 31), signed(a) - signed(b), (1 << 31) - 1),
+    "v_add_u16 v0, v1, v2 clamp": lambda a, b: between(0, (a & M16) + (b & M16), M16),
+    "v_sub_u16 v0, v1, v2 clamp": lambda a, b: between(0, (a & M16) - (b & M16), M16),
+    "v_sub_i16 v0, v1, v2 clamp": lambda a, b: between(-32768, signed(a, 16) - signed(b, 16), 32767) & M16 | 0x70000,
+}
+
+
+@pytest.mark.parametrize("code", SATURATED)
+def test_saturating_arithmetic(code):
+    expected = [SATURATED[code](a, b) & M32 for a, b, _ in TRIPLES]
+    assert execute("gfx942", code, INPUTS, "v0").tolist() == expected
+
+
+def test_clamp_elsewhere_is_refused():
+    with pytest.raises(gcnsim.UnknownInstruction, match="clamp"):
+        execute("gfx942", "v_mad_u32_u24 v0, v1, v2, v3 clamp", INPUTS, "v0")
 
 
 def bits(masks):

@@ -181,7 +181,10 @@ def _is_denormal(x: Array) -> Array:
 
 def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """The numerator or the denominator (`value` is one of them) scaled so that the steps neither over- nor underflow,
-    and whether v_div_fmas has to scale back."""
+    and whether v_div_fmas has to scale back.
+
+    AMD's manuals multiply a denominator above 2^126 by 2^64, which overflows; here it is divided by 2^64, which is the
+    only way to the correctly rounded quotients that LLVM builds on this instruction."""
     value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
     is_denominator = value.view(U32) == denominator.view(U32)
     is_numerator = value.view(U32) == numerator.view(U32)
@@ -205,7 +208,7 @@ def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Ar
             F32(np.nan),
             np.where(is_denominator, up, one),
             up,
-            np.where(is_denominator, up, one),
+            np.where(is_denominator, down, one),
             down,
             np.where(is_numerator, up, one),
             up,
@@ -217,17 +220,21 @@ def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Ar
 
 
 def divide_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
-    plain = fma32(a, b, c)
-    factor = np.where(_biased_exponent(c) > 127, F32(2.0**64), F32(2.0**-64))
-    return np.where(scale_back, plain * factor, plain)
+    """a * b + c, times a power of two where the quotient was scaled; rounded once."""
+    total = sum_to_odd(*np.broadcast_arrays(a.astype(F64) * b, c.astype(F64)))
+    factor = np.where(_biased_exponent(c) > 127, 2.0**64, 2.0**-64)
+    return np.where(scale_back, total * factor, total).astype(F32)
 
 
 def divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN."""
+    """The quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN. Where the exponents alone say
+    that it over- or underflows, the quotient does not count: the steps to it may have been infinite."""
     negative = np.signbit(denominator) != np.signbit(numerator)
     invalid = (numerator == 0) & (denominator == 0) | np.isinf(numerator) & np.isinf(denominator)
-    infinite = (denominator == 0) | np.isinf(numerator)
-    zero = (numerator == 0) | np.isinf(denominator)
+    exponent = _biased_exponent(numerator) - _biased_exponent(denominator)
+    both_numbers = np.isfinite(numerator) & np.isfinite(denominator) & (numerator != 0) & (denominator != 0)
+    infinite = (denominator == 0) | np.isinf(numerator) | both_numbers & (exponent > 150)
+    zero = (numerator == 0) | np.isinf(denominator) | both_numbers & (exponent < -150)
     magnitude = np.select([infinite, zero], [F32(np.inf), F32(0)], np.abs(quotient))
     result = np.where(negative, -magnitude, magnitude)
     result = np.where(invalid, F32(np.nan), result)

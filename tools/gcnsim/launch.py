@@ -71,12 +71,19 @@ class Launch:
 class Residents:
     """The workgroups of a launch that run at a time, and what they share: memory, LDS, scratch."""
 
-    def __init__(self, launch: Launch, memory: Memory, kernarg: int, workgroups: list[tuple[int, int, int]]):
+    def __init__(
+        self,
+        launch: Launch,
+        memory: Memory,
+        kernarg: int,
+        workgroups: list[tuple[int, int, int]],
+        detect_races: bool,
+    ):
         self.launch = launch
         self.memory = memory
         self.workgroups = workgroups
         self.waves_per_workgroup = launch.num_warps
-        self.lds = Lds(len(workgroups), launch.lds_bytes)
+        self.lds = Lds(len(workgroups), launch.lds_bytes, detect_races and launch.num_warps > 1)
         lanes = len(workgroups) * launch.num_warps * LANES
         self.scratch = Private(lanes, launch.program.metadata.scratch, "the scratch of resident lane")
         self.clock = 0
@@ -122,7 +129,7 @@ def pack_arguments(launch: Launch) -> bytes:
         raise ValueError(f"{launch.name} has {len(arguments)} arguments, {len(launch.kernel_args)} were given")
     segment = bytearray(launch.program.metadata.kernarg_size + KERNARG_PADDING)
     hidden = hidden_arguments(launch)
-    given = [hidden.get(argument.kind, 0) for argument in arguments]
+    given: list[KernelArgument] = [hidden.get(argument.kind, 0) for argument in arguments]
     given[: len(launch.kernel_args)] = launch.kernel_args
     for argument, value in zip(arguments, given, strict=True):
         raw = _bytes(argument, value)

@@ -88,7 +88,9 @@ def _kinds(instruction: Instruction, kinds: str) -> tuple[str, str]:
 def _elements(operand: Operand, kind: str, shape: Shape, arch: str, is_f8f6f4: bool) -> Callable[[Cohort], Array]:
     """A reader of A as doubles [wave, M, K], or of B transposed, [wave, N, K]."""
     bits = BITS[kind]
-    words = -(-bits * shape.per_lane // 32)
+    words, rest = divmod(bits * shape.per_lane, 32)
+    if rest or words == 0 or operand.count < words or (operand.count > words and not is_f8f6f4):
+        raise UnknownInstruction("matrix instructions of several blocks are not implemented")
     if operand.kind != "v":
         raise UnknownInstruction("A and B of a matrix instruction must be registers")
     planes = slice(operand.index, operand.index + words)

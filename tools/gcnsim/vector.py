@@ -40,6 +40,10 @@ OMOD = {("mul", "2"): 2.0, ("mul", "4"): 4.0, ("div", "2"): 0.5}
 KEEPS_UPPER_HALF = words(
     "v_fma_f16 v_fmac_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
 )
+# Integer instructions whose clamp is implemented.
+SATURATING = words(
+    "v_add_u32 v_sub_u32 v_subrev_u32 v_add_i32 v_sub_i32 v_add_u16 v_sub_u16 v_subrev_u16 v_add_i16 v_sub_i16"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ def build(instruction: Instruction, entry: Alu) -> Step:
         reads.append(typed(read32(instruction.operands[0]), entry.results[0]))
     elif implied == "vcc":
         reads.append(read_mask(VCC_PAIR))
-    finish = _finisher(instruction, entry.results[0])
+    if saturates_integer := "clamp" in instruction.flags and instruction.op in SATURATING:
+        entry = replace(entry, compute=_saturating(entry.compute, DTYPES[entry.results[0]]))
+    finish = _finisher(instruction, entry.results[0], saturates_integer)
     compute = entry.compute
     if instruction.encoding.endswith("dpp"):
         return _dpp_step(instruction, entry, reads, finish)
@@ -194,7 +200,13 @@ def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
 # --- results
 
 
-def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
+def _saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
+    """The function without overflow: what is out of the type's range becomes the nearest number in it."""
+    limits = np.iinfo(dtype)
+    return lambda *sources: compute(*(x.astype(np.int64) for x in sources)).clip(limits.min, limits.max)
+
+
+def _finisher(instruction: Instruction, kind: str, saturates_integer: bool) -> Callable[..., Array]:
     """Result modifiers, and the result as the unsigned integers that registers hold."""
     if kind == "mask":
         return lambda cohort, value, sources: value
@@ -202,8 +214,8 @@ def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
     clamp = "clamp" in instruction.flags
     factor = next((f for (name, n), f in OMOD.items() if instruction.modifiers.get(name) == n), None)
     if kind[0] != "f":
-        if clamp or factor:
-            raise UnknownInstruction("clamp and omod are implemented for floating-point results only")
+        if factor or (clamp and not saturates_integer):
+            raise UnknownInstruction("clamp of this instruction, or omod of integers, is not implemented")
         bits = np.dtype(f"u{dtype.itemsize}")
         return lambda cohort, value, sources: value.astype(dtype, copy=False).view(bits)
 
