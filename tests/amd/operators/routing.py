@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of routed experts is a plain Python program's, and rows are gathered and added as torch does it."""
+"""What the operators of routed experts share: the schedule is a plain Python program's, and rows are gathered and added
+as torch does it."""
 
 from collections.abc import Callable
 from functools import partial
