@@ -176,12 +176,40 @@ def test_broken_fp8_layers_are_named(code: float, scale: float, words: str) -> N
         served.process_weights_after_loading(layer)
 
 
-def test_experts_in_one_tensor_are_refused() -> None:
+PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_proj", "ckpt_up_proj_name": "up_proj"}
+
+
+def moe_method() -> NvFp4MoEMethod:
+    """One without a model around it."""
     served = NvFp4MoEMethod.__new__(NvFp4MoEMethod)
-    served.prefix, served._arrived = "model.layers.1.mlp.experts", set()
-    layer = SimpleNamespace(
-        ckpt_gate_proj_name="gate_proj", ckpt_down_proj_name="down_proj", ckpt_up_proj_name="up_proj"
-    )
-    load = served._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
-    with pytest.raises(NotImplementedError, match=r"^model\.layers\.1\.mlp\.experts has one tensor for all experts"):
+    served.config, served.prefix, served.is_dummy = NvFp4Config.from_config(MODELOPT), "model.experts", False
+    served._arrived, served._input_scales = set(), {}
+    return served
+
+
+def test_experts_in_one_tensor_are_refused() -> None:
+    layer = SimpleNamespace(**PROJECTIONS)
+    load = moe_method()._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
+    with pytest.raises(NotImplementedError, match=r"^model\.experts has one tensor for all experts"):
         load(None, torch.zeros(8, 96, 64, dtype=torch.uint8), "w13_weight", "w1", 0)
+
+
+def test_input_scales_of_experts() -> None:
+    """Those of this rank's experts (here 2 and 3 of 4), and of gate and up the one under which neither saturates."""
+    layer = SimpleNamespace(**PROJECTIONS, _expert_map=torch.tensor([-1, -1, 0, 1]))
+    layer.w13_weight_global_scale, layer.w2_weight_global_scale = torch.ones(2, 32), torch.ones(2, 16)
+    served = moe_method()
+    load = served._input_scale_loader(layer)
+    for expert in range(4):
+        for shard, value in (("w1", 0.25), ("w3", 0.5), ("w2", 2.0)):
+            assert load(None, torch.tensor([value * 2**expert]), "input_scale", shard, expert, True) is True
+    assert torch.equal(served._input_global_scales(layer, "w13_"), torch.tensor([0.5, 0.25]))
+    assert torch.equal(served._input_global_scales(layer, "w2_"), torch.tensor([0.125, 0.0625]))
+    del served._input_scales[3, "w2"]
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is missing from the checkpoint"):
+        served._input_global_scales(layer, "w2_")
+    load(None, torch.tensor(0.0), "input_scale", "w2", 3)
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is not positive and finite"):
+        served._input_global_scales(layer, "w2_")
+    with pytest.raises(ValueError, match=r"^model\.experts\.1\.up_proj\.input_scale has shape \(2,\); it is one value"):
+        load(None, torch.ones(2), "input_scale", "w3", 1)

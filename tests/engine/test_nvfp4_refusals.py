@@ -125,7 +125,8 @@ OTHERS = {
     "unknown algorithm": "quant_algo NVFP4_SVD is not known",
     "group size": "NVFP4 has group_size 32, and NVFP4 has blocks of 16",
     "truncated": "is the first of 1 tensors that are cut off",
-    "NVFP4 activations of experts": "does not serve experts with activations in NVFP4",
+    "NVFP4 activations without scales": "input_scale is missing from the checkpoint, and activations in NVFP4 need it",
+    "NVFP4 activations, compiled": "experts with activations in NVFP4 cannot be compiled: add --enforce-eager",
 }
 
 
@@ -153,10 +154,15 @@ def answers(
     models["truncated"] = Path(shutil.copytree(nvfp4_modelopt, folder / "broken file"))
     file = models["truncated"] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    models["NVFP4 activations of experts"] = nvfp4_moe.write_modelopt(
-        folder / "broken activations", ignore=("lm_head", "mlp.gate"), activations="nvfp4"
-    )
+    for name, algorithm in (
+        ("NVFP4 activations without scales", "W4A16_NVFP4"),
+        ("NVFP4 activations, compiled", "NVFP4"),
+    ):
+        models[name] = nvfp4_moe.write_modelopt(
+            folder / f"broken {name}", algorithm, ignore=("lm_head", "mlp.gate"), activations="nvfp4"
+        )
     requests = {name: {"model": str(model), **engines.SETTINGS} for name, model in models.items()}
+    requests["NVFP4 activations, compiled"]["enforce_eager"] = False
     for kind in sound:
         requests[f"{kind} without weights"] = {**requests[kind], "load_format": "dummy"}
     requests_file, answers_file = folder / "requests.json", folder / "answers.json"
