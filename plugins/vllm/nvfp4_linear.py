@@ -11,7 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats.nvfp4 import BLOCK, fake_quantize_activation
-from llm_quant_rocm_vllm.linear_tensors import LinearTensors
+from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, LinearTensors
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options
 from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, input_global_scale, keep, kept, refuse_ragged
 
@@ -62,6 +62,8 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.checkpoint.add_matrix(names.scales, torch.float8_e4m3fn, k // BLOCK, input_size // BLOCK)
         self.checkpoint.add_scalars(names.global_scale)
         self.input_scales = self.checkpoint.add_optional_scalars(names.input_scale)
+        if names.codes != UNQUANTIZED:
+            self.checkpoint.add_refused(UNQUANTIZED)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         # vLLM sets this mark back when it reloads weights.

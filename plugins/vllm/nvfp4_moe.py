@@ -14,6 +14,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm_vllm.experts import expert_map, expert_name, global_expert, lacking, local_expert
+from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, unquantized
 from llm_quant_rocm_vllm.nvfp4_tensors import (
     Piece,
     assemble,
@@ -92,10 +93,14 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
             )
             set_weight_attrs(scalars, {"weight_loader": self._scalar_loader(layer, names.global_scale)})
             layer.register_parameter(stem + names.global_scale, scalars)
-            # Empty, as vLLM insists on the checkpoint's having every other parameter.
-            placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-            set_weight_attrs(placeholder, {"weight_loader": self._input_scale_loader(layer)})
-            layer.register_parameter(stem + names.input_scale, placeholder)
+            loaders = {names.input_scale: self._input_scale_loader(layer)}
+            if names.codes != UNQUANTIZED:
+                loaders[UNQUANTIZED] = self._matrix_loader(layer, loader, UNQUANTIZED, torch.uint8, (0, 0))
+            for tensor, load in loaders.items():
+                # Empty, as vLLM insists on the checkpoint's having every other parameter.
+                placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+                set_weight_attrs(placeholder, {"weight_loader": load})
+                layer.register_parameter(stem + tensor, placeholder)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
@@ -175,10 +180,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
                     "with LLM_QUANT_ROCM_NVFP4=0"
                 )
             if loaded_weight.dtype != dtype:
-                raise TypeError(
-                    f"{name} is {loaded_weight.dtype} in the checkpoint, where its quantization_config promises "
-                    f"{dtype}: if the experts are not quantized, the ignore list should name them"
-                )
+                raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
             if tuple(loaded_weight.shape) != shape:
                 raise ValueError(
                     f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "

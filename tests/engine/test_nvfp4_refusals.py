@@ -42,6 +42,18 @@ def replace(tensor: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda tensors: tensors.update({tensor: by(tensors[tensor]).contiguous()})
 
 
+def unquantize(layer: str) -> Change:
+    """The layer in BF16, which compressed-tensors calls by another name than codes."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        packed = tensors.pop(f"{layer}.weight_packed")
+        for name in ("weight_scale", "weight_global_scale", "input_global_scale"):
+            del tensors[f"{layer}.{name}"]
+        tensors[f"{layer}.weight"] = torch.zeros(packed.shape[0], packed.shape[1] * 2, dtype=torch.bfloat16)
+
+    return change
+
+
 # name: (format, what is changed, what the user reads)
 BROKEN: dict[str, tuple[str, Change, str]] = {
     "negative scale": (
@@ -94,6 +106,16 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         replace(f"{ATTENTION}.o_proj.weight", lambda codes: torch.zeros(128, 128, dtype=torch.bfloat16)),
         f"{ATTENTION}.o_proj.weight is torch.bfloat16 in the checkpoint",
     ),
+    "a layer in BF16 that no list ignores, compressed-tensors": (
+        "compressed-tensors",
+        unquantize(f"{ATTENTION}.k_proj"),
+        f"{ATTENTION}.k_proj.weight is torch.bfloat16 in the checkpoint",
+    ),
+    "an expert in BF16 that no list ignores, compressed-tensors": (
+        "moe, compressed-tensors",
+        unquantize(f"{EXPERT}.up_proj"),
+        f"{EXPERT}.up_proj.weight is torch.bfloat16 in the checkpoint",
+    ),
     "global scale with several values": (
         "modelopt",
         replace(f"{ATTENTION}.o_proj.weight_scale_2", lambda scale: scale.repeat(4)),
@@ -142,6 +164,9 @@ def answers(
         "modelopt": nvfp4_modelopt,
         "compressed-tensors": nvfp4_dense.write_compressed_tensors(folder / "sound-ct", activations=True),
         "moe": nvfp4_moe.write_modelopt(folder / "sound-moe", ignore=("lm_head", "mlp.gate")),
+        "moe, compressed-tensors": nvfp4_moe.write_compressed_tensors(
+            folder / "sound-moe-ct", activations=True, ignore=("lm_head", "mlp.gate")
+        ),
     }
     models = dict(sound)
     for name, (kind, change, _) in BROKEN.items():
@@ -175,7 +200,7 @@ def answers(
     return json.loads(answers_file.read_text())
 
 
-@pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors", "moe"])
+@pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors", "moe", "moe, compressed-tensors"])
 @pytest.mark.parametrize("weights", ["", " without weights"])
 def test_sound_checkpoints_are_served(answers: dict[str, str], kind: str, weights: str) -> None:
     assert answers[kind + weights] == ""
