@@ -74,7 +74,7 @@ def _run_triton(
         expert_map,
         activation,
         call.hardware,
-        kernel.default_config(topk_ids.numel(), call.experts),
+        kernel.default_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
     )
 
 
