@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What served layers hold and do, and which layers are refused; without an engine."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,30 @@ def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) 
     for name in ("codes", "scales", "global_scale"):
         assert torch.equal(getattr(again, name), getattr(prepared, name))
         assert getattr(again, name).data_ptr() == getattr(prepared, name).data_ptr()
+
+
+def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the kernels have a layout of their own, no layer holds a weight twice."""
+
+    def arrange(given: nvfp4.NvFp4Weight, gate_up: bool = False) -> ops.PreparedNvFp4Weight:
+        return ops.PreparedNvFp4Weight(
+            given.codes.clone(), given.scales.clone(), given.global_scale.clone(), "another", given.n, given.k
+        )
+
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
+    served, layer, given = method("o_proj"), torch.nn.Module(), weight()
+    served.checkpoint = SimpleNamespace(refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))])
+    tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
+    for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    expected = given.codes.clone()
+    del given, tensors, tensor
+    served.process_weights_after_loading(layer)
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    assert set(layer._parameters) == {"weight", "weight_scale", "weight_global_scale"}
+    assert torch.equal(kept(layer).codes, expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"activations": "nvfp4"}], ids=["16bit", "nvfp4"])
