@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
-from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, prefetch
+from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, place, prefetch
 from llm_quant_rocm.kernels.pdl import pdl_option
 
 RING_BYTES = 192 * 1024
@@ -115,7 +115,8 @@ def _producer(
     end_step = gl.cdiv(K, BLOCK_K) - 1
     tile_groups = gl.cdiv(end_step + 1, UNROLL)
     row_tiles = gl.cdiv(N, 128) * 8
-    begin, end, pieces = _pieces(tiles_m * gl.cdiv(N, BLOCK_N), whole, tile_groups)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -123,12 +124,13 @@ def _producer(
     phase = 1
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
-        row_tile = tile // tiles_m * (BLOCK_N // 16)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        row_tile = tile_n * (BLOCK_N // 16)
         count = gl.minimum(BLOCK_N // 16, row_tiles - row_tile)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2)
-            load_tile(x, [tile % tiles_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+            load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
             # The consumers load these codes when the stages before this one are used up.
             piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
             for _ in gl.static_range(DEPTH):
@@ -194,7 +196,8 @@ def _consumer(
 
     program = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles = tiles_m * gl.cdiv(N, BLOCK_N)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
     end_step = gl.cdiv(K, BLOCK_K) - 1
     tile_groups = gl.cdiv(end_step + 1, UNROLL)
     row_tiles = gl.cdiv(N, 128) * 8
@@ -210,7 +213,8 @@ def _consumer(
     # Steps beyond K multiply zeros: the accelerator reads x as zero there. A half of a tile beyond the stored rows
     # multiplies the last ones, for nothing.
     next_tile, next_first, _ = _piece(0, begin, end, whole, tile_groups)
-    next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+    _, next_n = place(gl.minimum(next_tile, tiles - 1), tiles_m, tiles_n)
+    next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
     step = gl.minimum(next_first * UNROLL, end_step)
     codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
     operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
@@ -220,11 +224,11 @@ def _consumer(
     phase = 0
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
-        tile_m = tile % tiles_m
-        tile_n = tile // tiles_m
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
         row = next_row
         next_tile, next_first, _ = _piece(gl.minimum(index + 1, pieces - 1), begin, end, whole, tile_groups)
-        next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+        _, next_n = place(next_tile, tiles_m, tiles_n)
+        next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
