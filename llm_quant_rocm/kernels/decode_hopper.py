@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 codes to 16-bit values on Hopper, in Gluon.
+"""NVFP4 codes to 16-bit values, or to E4M3, on Hopper, in Gluon.
 
 A word holds four pairs of codes. Where the bits of a pair stand was chosen so that one shift (or rotation) and one mask
 bring sign, exponent and mantissa of both codes to the places that a bf16 has for them: 9 instructions for 8 codes.
@@ -12,6 +12,11 @@ bring sign, exponent and mantissa of both codes to the places that a bf16 has fo
 
 What stands there is the code's value times 2^-126: E2M1's exponent bias is 1, bf16's 127. Its block scale, times 2^118,
 is one multiplication away from a product that is exact and neither overflows nor is denormal.
+
+E4M3's bias is 7, so a code's bits in an E4M3 are its value times 2^-6. They become fp16, exactly. Times the block scale
+times 2^6 / 6 they are a sixth of the product (`formats.nvfp4.to_fp8`), which is rounded to E4M3: 29 instructions for 8
+codes. A sixth of a scale is rounded to fp16, which can turn a tie, and does so for two of all products of a code and a
+scale: 1.5 * 0.02734375 and 3 * 0.013671875 become 3 and not 4 of E4M3's smallest steps.
 """
 
 from triton.experimental import gluon
@@ -19,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 # What decoded values must be multiplied by: bf16 holds them times 2^-126 * 2^118, fp16 times 2^-14 * 2^7.
 UNSCALE = {False: 2.0**8, True: 2.0**7}
+UNSCALE_FP8 = 6.0
 
 
 @gluon.jit
@@ -92,3 +98,83 @@ def decode_words(words, scale_pairs, FP16: gl.constexpr):
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.join(low, high)
+
+
+# Word WORD, with its rows' scale bytes where SCALES selects them from $6, as four E4M3 of each row, in ROW0 and ROW1.
+_WORD_TO_FP8 = """
+    prmt.b32 s, $6, 0, SCALES;
+    shl.b32 s, s, 7;
+    mul.f16x2 s, s, sixth;
+    mov.b32 {l, h}, s;
+    mov.b32 a, {l, l};
+    mov.b32 b, {h, h};
+    shl.b32 t, WORD, 2;
+    shl.b32 u, WORD, 6;
+    shr.u32 v, WORD, 2;
+    and.b32 t, t, 0x801C801C;
+    lop3.b32 t, u, 0x1C001C00, t, 0xEA;
+    lop3.b32 t, v, 0x00800080, t, 0xEA;
+    mov.b32 {l, h}, t;
+    cvt.rn.f16x2.e4m3x2 u, l;
+    cvt.rn.f16x2.e4m3x2 v, h;
+    mul.f16x2 u, u, a;
+    mul.f16x2 v, v, a;
+    cvt.rn.satfinite.e4m3x2.f16x2 l, u;
+    cvt.rn.satfinite.e4m3x2.f16x2 h, v;
+    mov.b32 ROW0, {l, h};
+    shf.r.wrap.b32 t, WORD, WORD, 4;
+    shr.u32 u, WORD, 12;
+    shr.u32 v, WORD, 8;
+    and.b32 t, t, 0x80188018;
+    lop3.b32 t, WORD, 0x1C001C00, t, 0xEA;
+    lop3.b32 t, u, 0x00040004, t, 0xEA;
+    lop3.b32 t, v, 0x00800080, t, 0xEA;
+    mov.b32 {l, h}, t;
+    cvt.rn.f16x2.e4m3x2 u, l;
+    cvt.rn.f16x2.e4m3x2 v, h;
+    mul.f16x2 u, u, b;
+    mul.f16x2 v, v, b;
+    cvt.rn.satfinite.e4m3x2.f16x2 l, u;
+    cvt.rn.satfinite.e4m3x2.f16x2 h, v;
+    mov.b32 t, {l, h};
+    prmt.b32 ROW1, t, 0, 0x2301;
+"""
+
+
+def _word_to_fp8(**places: str) -> str:
+    text = _WORD_TO_FP8
+    for name, place in places.items():
+        text = text.replace(name, place)
+    return text
+
+
+# Two words, because the scale bytes of two come in one register. 0x2D55 is 2^6 / 6 / 2^7 in fp16.
+_WORDS_TO_FP8 = gl.constexpr(
+    "{ .reg .b32 s, a, b, t, u, v, sixth; .reg .b16 l, h; mov.b32 sixth, 0x2D552D55;"
+    + _word_to_fp8(WORD="$4", SCALES="0x4140", ROW0="$0", ROW1="$2")
+    + _word_to_fp8(WORD="$5", SCALES="0x4342", ROW0="$1", ROW1="$3")
+    + "}"
+)
+
+
+@gluon.jit
+def decode_words_fp8(words, scale_pairs):
+    """E4M3 [..., row half, 4], four in an int32, of words [...] (int32) and the two rows' scale bytes (uint16).
+
+    The four are of columns 0, 8, 1 and 9, counted from the word's first: `per_token_quant_fp8(interleave=True)` puts
+    those of x in the same order.
+    """
+    rows = gl.inline_asm_elementwise(
+        _WORDS_TO_FP8, "=r,=r,=r,=r,r,r,r", [words, scale_pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=2
+    )
+    return gl.join(rows[0], rows[1])
+
+
+@gluon.jit
+def split_bytes(words):
+    """The E4M3 [..., 4] that int32 [...] hold."""
+    b0 = words.to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    b1 = (words >> 8).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    b2 = (words >> 16).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    b3 = (words >> 24).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    return gl.join(gl.join(b0, b2), gl.join(b1, b3))
