@@ -69,15 +69,16 @@ class Config:
     warps: int = 4
 
 
-def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
+def default_config(m: int, n: int, k: int) -> Config:
     """A sound choice for shapes that nobody has measured."""
-    if m > 128:
-        return Config(256, 128, 64, 2, 1, 4, 4, 8)
+    if m > 256:
+        return Config(256, 128, 128, 2, 1, 3, 4, 8)
+    if m > 64:
+        return Config(128 if m <= 128 else 256, 64, 128, 1, 0, 3, 2, 4)
     block_m = max(16, triton.next_power_of_2(m))
-    block_n = 64
-    tiles = triton.cdiv(n, block_n)
-    split_k = max(1, min(8, triton.cdiv(3 * multiprocessors, tiles), k // 512))
-    return Config(block_m, block_n, 128 if block_m <= 64 else 64, split_k, 0, 3, 2, 4)
+    programs = 3 * 132  # three on each multiprocessor of an H100
+    split_k = max(1, min(8, triton.cdiv(programs, triton.cdiv(n, 64)), k // 512))
+    return Config(block_m, 64, 128, split_k, 0, 5 if block_m < 64 else 4, 2, 4)
 
 
 @gluon.jit

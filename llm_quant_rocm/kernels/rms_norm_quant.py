@@ -85,6 +85,6 @@ def rms_norm_quant_fp8(
         rms_norm_quant_kernel[(rows,)](
             x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
             HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
+            PDL=device.pdl, **row_launch(columns, device, 1 if residual is None else 2), **pdl_option(device),
         )  # fmt: skip
     return q, scale, total

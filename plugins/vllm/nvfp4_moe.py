@@ -154,6 +154,12 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
             return_success: bool = False,
         ) -> Any:
             name = f"{expert_name(layer, self.prefix, expert_id, shard_id)}.{tensor}"
+            if loaded_weight.dim() == 3:
+                raise NotImplementedError(
+                    f"{self.prefix} has one tensor for all experts in the checkpoint (shape "
+                    f"{tuple(loaded_weight.shape)}), and nvfp4_triton reads one for each: leave the checkpoint to vLLM "
+                    "with LLM_QUANT_ROCM_NVFP4=0"
+                )
             if loaded_weight.dtype != dtype:
                 raise TypeError(
                     f"{name} is {loaded_weight.dtype} in the checkpoint, where its quantization_config promises "

@@ -99,20 +99,28 @@ def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:
 def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "") -> None:
     """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`.
 
-    These are the names by which other parts of vLLM look for a layer's weight and its device.
+    These are the names by which other parts of vLLM look for a layer's weight and its device. The codes are kept as
+    bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is uint8.
     """
-    prepared = ops.prepare_nvfp4_weight(weight)
-    tensors = {"weight": prepared.codes, "weight_scale": prepared.scales, "weight_global_scale": prepared.global_scale}
+    prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
+    tensors = {
+        "weight": prepared.codes.view(torch.uint8),
+        "weight_scale": prepared.scales,
+        "weight_global_scale": prepared.global_scale,
+    }
     for name, tensor in tensors.items():
         setattr(layer, stem + name, torch.nn.Parameter(tensor, requires_grad=False))
-    setattr(layer, f"{stem}nvfp4", (prepared.layout, prepared.n, prepared.k))
+    setattr(layer, f"{stem}nvfp4", (prepared.codes.dtype, prepared.layout, prepared.n, prepared.k))
 
 
 def kept(layer: Any, stem: str = "") -> PreparedNvFp4Weight:
     """What `keep` gave the layer."""
+    dtype, layout, n, k = getattr(layer, f"{stem}nvfp4")
     return PreparedNvFp4Weight(
-        getattr(layer, f"{stem}weight"),
+        getattr(layer, f"{stem}weight").view(dtype),
         getattr(layer, f"{stem}weight_scale"),
         getattr(layer, f"{stem}weight_global_scale"),
-        *getattr(layer, f"{stem}nvfp4"),
+        layout,
+        n,
+        k,
     )

@@ -228,6 +228,9 @@ def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> No
     file.write_bytes(whole[:20])
     with pytest.raises(ValueError, match="is truncated in its header, after 20 bytes"):
         refuse_truncated(tmp_path)
+    file.write_bytes(struct.pack("<Q", 8) + b"no JSON!")
+    with pytest.raises(ValueError, match=rf"{file.name} is broken, its header is no JSON"):
+        refuse_truncated(tmp_path)
     file.write_bytes(struct.pack("<Q", 8)[:4])
     with pytest.raises(ValueError, match="is truncated in its header, after 4 bytes"):
         refuse_truncated(tmp_path)

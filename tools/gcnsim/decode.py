@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From instructions to steps: each is decoded once, into a closure that runs it for a cohort."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gcnsim.atomics import global_atomic
+from gcnsim.convert import CONVERSIONS, small_conversion
+from gcnsim.errors import AssemblyError, GcnSimError, Trap, UnknownInstruction
+from gcnsim.floating import FLOATING
+from gcnsim.integer import INTEGER, bit_operation
+from gcnsim.lanes import cross_lane
+from gcnsim.lds import lds
+from gcnsim.matrix import matrix
+from gcnsim.operands import EXEC, VCC
+from gcnsim.packed import packed
+from gcnsim.program import Instruction, Program
+from gcnsim.registers import Array, Cohort, Step
+from gcnsim.scalar import scalar
+from gcnsim.vector import Alu, build
+from gcnsim.vmem import vector_memory
+
+# What a chip has: LDS a workgroup may use, in bytes.
+LDS_LIMIT = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
+
+VECTOR: dict[str, Alu] = INTEGER | FLOATING | CONVERSIONS
+
+# Time, caches and hazards are not modelled, so these do nothing.
+WITHOUT_EFFECT = frozenset(
+    "s_waitcnt s_nop s_sleep s_setprio s_sethalt s_icache_inv s_dcache_wb s_dcache_inv s_ttracedata s_waitcnt_depctr "
+    "v_nop buffer_inv buffer_wbl2 buffer_invl2 buffer_wbinvl1 buffer_wbinvl1_vol s_set_gpr_idx_off".split()
+)
+
+Condition = Callable[[Cohort], Array]
+
+
+def _zero(index: int) -> Condition:
+    return lambda cohort: (cohort.scalar[:, index] | cohort.scalar[:, index + 1]) == 0
+
+
+def _nonzero(index: int) -> Condition:
+    return lambda cohort: (cohort.scalar[:, index] | cohort.scalar[:, index + 1]) != 0
+
+
+CONDITIONS: dict[str, Condition] = {
+    "s_cbranch_scc0": lambda cohort: ~cohort.scc,
+    "s_cbranch_scc1": lambda cohort: cohort.scc,
+    "s_cbranch_vccz": _zero(VCC),
+    "s_cbranch_vccnz": _nonzero(VCC),
+    "s_cbranch_execz": _zero(EXEC),
+    "s_cbranch_execnz": _nonzero(EXEC),
+}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """To instruction `target`, for the waves that meet `condition` (all of them where it is None)."""
+
+    target: int
+    condition: Condition | None
+
+
+@dataclass(frozen=True)
+class Code:
+    """A decoded program. `steps` has None for the instructions that end a straight run: `branches`, s_barrier and
+    s_endpgm. `run_end[i]` is the first of these, or the first label, after instruction i."""
+
+    program: Program
+    steps: tuple[Step | None, ...]
+    branches: dict[int, Branch]
+    run_end: tuple[int, ...]
+
+
+def decode(program: Program) -> Code:
+    """Decodes a whole program, so that what is not implemented is found before anything runs."""
+    if program.arch not in LDS_LIMIT:
+        raise AssemblyError(f"{program.arch} is not simulated; these are: {', '.join(LDS_LIMIT)}")
+    steps: list[Step | None] = []
+    branches: dict[int, Branch] = {}
+    for number, instruction in enumerate(program.instructions):
+        try:
+            branch = _branch(instruction, program)
+            if branch:
+                branches[number] = branch
+            ends = branch or instruction.op in ("s_barrier", "s_endpgm")
+            steps.append(None if ends else _step(instruction, program.arch))
+        except GcnSimError as error:
+            raise locate_error(error, instruction) from None
+    return Code(program, tuple(steps), branches, _run_ends(steps, set(program.labels.values())))
+
+
+def locate_error(error: GcnSimError, instruction: Instruction) -> GcnSimError:
+    """The error with the instruction it happened at."""
+    return type(error)(error.what, instruction.text, instruction.line, instruction.source)
+
+
+def _run_ends(steps: list[Step | None], labels: set[int]) -> tuple[int, ...]:
+    ends, end = [0] * len(steps), len(steps)
+    for number in range(len(steps) - 1, -1, -1):
+        if steps[number] is None:
+            end = number
+        ends[number] = end
+        if number in labels:
+            end = number
+    return tuple(ends)
+
+
+def _branch(instruction: Instruction, program: Program) -> Branch | None:
+    if instruction.op != "s_branch" and instruction.op not in CONDITIONS:
+        return None
+    label = instruction.operands[0].name
+    if label not in program.labels:
+        raise AssemblyError(f"there is no label {label}")
+    return Branch(program.labels[label], CONDITIONS.get(instruction.op))
+
+
+def _step(instruction: Instruction, arch: str) -> Step:
+    if instruction.op in WITHOUT_EFFECT:
+        return _nothing
+    if instruction.op == "s_trap":
+        return _trap
+    if instruction.op in VECTOR:
+        return build(instruction, VECTOR[instruction.op])
+    if instruction.op in ("v_bitop3_b32", "v_bitop3_b16"):
+        return build(instruction, bit_operation(instruction.integer("bitop3"), f"u{instruction.op[-2:]}"))
+    step = (
+        scalar(instruction)
+        or vector_memory(instruction)
+        or lds(instruction)
+        or cross_lane(instruction)
+        or packed(instruction)
+        or matrix(instruction, arch)
+        or small_conversion(instruction, arch)
+        or global_atomic(instruction)
+    )
+    if step is None:
+        raise UnknownInstruction(f"the opcode {instruction.op} is not implemented")
+    return step
+
+
+def _nothing(cohort: Cohort) -> None:
+    pass
+
+
+def _trap(cohort: Cohort) -> None:
+    raise Trap("the kernel trapped: an assertion on the device failed")

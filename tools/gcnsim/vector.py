@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How any vector ALU instruction is run: read the sources as their types, compute, write the active lanes.
+
+The instructions themselves are tables of `Alu` entries (integer.py, floating.py, convert.py). This file gives each the
+modifiers it may carry: -x and |x|, omod and clamp (VOP3), halves (op_sel), bytes and words (SDWA), lanes (DPP).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gcnsim.dpp import dpp_source
+from gcnsim.errors import UnknownInstruction
+from gcnsim.operands import EXEC_PAIR, MODE, VCC_PAIR, Operand
+from gcnsim.program import Instruction
+from gcnsim.registers import U32, Array, Cohort, Read, Step, Write, read32, read64, read_mask, write32, write64, write_mask
+
+DTYPES = {name: np.dtype(f"{name[0]}{int(name[1:]) // 8}") for name in "u16 i16 f16 u32 i32 f32 u64 i64 f64".split()}
+SELECTS = {"DWORD": (32, 0)} | {f"BYTE_{n}": (8, 8 * n) for n in range(4)} | {f"WORD_{n}": (16, 16 * n) for n in range(2)}
+OMOD = {("mul", "2"): 2.0, ("mul", "4"): 4.0, ("div", "2"): 0.5}
+FP16_OVFL = 1 << 23
+
+
+@dataclass(frozen=True)
+class Alu:
+    """A vector instruction as a function of typed arrays.
+
+    `results` and `sources` are type names: u, i or f and 16, 32 or 64 bits, or "mask" for a lane mask. The last source
+    may be one that the text does not name: "accumulate", the old destination, or "vcc". With two results, `compute`
+    returns both; the second is always a mask.
+    """
+
+    results: tuple[str, ...]
+    sources: tuple[str, ...]
+    compute: Callable[..., Array | tuple[Array, Array]]
+
+
+def alu(results: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]]) -> Alu:
+    return Alu(tuple(results.split()), tuple(sources.split()), compute)
+
+
+def build(instruction: Instruction, entry: Alu) -> Step:
+    """The step of one vector ALU instruction."""
+    count = len(entry.results)
+    implied = entry.sources[-1] if entry.sources[-1] in ("accumulate", "vcc") else ""
+    kinds = entry.sources[:-1] if implied else entry.sources
+    if len(instruction.operands) != count + len(kinds):
+        raise UnknownInstruction(f"expected {count + len(kinds)} operands, found {len(instruction.operands)}")
+    reads = [source(instruction, count + n, n, kind) for n, kind in enumerate(kinds)]
+    if implied == "accumulate":
+        reads.append(typed(read32(instruction.operands[0]), entry.results[0]))
+    elif implied == "vcc":
+        reads.append(read_mask(VCC_PAIR))
+    finish = _finisher(instruction, entry.results[0])
+    compute = entry.compute
+    if instruction.encoding.endswith("dpp"):
+        return _dpp_step(instruction, entry, reads, finish)
+    if entry.results == ("mask",):
+        return _compare_step(instruction, entry, reads)
+    write = _destination(instruction, entry.results[0], len(kinds))
+    if count == 2:
+        write_second = write_mask(instruction.operands[1])
+
+        def step_with_mask(cohort: Cohort) -> None:
+            first, second = compute(*[read(cohort) for read in reads])
+            write(cohort, finish(cohort, first, ()))
+            write_second(cohort, second)
+
+        return step_with_mask
+
+    def step(cohort: Cohort) -> None:
+        values = [read(cohort) for read in reads]
+        write(cohort, finish(cohort, compute(*values), values))
+
+    return step
+
+
+def _compare_step(instruction: Instruction, entry: Alu, reads: list[Read]) -> Step:
+    write = write_mask(instruction.operands[0])
+    write_exec = write_mask(EXEC_PAIR) if instruction.op.startswith("v_cmpx") else None
+    compute = entry.compute
+
+    def step(cohort: Cohort) -> None:
+        mask = compute(*[read(cohort) for read in reads])
+        write(cohort, mask)
+        if write_exec:
+            write_exec(cohort, mask)
+
+    return step
+
+
+def _dpp_step(instruction: Instruction, entry: Alu, reads: list[Read], finish: Callable[..., Array]) -> Step:
+    if entry.results[0] not in ("u32", "i32", "f32") or len(entry.results) != 1:
+        raise UnknownInstruction("DPP is implemented for 32-bit results only")
+    permute = dpp_source(instruction)
+    first, others = reads[0], reads[1:]
+    old, write = read32(instruction.operands[0]), write32(instruction.operands[0])
+    compute = entry.compute
+
+    def step(cohort: Cohort) -> None:
+        value, enabled = permute(cohort, first(cohort))
+        values = [value, *(read(cohort) for read in others)]
+        write(cohort, np.where(enabled, finish(cohort, compute(*values), values), old(cohort)))
+
+    return step
+
+
+# --- sources
+
+
+def typed(read: Read, kind: str) -> Read:
+    """32 bits read as a type of at most 32 bits; 16-bit types take the low half."""
+    dtype = DTYPES[kind]
+    if dtype.itemsize == 4:
+        return read if kind == "u32" else lambda cohort: read(cohort).view(dtype)
+    return lambda cohort: read(cohort).astype(np.uint16).view(dtype)
+
+
+def source(instruction: Instruction, position: int, number: int, kind: str) -> Read:
+    """Source `number` (operand `position`) as an array of `kind`, with its modifiers."""
+    operand = instruction.operands[position]
+    if kind == "mask":
+        return read_mask(operand)
+    dtype = DTYPES[kind]
+    if dtype.itemsize == 8:
+        raw64 = read64(double_literal(operand) if kind == "f64" else operand)
+        read: Read = (lambda cohort: raw64(cohort).view(dtype)) if kind != "u64" else raw64
+    else:
+        raw = read32(operand, constant_width=16 if kind == "f16" else 32)
+        if instruction.encoding == "sdwa":
+            raw = _selected(raw, instruction.modifiers.get(f"src{number}_sel", "DWORD"), operand.sign_extend)
+        elif dtype.itemsize == 2 and instruction.integers("op_sel", (0, 0, 0, 0))[number]:
+            raw = _selected(raw, "WORD_1", False)
+        read = typed(raw, kind)
+    return _signed(read, dtype, operand.negate, operand.absolute)
+
+
+def double_literal(operand: Operand) -> Operand:
+    """A 32-bit literal of a double is its upper half; small integers are inline constants, and stay integers."""
+    if operand.kind == "int" and not -16 <= operand.value <= 64:
+        return replace(operand, value=int(operand.value) << 32)
+    return operand
+
+
+def _selected(read: Read, select: str, sign_extend: bool) -> Read:
+    width, shift = SELECTS[select]
+    if width == 32:
+        return read
+    if sign_extend:
+        return lambda cohort: (read(cohort).view(np.int32) << (32 - width - shift) >> (32 - width)).view(U32)
+    shift_bits, mask = np.uint32(shift), np.uint32((1 << width) - 1)
+    return lambda cohort: read(cohort) >> shift_bits & mask
+
+
+def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
+    """|x| and -x are operations on the sign bit, also of a NaN and of an operand that is no number."""
+    if not negate and not absolute:
+        return read
+    bits = np.dtype(f"u{dtype.itemsize}")
+    sign = bits.type(1 << (8 * dtype.itemsize - 1))
+
+    def modified(cohort: Cohort) -> Array:
+        value = read(cohort).view(bits)
+        if absolute:
+            value = value & ~sign
+        if negate:
+            value = value ^ sign
+        return value.view(dtype)
+
+    return modified
+
+
+# --- results
+
+
+def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
+    """Result modifiers, and the result as the unsigned integers that registers hold."""
+    if kind == "mask":
+        return lambda cohort, value, sources: value
+    dtype = DTYPES[kind]
+    clamp = "clamp" in instruction.flags
+    factor = next((f for (name, n), f in OMOD.items() if instruction.modifiers.get(name) == n), None)
+    if kind[0] != "f":
+        if clamp or factor:
+            raise UnknownInstruction("clamp and omod are implemented for floating-point results only")
+        bits = np.dtype(f"u{dtype.itemsize}")
+        return lambda cohort, value, sources: value.astype(dtype, copy=False).view(bits)
+
+    def finish(cohort: Cohort, value: Array, sources: list[Array]) -> Array:
+        value = value.astype(dtype, copy=False)
+        if kind == "f16" and (cohort.scalar[:, MODE] & FP16_OVFL).any():
+            value = _saturate_f16(cohort, value, sources)
+        if factor:
+            value = value * dtype.type(factor)
+        if clamp:  # NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with
+            value = np.where(value > 0, np.minimum(value, dtype.type(1)), dtype.type(0))
+        return value.view(f"u{dtype.itemsize}")
+
+    return finish
+
+
+def _saturate_f16(cohort: Cohort, value: Array, sources: list[Array]) -> Array:
+    """MODE.FP16_OVFL: an overflow becomes the largest number, an infinity that was a source stays."""
+    finite = [np.isfinite(x) for x in sources if x.dtype.kind == "f"]
+    overflow = np.isinf(value) & np.logical_and.reduce(np.broadcast_arrays(*finite))
+    overflow &= (cohort.scalar[:, MODE, None] & FP16_OVFL).astype(bool)
+    return np.where(overflow, np.copysign(np.float16(65504), value), value)
+
+
+def _destination(instruction: Instruction, kind: str, sources: int) -> Write:
+    """Where the first result goes: registers, or a part of one."""
+    operand = instruction.operands[0]
+    if DTYPES[kind].itemsize == 8:
+        return write64(operand)
+    write, old = write32(operand), read32(operand)
+    if instruction.encoding == "sdwa":
+        width, shift = SELECTS[instruction.modifiers.get("dst_sel", "DWORD")]
+        unused = instruction.modifiers.get("dst_unused", "UNUSED_PAD")
+        if width < 32 and unused == "UNUSED_SEXT":
+            raise UnknownInstruction("dst_unused:UNUSED_SEXT is not implemented")
+        return _partial(write, old, width, shift, keep=unused == "UNUSED_PRESERVE")
+    if DTYPES[kind].itemsize == 2:
+        op_sel = instruction.integers("op_sel", (0,) * (sources + 1))
+        if len(op_sel) > sources and op_sel[sources]:
+            return _partial(write, old, 16, 16, keep=True)
+        return lambda cohort, value: write(cohort, value.astype(U32))
+    return write
+
+
+def _partial(write: Write, old: Read, width: int, shift: int, keep: bool) -> Write:
+    """Writes the low `width` bits of a result at bit `shift`; the rest of the register is kept or zeroed."""
+    if width == 32:
+        return write
+    place = np.uint32(((1 << width) - 1) << shift)
+    amount = np.uint32(shift)
+
+    def write_part(cohort: Cohort, value: Array) -> None:
+        value = value.astype(U32, copy=False) << amount & place
+        write(cohort, value | old(cohort) & ~place if keep else value)
+
+    return write_part
