@@ -13,10 +13,11 @@ bring sign, exponent and mantissa of both codes to the places that a bf16 has fo
 What stands there is the code's value times 2^-126: E2M1's exponent bias is 1, bf16's 127. Its block scale, times 2^118,
 is one multiplication away from a product that is exact and neither overflows nor is denormal.
 
-E4M3's bias is 7, so a code's bits in an E4M3 are its value times 2^-6. They become fp16, exactly. Times the block scale
-times 2^6 / 6 they are a sixth of the product (`formats.nvfp4.to_fp8`), which is rounded to E4M3: 29 instructions for 8
-codes. A sixth of a scale is rounded to fp16, which can turn a tie, and does so for two of all products of a code and a
-scale: 1.5 * 0.02734375 and 3 * 0.013671875 become 3 and not 4 of E4M3's smallest steps.
+E4M3 is made of the bf16 product's sixth (`formats.nvfp4.to_fp8`): 27 instructions for 8 codes. The conversion reads
+fp32. Of the two bf16 in a register the upper one is an fp32 as it stands: the lower one, below its last bit, adds less
+than 2^-7 of it. That and the rounding of the sixth to bf16 change no rounding to E4M3, because a product's sixth is a
+number of E4M3 or lies further than that from the middle of two; all but the ties among denormals, which may fall
+either way.
 """
 
 from triton.experimental import gluon
@@ -103,41 +104,37 @@ def decode_words(words, scale_pairs, FP16: gl.constexpr):
 # Word WORD, with its rows' scale bytes where SCALES selects them from $6, as four E4M3 of each row, in ROW0 and ROW1.
 _WORD_TO_FP8 = """
     prmt.b32 s, $6, 0, SCALES;
-    shl.b32 s, s, 7;
-    mul.f16x2 s, s, sixth;
+    mad.lo.u32 s, s, 16, 0x6F806F80;
     mov.b32 {l, h}, s;
     mov.b32 a, {l, l};
     mov.b32 b, {h, h};
-    shl.b32 t, WORD, 2;
-    shl.b32 u, WORD, 6;
-    shr.u32 v, WORD, 2;
-    and.b32 t, t, 0x801C801C;
-    lop3.b32 t, u, 0x1C001C00, t, 0xEA;
-    lop3.b32 t, v, 0x00800080, t, 0xEA;
-    mov.b32 {l, h}, t;
-    cvt.rn.f16x2.e4m3x2 u, l;
-    cvt.rn.f16x2.e4m3x2 v, h;
-    mul.f16x2 u, u, a;
-    mul.f16x2 v, v, a;
-    cvt.rn.satfinite.e4m3x2.f16x2 l, u;
-    cvt.rn.satfinite.e4m3x2.f16x2 h, v;
+    shl.b32 t, WORD, 6;
+    shl.b32 u, WORD, 2;
+    and.b32 t, t, 0x81C081C0;
+    and.b32 u, u, 0x81C081C0;
+    mul.bf16x2 t, t, a;
+    mul.bf16x2 u, u, a;
+    mul.bf16x2 t, t, sixth;
+    mul.bf16x2 u, u, sixth;
+    shl.b32 v, t, 16;
+    shl.b32 w, u, 16;
+    cvt.rn.satfinite.e4m3x2.f32 l, w, v;
+    cvt.rn.satfinite.e4m3x2.f32 h, u, t;
     mov.b32 ROW0, {l, h};
     shf.r.wrap.b32 t, WORD, WORD, 4;
-    shr.u32 u, WORD, 12;
-    shr.u32 v, WORD, 8;
-    and.b32 t, t, 0x80188018;
-    lop3.b32 t, WORD, 0x1C001C00, t, 0xEA;
-    lop3.b32 t, u, 0x00040004, t, 0xEA;
-    lop3.b32 t, v, 0x00800080, t, 0xEA;
-    mov.b32 {l, h}, t;
-    cvt.rn.f16x2.e4m3x2 u, l;
-    cvt.rn.f16x2.e4m3x2 v, h;
-    mul.f16x2 u, u, b;
-    mul.f16x2 v, v, b;
-    cvt.rn.satfinite.e4m3x2.f16x2 l, u;
-    cvt.rn.satfinite.e4m3x2.f16x2 h, v;
-    mov.b32 t, {l, h};
-    prmt.b32 ROW1, t, 0, 0x2301;
+    shr.u32 u, WORD, 8;
+    and.b32 t, t, 0x81C081C0;
+    and.b32 u, u, 0x00400040;
+    lop3.b32 u, WORD, 0x81808180, u, 0xEA;
+    mul.bf16x2 t, t, b;
+    mul.bf16x2 u, u, b;
+    mul.bf16x2 t, t, sixth;
+    mul.bf16x2 u, u, sixth;
+    shl.b32 v, t, 16;
+    shl.b32 w, u, 16;
+    cvt.rn.satfinite.e4m3x2.f32 l, w, v;
+    cvt.rn.satfinite.e4m3x2.f32 h, u, t;
+    mov.b32 ROW1, {l, h};
 """
 
 
@@ -148,9 +145,9 @@ def _word_to_fp8(**places: str) -> str:
     return text
 
 
-# Two words, because the scale bytes of two come in one register. 0x2D55 is 2^6 / 6 / 2^7 in fp16.
+# Two words, because the scale bytes of two come in one register. 0x422B is 2^8 / 6 in bf16.
 _WORDS_TO_FP8 = gl.constexpr(
-    "{ .reg .b32 s, a, b, t, u, v, sixth; .reg .b16 l, h; mov.b32 sixth, 0x2D552D55;"
+    "{ .reg .b32 s, a, b, t, u, v, w, sixth; .reg .b16 l, h; mov.b32 sixth, 0x422B422B;"
     + _word_to_fp8(WORD="$4", SCALES="0x4140", ROW0="$0", ROW1="$2")
     + _word_to_fp8(WORD="$5", SCALES="0x4342", ROW0="$1", ROW1="$3")
     + "}"
