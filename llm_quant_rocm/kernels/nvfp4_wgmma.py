@@ -32,12 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words, decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -81,14 +79,6 @@ def default_config(m: int, n: int, k: int) -> Config:
     return Config(block_m, 64, 128, split_k, 0, 5 if block_m < 64 else 4, 2, 4)
 
 
-def default_config_fp8(m: int) -> Config:
-    """The same for `gemm_fp8`, which has half the time to decode a weight with three times the instructions: tiles have
-    as many rows of x as fit."""
-    if m > 256:
-        return Config(256, 128, 128, 2, 1, 4, 4, 8)
-    return Config(128, 64, 128, 2, 0, 4, 4, 4)
-
-
 @gluon.jit
 def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH: gl.constexpr):
     """Words and scale pairs [DEPTH * NT, 128] of step `step` over K."""
@@ -97,35 +87,15 @@ def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH:
 
 
 @gluon.jit
-def _decode(
-    words, scale_pairs, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
+def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
     """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, times 2^SCALE_EXPONENT or so
-    (`decode_words`). Nothing moves between lanes, which `assert_trivial` checks when it compiles.
-
-    E4M3 stays four in an int32 until `_operand`, because `warpgroup_mma_wait` takes no registers of 8-bit values."""
-    if FP8:
-        return decode_words_fp8(words, scale_pairs)
-    else:
-        NT: gl.constexpr = words.shape[0] // DEPTH
-        values = decode_words(words, scale_pairs, FP16)
-        # piece, tile, row, lane % 4, step, row half, column half, column
-        values = values.reshape(DEPTH, NT, 8, 4, 4, 2, 2, 2)
-        values = values.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(NT * 16, DEPTH * 64)
-        return gl.convert_layout(values, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _operand(decoded, FP8: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
-    """What `_decode` returned, as an operand. No instruction."""
-    if FP8:
-        NT: gl.constexpr = decoded.shape[0] // DEPTH
-        # piece, tile, row, lane % 4, step, row half, column
-        values = split_bytes(decoded).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
-        values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
-        return gl.convert_layout(values, layout, assert_trivial=True)
-    else:
-        return decoded
+    (`decode_words`). Nothing moves between lanes, which `assert_trivial` checks when it compiles."""
+    NT: gl.constexpr = words.shape[0] // DEPTH
+    values = decode_words(words, scale_pairs, FP16)
+    # piece, tile, row, lane % 4, step, row half, column half, column
+    values = values.reshape(DEPTH, NT, 8, 4, 4, 2, 2, 2)
+    values = values.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(NT * 16, DEPTH * 64)
+    return gl.convert_layout(values, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -140,15 +110,12 @@ def _activate(gate, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _store_tile(
-    acc, tile_m, tile_n, x_scale, global_scale, bias, out, row_map, row_weight, M, N,
+    acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, bias, activation, router weight, rounding."""
     rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
-    m_acc = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
-    if x_scale is not None:
-        acc *= gl.load(x_scale + m_acc, mask=m_acc < M, other=0.0)[None, :]
     acc = acc * UNSCALE * gl.load(global_scale + rows, mask=rows < N, other=0.0)[:, None]
     if bias is not None:
         acc += gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
@@ -159,6 +126,7 @@ def _store_tile(
         acc = (gate * up.to(dtype).to(gl.float32)).reshape(WIDTH, BLOCK_M)
         N = N // 2
     if row_weight is not None:
+        m_acc = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
         acc *= gl.load(row_weight + m_acc, mask=m_acc < M, other=0.0)[None, :]
     store_layout: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, num_warps], [0, 1])
     m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, store_layout))
@@ -183,30 +151,24 @@ def _store_part(acc, part, rows, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, n
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_kernel(
-    x, x_scale, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, whole,
+    x, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, SPLIT_K: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one.
 
-    x is a descriptor of [M, K], of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that
-    `decode_words_fp8` names. The weight then becomes E4M3 too, and the matrix unit adds the products with the 14 bits
-    or so that it has for FP8, as torch._scaled_mm(use_fast_accum=True) has it do.
-
-    N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
-    With `tile_expert` each tile of M has an expert of its own (-1: no work), and `words`, `scale_bytes` and
-    `global_scale` have experts as their leading dimension. With `row_map` row m of the result is stored as row
-    row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, eight of the gate and eight of
-    up, and out is T(activation(T(gate)) * T(up)), [M, N / 2].
+    x is a descriptor of [M, K]. N is the number of rows of the weight that are stored, a multiple of nothing; the
+    packed weight has them padded. With `tile_expert` each tile of M has an expert of its own (-1: no work), and
+    `words`, `scale_bytes` and `global_scale` have experts as their leading dimension. With `row_map` row m of the
+    result is stored as row row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, eight
+    of the gate and eight of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2].
     """
     NT: gl.constexpr = BLOCK_N // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
-    FP8: gl.constexpr = x_scale is not None
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
-    bytes_of_x: gl.constexpr = 1 if FP8 else 2
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 32 // bytes_of_x])
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 // bytes_of_x)
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
 
     # Tiles of M that share a tile of the weight run together and find it in the L2 cache.
@@ -242,7 +204,7 @@ def nvfp4_wgmma_kernel(
     pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
     scale_offset = piece[:, None] * 32 + pair[None, :]
 
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
@@ -254,9 +216,9 @@ def nvfp4_wgmma_kernel(
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 1):
         wanted = stage < steps
-        mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * bytes_of_x, pred=wanted)
+        mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2, pred=wanted)
         load_tile(x, [tile_m * BLOCK_M, (first + stage) * BLOCK_K], ready.index(stage), ring.index(stage), pred=wanted)
-    operand = _decode(codes, pairs, FP8, FP16, DEPTH, operand_layout)
+    operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
     codes, pairs = _load(words, scale_bytes, gl.minimum(first + 1, last), word_offset, scale_offset, row_tiles, DEPTH)
 
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
@@ -267,8 +229,7 @@ def nvfp4_wgmma_kernel(
     for _ in range(0, steps, UNROLL):
         for i in gl.static_range(UNROLL):
             mbarrier.wait(ready.index(stage), phase)
-            a = _operand(operand, FP8, DEPTH, operand_layout)
-            acc = warpgroup_mma(a, ring.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
             if i > 0:
                 acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
             # Past this barrier every warp has finished the step before, so its stage can be filled again.
@@ -276,13 +237,13 @@ def nvfp4_wgmma_kernel(
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
             fetched = step + STAGES - 1
             wanted = fetched < first + steps
-            mbarrier.expect(ready.index(free), BLOCK_M * BLOCK_K * bytes_of_x, pred=wanted)
+            mbarrier.expect(ready.index(free), BLOCK_M * BLOCK_K * 2, pred=wanted)
             load_tile(x, [tile_m * BLOCK_M, fetched * BLOCK_K], ready.index(free), ring.index(free), pred=wanted)
             next_codes, next_pairs = _load(
                 words, scale_bytes, gl.minimum(step + 2, last), word_offset, scale_offset, row_tiles, DEPTH
             )
             previous = operand
-            operand = _decode(codes, pairs, FP8, FP16, DEPTH, operand_layout)
+            operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
             codes = next_codes
             pairs = next_pairs
             step += 1
@@ -297,7 +258,7 @@ def nvfp4_wgmma_kernel(
     if SPLIT_K > 1:
         if parts == 1:
             _store_tile(
-                acc, tile_m, tile_n, x_scale, global_scale, bias, out, row_map, row_weight, M, N,
+                acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
                 BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, acc_layout, num_warps,
             )  # fmt: skip
         else:
@@ -305,14 +266,14 @@ def nvfp4_wgmma_kernel(
             _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
     else:
         _store_tile(
-            acc, tile_m, tile_n, x_scale, global_scale, bias, out, row_map, row_weight, M, N,
+            acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
             BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, acc_layout, num_warps,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "whole"])
 def add_parts_kernel(
-    partial, x_scale, global_scale, bias, out, M, N, whole,
+    partial, global_scale, bias, out, M, N, whole,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, UNSCALE: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
@@ -331,8 +292,6 @@ def add_parts_kernel(
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for index in tl.static_range(SPLIT_K):
         total += tl.load(part + index * (BLOCK_M * BLOCK_N), mask=inside, other=0.0)
-    if x_scale is not None:
-        total *= tl.load(x_scale + rows, mask=rows < M, other=0.0)[:, None]
     total = total * UNSCALE * tl.load(global_scale + columns, mask=columns < N, other=0.0)[None, :]
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -354,7 +313,6 @@ def gemm(
     hardware: Hardware,
     config: Config,
     *,
-    x_scale: torch.Tensor | None = None,
     tile_expert: torch.Tensor | None = None,
     row_map: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
@@ -364,11 +322,10 @@ def gemm(
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n]. The other arguments are those of
-    the kernel; `out` is needed where `row_map` scatters rows, and with `x_scale`: x is then E4M3, as
-    `per_token_quant_fp8(interleave=True)` makes it.
+    the kernel; `out` is needed where `row_map` scatters rows.
     """
     m, k = x.shape
-    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16 or x.stride(0) < k:
+    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
         x = x.clone(memory_format=torch.contiguous_format)  # the tensor memory accelerator reads lines of 16 bytes
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
@@ -382,39 +339,20 @@ def gemm(
     if whole < tiles:
         shape = (tiles - whole, split_k, config.block_m, config.block_n)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    fp16 = out.dtype == torch.float16
-    unscale = UNSCALE[fp16] if x_scale is None else UNSCALE_FP8
-    block = [config.block_m, config.block_k]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x_scale is None else gl.float8e4nv)
-    rows_of_x = TensorDescriptor.from_tensor(x, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, config.block_k], gl.bfloat16)
+    fp16 = x.dtype == torch.float16
+    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k], layout)
     nvfp4_wgmma_kernel[(whole + (tiles - whole) * split_k,)](
-        rows_of_x, x_scale, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial, tile_expert,
-        row_map, row_weight, m, n, k, whole,
+        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial,
+        tile_expert, row_map, row_weight, m, n, k, whole,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, SPLIT_K=split_k, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=unscale, ACTIVATION=activation, PDL=hardware.pdl,
+        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation, PDL=hardware.pdl,
         num_warps=config.warps, **pdl_option(hardware),
     )  # fmt: skip
     if whole < tiles:
         rows = min(config.block_m, 16)
         add_parts_kernel[(tiles - whole, triton.cdiv(min(m, config.block_m), rows))](
-            partial, x_scale, global_scale, bias, out, m, n, whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            SPLIT_K=split_k, ROWS=rows, UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+            partial, global_scale, bias, out, m, n, whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            SPLIT_K=split_k, ROWS=rows, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
         )  # fmt: skip
     return out
-
-
-def gemm_fp8(
-    x: torch.Tensor,
-    words: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    hardware: Hardware,
-    config: Config,
-) -> torch.Tensor:
-    """The same product of x [M, K] (bf16 or fp16) in FP8: each row of x becomes E4M3 with a scale of its own, and the
-    weight, on its way to the matrix unit, E4M3 as `formats.nvfp4.to_fp8` makes it."""
-    codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
-    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    return gemm(codes, words, scale_bytes, global_scale, bias, n, hardware, config, x_scale=x_scale, out=out)
