@@ -61,6 +61,11 @@ class Config:
     cut: bool = True
 
 
+def default_config(m: int) -> Config:
+    """A sound choice for shapes that nobody has measured."""
+    return Config(128, 128) if m <= 128 else Config()
+
+
 @gluon.jit
 def _begin(program, groups):
     """Where the program's stretch of all `groups` begins; it ends where the next one's begins."""
@@ -203,22 +208,13 @@ def _decode_step(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.
     """A step's part of the weight in the registers where wgmma reads it. E4M3 stays four in an int32 until `_operand`:
     8-bit values that outlive a turn of the loop would take a register each."""
     if FP8:
-        return decode_words_fp8(codes, pairs)
-    else:
-        return _decode(codes, pairs, FP16, DEPTH, layout)
-
-
-@gluon.jit
-def _operand(decoded, FP8: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
-    """What `_decode_step` returned, as an operand. No instruction."""
-    if FP8:
-        NT: gl.constexpr = decoded.shape[0] // DEPTH
+        NT: gl.constexpr = codes.shape[0] // DEPTH
         # piece, tile, row, lane % 4, step, row half, column
-        values = split_bytes(decoded).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = split_bytes(decode_words_fp8(codes, pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)
     else:
-        return decoded
+        return _decode(codes, pairs, FP16, DEPTH, layout)
 
 
 @gluon.jit
@@ -292,8 +288,7 @@ def _consumer(
         for turn in range(0, gl.maximum(last - first, 1)):
             for i in gl.static_range(UNROLL):
                 mbarrier.wait(ready.index(stage), phase)
-                a = _operand(operand, FP8, DEPTH, operand_layout)
-                acc = warpgroup_mma(a, ring.index(stage).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
                 # Now the step before is finished, and its stage free.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
