@@ -30,13 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile
 from llm_quant_rocm.kernels.pdl import pdl_option
-from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
 RING_BYTES = 192 * 1024
 # Bytes of a row of x in one step.
@@ -205,8 +203,7 @@ def _load_codes(words, scale_bytes, row_tile, step, row_tiles, word_offset, scal
 
 @gluon.jit
 def _decode_step(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
-    """A step's part of the weight in the registers where wgmma reads it. E4M3 stays four in an int32 until `_operand`:
-    8-bit values that outlive a turn of the loop would take a register each."""
+    """A step's part of the weight in the registers where wgmma reads it."""
     if FP8:
         NT: gl.constexpr = codes.shape[0] // DEPTH
         # piece, tile, row, lane % 4, step, row half, column
@@ -410,20 +407,20 @@ def gemm_large(
     return _launch(x, None, words, scale_bytes, global_scale, bias, out, hardware, config)
 
 
-def gemm_fp8(
-    x: torch.Tensor,
+def gemm_large_fp8(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
     words: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor,
     bias: torch.Tensor | None,
-    n: int,
+    out: torch.Tensor,
     hardware: Hardware,
     config: Config,
 ) -> torch.Tensor:
-    """The same product in FP8: each row of x becomes E4M3 with a scale of its own, and the weight, on its way to the
-    matrix unit, what `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`."""
-    codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
-    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    """The product with x in E4M3, `codes` and `x_scale` of `per_token_quant_fp8(interleave=True)`, in `out` [M, n]
+    (bf16 or fp16, contiguous). The weight, on its way to the matrix unit, becomes what `formats.nvfp4.to_fp8` makes of
+    it."""
     return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware, config)
 
 

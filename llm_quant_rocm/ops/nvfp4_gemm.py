@@ -58,8 +58,7 @@ def _run_triton(
 
     tensors = (weight.codes, weight.scales, weight.global_scale)
     if call.fp8 and call.k <= MAX_COLUMNS:
-        config = kernel.default_config_fp8(call.m)
-        return kernel.gemm_fp8(x, *tensors, bias, call.n, call.hardware, config)
+        return kernel.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
         config = kernel.batch_invariant(config)
