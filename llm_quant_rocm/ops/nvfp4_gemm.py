@@ -48,6 +48,8 @@ def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor 
 def _triton_refusal(call: GemmCall) -> str | None:
     if call.layout != nvfp4_wgmma.LAYOUT:
         return f"the weight (layout {call.layout}) was not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    if call.hardware.arch != "sm_90":
+        return f"the weight was arranged for Hopper, this is {call.hardware.arch}"
     return missing("triton")
 
 
