@@ -11,5 +11,5 @@ from llm_quant_rocm.checkpoint import quantize_checkpoint
 
 source, target, *layout = sys.argv[1:]
 report = quantize_checkpoint(Path(source), Path(target), *layout)
-print(f"{len(report.quantized)} weights are NVFP4, {len(report.kept)} stayed: {', '.join(report.kept[:4])}, ...")
-print(f"{report.bytes_before / 2**30:.2f} GiB became {report.bytes_after / 2**30:.2f} GiB in {target}")
+print(f"{len(report.quantized)} weights are NVFP4, {len(report.kept)} stayed: {', '.join(report.kept)}")
+print(f"{report.bytes_before / 2**20:.1f} MiB became {report.bytes_after / 2**20:.1f} MiB in {target}")
