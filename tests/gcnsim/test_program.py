@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsing, what a launch hands to a kernel, and errors that name their instruction."""
 
+import itertools
+
 import gcnsim
 import numpy as np
 import pytest
+from gcnsim.decode import VECTOR
 from gcnsim.operands import Operand, parse_operand
+from gcnsim.packed import PAIRS16, PAIRS32
 from gcnsim.program import parse_instruction
+from gcnsim.scalar import SCALAR
 
-from tests.gcnsim.harness import assemble, execute
+from tests.gcnsim.harness import ARCHS, assemble, assembles, execute
 
 TEXT = """
 	.amdgcn_target "amdgcn-amd-amdhsa--gfx942"
@@ -186,6 +191,38 @@ def test_trap():
     with pytest.raises(gcnsim.Trap, match="assertion") as caught:
         execute("gfx942", "s_trap 2", {}, "scc")
     assert caught.value.instruction == "s_trap 2"
+
+
+# --- the tables hold what exists, and nothing else
+
+EXAMPLES = {"16": "v1", "32": "v1", "64": "v[2:3]", "ask": "vcc"}  # by the end of a type's name
+FORMS = {
+    "v_accvgpr_read_b32": "v_accvgpr_read_b32 v1, a1",
+    "v_accvgpr_write_b32": "v_accvgpr_write_b32 a1, v1",
+    "v_accvgpr_mov_b32": "v_accvgpr_mov_b32 a1, a2",
+    "v_fmaak_f32": "v_fmaak_f32 v1, v1, v1, 0x12345678",
+    "v_fmamk_f32": "v_fmamk_f32 v1, v1, 0x12345678, v1",
+    "v_cvt_f32_bf16": "v_cvt_f32_bf16_sdwa v1, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_0",
+}
+
+
+def example(op, entry):
+    """The instruction with registers of its types."""
+    named = [kind for kind in (*entry.results, *entry.sources) if kind not in ("accumulate", "vcc")]
+    return FORMS.get(op) or f"{op} {', '.join(EXAMPLES[kind[1:]] for kind in named)}"
+
+
+def test_every_vector_instruction_exists():
+    unknown = [op for op, entry in VECTOR.items() if not any(assembles(arch, example(op, entry)) for arch in ARCHS)]
+    assert not unknown
+
+
+@pytest.mark.parametrize("table", [SCALAR, PAIRS16, PAIRS32], ids=["scalar", "pairs of 16 bits", "pairs of 32 bits"])
+def test_every_other_instruction_exists(table):
+    operands = ["s4", "s[4:5]", "v1", "v[2:3]"]
+    forms = [[first, *rest] for n in (1, 2, 3) for first in operands for rest in itertools.product(operands, repeat=n)]
+    for op in table:
+        assert any(assembles(arch, f"{op} {', '.join(form)}") for form in forms for arch in ARCHS), op
 
 
 # --- what a launch hands to a kernel

@@ -324,6 +324,12 @@ def test_exponents():
         execute("gfx942", "v_ldexp_f32 v0, v1, v2", {"v1": a, "v2": exponent.astype(np.int32)}, "v0"),
         expected.astype(F32),
     )
+    halves, _ = pairs(F16)
+    shift = np.resize(np.arange(-40, 41), len(halves)).astype(np.int16)
+    same_floats(run("v_ldexp", "f16", halves, shift), np.ldexp(halves.astype(F64), shift).astype(F16))
+    doubles, _ = pairs(F64)
+    code, inputs = "v_ldexp_f64 v[0:1], v[2:3], v4", {"v[2:3]": doubles, "v4": shift.astype(np.int32)}
+    same_floats(execute("gfx942", code, inputs, "v[0:1]"), np.ldexp(doubles, shift.astype(int)))
     finite = np.isfinite(a)
     mantissa = execute("gfx942", "v_frexp_mant_f32 v0, v1", {"v1": a}, "v0").view(F32)
     power = execute("gfx942", "v_frexp_exp_i32_f32 v0, v1", {"v1": a}, "v0").view(np.int32)
@@ -354,6 +360,19 @@ def test_approximations(op):
     same_floats(result[~np.isfinite(expected)], expected[~np.isfinite(expected)])
     halves, _ = pairs(F16)
     same_floats(run(op, "f16", halves), APPROXIMATE[op](halves.astype(F64)).astype(F16))
+
+
+def test_approximations_of_doubles():
+    """Within an ulp here; the hardware's are coarse, and refined by the code around them."""
+    a, _ = pairs(F64)
+    same_floats(run("v_rcp", "f64", a), 1 / a)
+    same_floats(run("v_sqrt", "f64", a), np.sqrt(a))
+    same_floats(run("v_rsq", "f64", a), 1 / np.sqrt(a))
+
+
+def test_reciprocal_for_integers():
+    a, _ = pairs(F32)
+    assert np.array_equal(run("v_rcp_iflag", "f32", a), run("v_rcp", "f32", a))
 
 
 def test_sine_and_cosine_count_turns():

@@ -245,13 +245,38 @@ def _three(function: Callable[..., Array], kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", lambda a, b, c: function(function(a, b), c))
 
 
+def _every_width(kind: str) -> dict[str, Alu]:
+    return {
+        f"v_add_{kind}": alu(kind, f"{kind} {kind}", np.add),
+        f"v_mul_{kind}": alu(kind, f"{kind} {kind}", np.multiply),
+        f"v_max_{kind}": alu(kind, f"{kind} {kind}", maximum_number),
+        f"v_min_{kind}": alu(kind, f"{kind} {kind}", minimum_number),
+        f"v_floor_{kind}": alu(kind, kind, np.floor),
+        f"v_ceil_{kind}": alu(kind, kind, np.ceil),
+        f"v_trunc_{kind}": alu(kind, kind, np.trunc),
+        f"v_rndne_{kind}": alu(kind, kind, np.rint),
+        f"v_fract_{kind}": alu(kind, kind, _fraction),
+        f"v_cmp_class_{kind}": alu("mask", f"{kind} u32", in_class),
+        f"v_cmpx_class_{kind}": alu("mask", f"{kind} u32", in_class),
+    }
+
+
+def _up_to_32_bits(kind: str) -> dict[str, Alu]:
+    return {
+        f"v_sub_{kind}": alu(kind, f"{kind} {kind}", np.subtract),
+        f"v_subrev_{kind}": alu(kind, f"{kind} {kind}", lambda a, b: b - a),
+        f"v_max3_{kind}": _three(maximum_number, kind),
+        f"v_min3_{kind}": _three(minimum_number, kind),
+        f"v_med3_{kind}": alu(kind, f"{kind} {kind} {kind}", median),
+    }
+
+
 FLOATING: dict[str, Alu] = {
     "v_fma_f32": alu("f32", "f32 f32 f32", fma32),
     "v_fmac_f32": alu("f32", "f32 f32 accumulate", fma32),
     "v_fmaak_f32": alu("f32", "f32 f32 f32", fma32),
     "v_fmamk_f32": alu("f32", "f32 f32 f32", fma32),
     "v_fma_f16": alu("f16", "f16 f16 f16", fma16),
-    "v_fmac_f16": alu("f16", "f16 f16 accumulate", fma16),
     "v_fma_f64": alu("f64", "f64 f64 f64", fma64),
     "v_ldexp_f32": alu("f32", "f32 i32", scale_by_exponent),
     "v_ldexp_f16": alu("f16", "f16 i16", scale_by_exponent),
@@ -279,26 +304,9 @@ FLOATING: dict[str, Alu] = {
     "v_sqrt_f64": approximate64(np.sqrt),
     "v_maximum3_f32": _three(maximum, "f32"),
     "v_minimum3_f32": _three(minimum, "f32"),
-    **{
-        name.replace("K", kind): entry
-        for kind in ("f16", "f32", "f64")
-        for name, entry in {
-            "v_add_K": alu(kind, f"{kind} {kind}", np.add),
-            "v_sub_K": alu(kind, f"{kind} {kind}", np.subtract),
-            "v_subrev_K": alu(kind, f"{kind} {kind}", lambda a, b: b - a),
-            "v_mul_K": alu(kind, f"{kind} {kind}", np.multiply),
-            "v_max_K": alu(kind, f"{kind} {kind}", maximum_number),
-            "v_min_K": alu(kind, f"{kind} {kind}", minimum_number),
-            "v_max3_K": _three(maximum_number, kind),
-            "v_min3_K": _three(minimum_number, kind),
-            "v_med3_K": alu(kind, f"{kind} {kind} {kind}", median),
-            "v_floor_K": alu(kind, kind, np.floor),
-            "v_ceil_K": alu(kind, kind, np.ceil),
-            "v_trunc_K": alu(kind, kind, np.trunc),
-            "v_rndne_K": alu(kind, kind, np.rint),
-            "v_fract_K": alu(kind, kind, _fraction),
-            "v_cmp_class_K": alu("mask", f"{kind} u32", in_class),
-            "v_cmpx_class_K": alu("mask", f"{kind} u32", in_class),
-        }.items()
-    },
+    **_every_width("f16"),
+    **_every_width("f32"),
+    **_every_width("f64"),
+    **_up_to_32_bits("f16"),
+    **_up_to_32_bits("f32"),
 }

@@ -38,7 +38,7 @@ OMOD = {("mul", "2"): 2.0, ("mul", "4"): 4.0, ("div", "2"): 0.5}
 # Of the instructions with a 16-bit result most clear the upper half of the register. These came with GFX9 or later,
 # and keep it.
 KEEPS_UPPER_HALF = words(
-    "v_fma_f16 v_fmac_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
+    "v_fma_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
 )
 # Integer instructions whose clamp is implemented.
 SATURATING = words(
