@@ -49,15 +49,17 @@ def fma16(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """Correctly rounded a * b + c of doubles, by Boldo and Melquiond's sum that rounds to odd first. A sum whose parts
-    are denormal is rounded twice."""
+    """Correctly rounded a * b + c of doubles, by Boldo and Melquiond's sum that rounds to odd first, near 1, where
+    nothing over- or underflows. A denormal result is rounded twice."""
     a, b, c = np.broadcast_arrays(a, b, c)
-    (a_mantissa, a_exponent), (b_mantissa, b_exponent) = np.frexp(a), np.frexp(b)
-    product, error = (np.ldexp(x, a_exponent + b_exponent) for x in _two_product(a_mantissa, b_mantissa))
-    addend, addend_error = _two_sum(c, error)
+    (a_mantissa, a_exponent), (b_mantissa, b_exponent), (c_mantissa, c_exponent) = (np.frexp(x) for x in (a, b, c))
+    exponent = a_exponent + b_exponent
+    largest = np.where((a == 0) | (b == 0), c_exponent, np.where(c == 0, exponent, np.maximum(exponent, c_exponent)))
+    product, error = (np.ldexp(x, exponent - largest) for x in _two_product(a_mantissa, b_mantissa))
+    addend, addend_error = _two_sum(np.ldexp(c_mantissa, c_exponent - largest), error)
     total, total_error = _two_sum(product, addend)
-    exact = total + sum_to_odd(addend_error, total_error)
-    return np.where(np.isfinite(exact), exact, a * b + c)
+    exact = np.ldexp(total + sum_to_odd(addend_error, total_error), largest)
+    return np.where(np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (exact != 0), exact, a * b + c)
 
 
 def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
