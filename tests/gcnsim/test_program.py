@@ -202,6 +202,8 @@ FORMS = {
     "v_accvgpr_mov_b32": "v_accvgpr_mov_b32 a1, a2",
     "v_fmaak_f32": "v_fmaak_f32 v1, v1, v1, 0x12345678",
     "v_fmamk_f32": "v_fmamk_f32 v1, v1, 0x12345678, v1",
+    "v_madak_f32": "v_madak_f32 v1, v1, v1, 0x12345678",
+    "v_madmk_f32": "v_madmk_f32 v1, v1, 0x12345678, v1",
     "v_cvt_f32_bf16": "v_cvt_f32_bf16_sdwa v1, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_0",
 }
 
