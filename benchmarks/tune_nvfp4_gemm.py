@@ -20,7 +20,9 @@ from benchmarks import _harness as harness
 from benchmarks import _tuner as tuner
 from llm_quant_rocm.formats import nvfp4_wgmma
 from llm_quant_rocm.hardware import detect
-from llm_quant_rocm.kernels.nvfp4_wgmma import Config, gemm
+from llm_quant_rocm.kernels.nvfp4_hopper import gemm
+from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
 
 MS = (16, 32, 64, 128, 256, 512, 1024, 4096)
 OTHER_LAYERS = {
@@ -31,13 +33,12 @@ OTHER_LAYERS = {
     "deepseek-o": (7168, 16384),
     "deepseek-shared_down": (7168, 2048),
 }
-MULTIPROCESSORS = 132
 
 
-def candidates(m: int, n: int, k: int) -> list[Config]:
+def candidates(m: int, n: int, k: int) -> list[Config | Large]:
     """Configurations worth trying on Hopper: enough programs to fill it, not so many that their parts cost more."""
     found = []
-    if m <= 128:
+    if m <= 64:
         block_m = max(16, m)
         for block_n, warps in ((64, 4), (128, 4 if block_m < 64 else 8)):
             for block_k, unroll in ((64, 4), (128, 2)):
@@ -45,21 +46,14 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                     for split_k in (1, 2, 3, 4, 6, 8):
                         programs = -(-n // block_n) * split_k
                         if (programs >= 100 or split_k == 8) and programs <= 1200 and k >= split_k * block_k * 4:
-                            found.append(Config(block_m, block_n, block_k, split_k, 0, stages, unroll, warps))
+                            found.append(Config(block_m, block_n, block_k, split_k, stages, unroll, warps))
+    if m in (128, 256):
+        for block_k, unroll, stages in ((64, 4, 4), (128, 2, 3)):
+            for split_k in (1, 2, 3):
+                found.append(Config(m, 64, block_k, split_k, stages, unroll))
     if m >= 128:
-        for block_m, block_n, warps, together in ((128, 64, 4, 3), (256, 64, 4, 2), (128, 128, 8, 1), (256, 128, 8, 1)):
-            if block_m > max(m, 128):
-                continue
-            for block_k, unroll, stages in ((64, 4, 4), (128, 4, 3), (128, 2, 3)):
-                tiles = -(-n // block_n) * -(-m // block_m)
-                found.append(Config(block_m, block_n, block_k, 1, 0, stages, unroll, warps))
-                if tiles > together * MULTIPROCESSORS:
-                    found.append(Config(block_m, block_n, block_k, 2, together, stages, unroll, warps))
-                    found.append(Config(block_m, block_n, block_k, 3, together, stages, unroll, warps))
-                else:
-                    for split_k in (2, 3, 4):
-                        if k >= split_k * block_k * 4:
-                            found.append(Config(block_m, block_n, block_k, split_k, 0, stages, unroll, warps))
+        tiles = ((128, 128), (128, 256)) if m == 128 else ((128, 128), (256, 128)) if m <= 512 else ((256, 128),)
+        found += [Large(*tile, cut) for tile in tiles for cut in (True, False)]
     return list(dict.fromkeys(found))
 
 
@@ -73,7 +67,7 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def compile_one(config: Config) -> None:
+def compile_one(config: Config | Large) -> None:
     """Compiles for the cache on disk, whole and split sums both: N and K are specialized, M is not."""
     x = torch.zeros(max(config.block_m, 16), 8192, dtype=torch.bfloat16, device="cuda")
     gemm(x, *weight(512, 8192), None, 512, detect(x.device), config)
