@@ -267,6 +267,6 @@ def sum_rows(
         known = experts if expert_map is None else expert_map.numel()
         sum_rows_kernel[(tokens, triton.cdiv(columns, block))](
             rows, topk_ids, expert_map, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
-            PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+            PDL=hardware.pdl, num_warps=128 // hardware.lanes, **pdl_option(hardware),
         )  # fmt: skip
     return out
