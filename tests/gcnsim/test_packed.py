@@ -65,6 +65,9 @@ def test_half_that_keeps_nan():
     any_nan = (np.isnan(a) | np.isnan(b) | np.isnan(c)).ravel()
     expected = elementwise(number_of(max))(a.ravel(), b.ravel(), c.ravel())
     same_floats(result, np.where(any_nan, F16(np.nan), expected))
+    result = execute("gfx950", "v_pk_minimum3_f16 v0, v1, v2, v3", inputs, "v0").view(F16)
+    expected = elementwise(number_of(min))(a.ravel(), b.ravel(), c.ravel())
+    same_floats(result, np.where(any_nan, F16(np.nan), expected))
 
 
 def test_half_with_constants():

@@ -148,7 +148,6 @@ def bit_operation(table: int, kind: str) -> Alu:
 
 
 COMPARES: dict[str, Callable[[Array, Array], Array]] = {
-    "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
     "lt": np.less,
     "eq": np.equal,
     "le": np.less_equal,
@@ -164,8 +163,13 @@ COMPARES: dict[str, Callable[[Array, Array], Array]] = {
     "nle": lambda a, b: ~(a <= b),
     "neq": lambda a, b: a != b,
     "nlt": lambda a, b: ~(a < b),
-    "tru": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
-    "t": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
+}
+
+# The conditions that each kind of number has.
+CONDITIONS = {
+    "u": "lt eq le gt ne ge",
+    "i": "lt eq le gt ne ge",
+    "f": "lt eq le gt lg ge o u nge nlg ngt nle neq nlt",
 }
 
 INTEGER: dict[str, Alu] = {
@@ -267,9 +271,10 @@ INTEGER: dict[str, Alu] = {
     "v_mad_u32_u16": alu("u32", "u16 u16 u32", lambda a, b, c: a.astype(U32) * b.astype(U32) + c),
     "v_mad_i32_i16": alu("i32", "i16 i16 i32", lambda a, b, c: a.astype(np.int32) * b.astype(np.int32) + c),
     **{
-        f"v_{prefix}_{condition}_{kind}": alu("mask", f"{kind} {kind}", compare)
+        f"v_{prefix}_{condition}_{kind}{width}": alu("mask", f"{kind}{width} {kind}{width}", COMPARES[condition])
         for prefix in ("cmp", "cmpx")
-        for condition, compare in COMPARES.items()
-        for kind in ("u16", "i16", "f16", "u32", "i32", "f32", "u64", "i64", "f64")
+        for kind, conditions in CONDITIONS.items()
+        for condition in conditions.split()
+        for width in (16, 32, 64)
     },
 }

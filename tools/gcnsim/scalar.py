@@ -149,10 +149,9 @@ LOGIC: dict[str, Callable[[Array, Array], Array]] = {
     "nand": lambda a, b: ~(a & b),
     "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
-    # The mirrored forms negate source 0; they exist with saveexec only.
-    "andn1": lambda a, b: ~a & b,
-    "orn1": lambda a, b: ~a | b,
 }
+# With saveexec also the mirrored forms, which negate source 0.
+SAVE_EXEC_LOGIC = LOGIC | {"andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b}
 
 SCALAR: dict[str, Scalar] = {
     "s_mov_b32": _entry("b32", "b32", lambda a: a),
@@ -226,7 +225,7 @@ def scalar(instruction: Instruction) -> Step | None:
     if match := COMPARE.match(op):
         return _compare(instruction, COMPARES["ne" if match[2] == "lg" else match[2]], match[3], bool(match[1]))
     if match := SAVE_EXEC.match(op):
-        return _save_exec(instruction, LOGIC[match[1]])
+        return _save_exec(instruction, SAVE_EXEC_LOGIC[match[1]])
     if match := BIT_COMPARE.match(op):
         return _bit_compare(instruction, int(match[1]), match[2])
     if match := BIT_SET.match(op):
