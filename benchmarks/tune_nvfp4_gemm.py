@@ -47,10 +47,13 @@ def candidates(m: int, n: int, k: int) -> list[Config | Large]:
                         programs = -(-n // block_n) * split_k
                         if (programs >= 100 or split_k == 8) and programs <= 1200 and k >= split_k * block_k * 4:
                             found.append(Config(block_m, block_n, block_k, split_k, stages, unroll, warps))
-    if m in (128, 256):
-        for block_k, unroll, stages in ((64, 4, 4), (128, 2, 3)):
-            for split_k in (1, 2, 3):
-                found.append(Config(m, 64, block_k, split_k, stages, unroll))
+    if 128 <= m <= (1024 if n * k < 2**24 else 512):
+        for block_m in {64, 128, 256} - ({256} if m == 128 else set()):
+            for block_n, warps in ((64, 4), (128, 8)):
+                for block_k, unroll, stages in ((64, 4, 4), (128, 2, 3)):
+                    for split_k in (1, 2, 3):
+                        if block_m * block_n < 256 * 128 and -(-n // block_n) * -(-m // block_m) * split_k <= 700:
+                            found.append(Config(block_m, block_n, block_k, split_k, stages, unroll, warps))
     if m >= 128:
         tiles = ((128, 128), (128, 256)) if m == 128 else ((128, 128), (256, 128)) if m <= 512 else ((256, 128),)
         found += [Large(*tile, cut) for tile in tiles for cut in (True, False)]

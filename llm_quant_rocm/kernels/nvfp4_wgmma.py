@@ -40,6 +40,9 @@ from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
+# Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
+PREFETCH = gl.constexpr(3)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -76,6 +79,26 @@ def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH:
     """Words and scale pairs [DEPTH * NT, 128] of step `step` over K."""
     piece = (step * DEPTH * row_tiles).to(gl.int64)
     return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+
+
+@gluon.jit
+def prefetch(pointer, size, REGISTER: gl.constexpr):
+    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the threads whose special `REGISTER` is 0."""
+    ASSEMBLY: gl.constexpr = (
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, " + REGISTER + "; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch_step(words, scale_bytes, step, row_tile, row_tiles, DEPTH: gl.constexpr, NT: gl.constexpr):
+    """Has the codes of a step brought to the L2 cache."""
+    piece = (step * DEPTH * row_tiles + row_tile).to(gl.int64)
+    for _ in gl.static_range(DEPTH):
+        prefetch(words + piece * 128, NT * 512, "%tid.x")
+        prefetch(scale_bytes + piece * 32, NT * 64, "%tid.x")
+        piece += row_tiles
 
 
 @gluon.jit
@@ -145,8 +168,8 @@ def _store_part(acc, part, rows, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, n
 def nvfp4_wgmma_kernel(
     x, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, SPLIT_K: gl.constexpr, STAGES: gl.constexpr,
-    UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr
+    UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one.
 
@@ -196,6 +219,8 @@ def nvfp4_wgmma_kernel(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     # The weight does not depend on the kernels before this one.
+    for ahead in gl.static_range(1, PREFETCH):
+        _prefetch_step(words, scale_bytes, gl.minimum(first + ahead, last), tile_n * NT, row_tiles, DEPTH, NT)
     codes, pairs = _load(words, scale_bytes, gl.minimum(first, last), word_offset, scale_offset, row_tiles, DEPTH)
     if PDL:
         gdc_wait()
@@ -225,6 +250,7 @@ def nvfp4_wgmma_kernel(
             wanted = fetched < first + steps
             mbarrier.expect(ready.index(free), BLOCK_M * BLOCK_K * 2, pred=wanted)
             load_tile(x, [tile_m * BLOCK_M, fetched * BLOCK_K], ready.index(free), ring.index(free), pred=wanted)
+            _prefetch_step(words, scale_bytes, gl.minimum(step + PREFETCH, last), tile_n * NT, row_tiles, DEPTH, NT)
             next_codes, next_pairs = _load(
                 words, scale_bytes, gl.minimum(step + 2, last), word_offset, scale_offset, row_tiles, DEPTH
             )
@@ -317,8 +343,8 @@ def gemm(
         rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial,
         tile_expert, row_map, row_weight, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, SPLIT_K=split_k, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation, PDL=hardware.pdl,
-        num_warps=config.warps, **pdl_option(hardware),
+        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
+        PDL=hardware.pdl, num_warps=config.warps, **pdl_option(hardware),
     )  # fmt: skip
     if split_k > 1:
         rows = min(config.block_m, 16)

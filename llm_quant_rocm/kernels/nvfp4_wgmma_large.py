@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
-from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile
+from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, prefetch
 from llm_quant_rocm.kernels.pdl import pdl_option
 
 RING_BYTES = 192 * 1024
@@ -104,24 +104,6 @@ def _leave(value):
 
 
 @gluon.jit
-def _prefetch(pointer, size):
-    """Brings `size` bytes to the L2 cache; for one warp."""
-    gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _producer(
     x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
@@ -150,8 +132,8 @@ def _producer(
             # The consumers load these codes when the stages before this one are used up.
             piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
             for _ in gl.static_range(DEPTH):
-                _prefetch(words + piece * 128, count * 512)
-                _prefetch(scale_bytes + piece * 32, count * 64)
+                prefetch(words + piece * 128, count * 512, "%laneid")
+                prefetch(scale_bytes + piece * 32, count * 64, "%laneid")
                 piece += row_tiles
             stage, phase = _advance(stage, phase, STAGES)
     _leave(stage)

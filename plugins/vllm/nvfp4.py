@@ -113,6 +113,8 @@ class NvFp4Config(QuantizationConfig):
         asked = user_quant in (NAME, ALIAS)
         if not asked and (user_quant not in _NO_CHOICE or not _switched_on() or not _serves_this_device()):
             return None
+        if hf_config is not None:
+            _complete(hf_quant_cfg, hf_config)
         kind = checkpoint_kind(hf_quant_cfg)
         if kind is None:
             if asked:
@@ -236,6 +238,21 @@ def modelopt_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     """The part of a ModelOpt `quantization_config`, of either shape, that holds `quant_algo`."""
     settings = config.get("quantization", config)
     return settings if isinstance(settings, dict) and settings.get("quant_algo") else None
+
+
+def _complete(config: dict[str, Any], hf_config: Any) -> None:
+    """Add the layers of a mixed checkpoint that older ModelOpts describe in hf_quant_config.json alone: to `config`,
+    and to the model's `hf_config`, of which vLLM makes the configuration."""
+    settings = modelopt_settings(config)
+    if settings is None or str(settings["quant_algo"]).upper() != MIXED_PRECISION or settings.get("quantized_layers"):
+        return
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    file = get_hf_file_to_dict("hf_quant_config.json", hf_config.name_or_path, getattr(hf_config, "_commit_hash", None))
+    layers = (modelopt_settings(file or {}) or {}).get("quantized_layers")
+    if layers:
+        for described in (config, getattr(hf_config, "quantization_config", {})):
+            (modelopt_settings(described) or {})["quantized_layers"] = layers
 
 
 def refuse_group_size(size: int | str | None, where: str) -> None:

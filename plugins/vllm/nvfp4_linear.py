@@ -11,9 +11,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats.nvfp4 import BLOCK, fake_quantize_activation
-from llm_quant_rocm_vllm.linear_tensors import LinearTensors
+from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, LinearTensors
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options
-from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, keep, kept, refuse_ragged
+from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, input_global_scale, keep, kept, refuse_ragged
 
 
 class NvFp4LinearMethod(LinearMethodBase):
@@ -62,6 +62,8 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.checkpoint.add_matrix(names.scales, torch.float8_e4m3fn, k // BLOCK, input_size // BLOCK)
         self.checkpoint.add_scalars(names.global_scale)
         self.input_scales = self.checkpoint.add_optional_scalars(names.input_scale)
+        if names.codes != UNQUANTIZED:
+            self.checkpoint.add_refused(UNQUANTIZED)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         # vLLM sets this mark back when it reloads weights.
@@ -87,7 +89,8 @@ class NvFp4LinearMethod(LinearMethodBase):
             delattr(layer, name)
         keep(layer, weight)
         if self.options.activations == "nvfp4":
-            scale = self._input_global_scale().to(codes.device)
+            scales = [torch.ones(())] if self.is_dummy else list(self.input_scales.values())
+            scale = input_global_scale(names, self.prefix, scales).to(codes.device)
             layer.input_global_scale = torch.nn.Parameter(scale, requires_grad=False)
         layer._already_called_process_weights_after_loading = True
 
@@ -103,23 +106,3 @@ class NvFp4LinearMethod(LinearMethodBase):
         layer.quant_method = UnquantizedEmbeddingMethod()
         layer.weight = embed_tokens.weight
         return layer
-
-    def _input_global_scale(self) -> torch.Tensor:
-        """The scale that the layer's input is encoded with: of its shards' scales the one under which none saturates.
-
-        Shards share their input, so calibration gives them one scale.
-        """
-        if self.is_dummy:
-            return torch.ones((), dtype=torch.float32)
-        if not self.input_scales:
-            raise ValueError(
-                f"{self.prefix}.{self.config.tensors.input_scale} is missing from the checkpoint, and activations "
-                "in NVFP4 need it: the checkpoint is for 16-bit activations; serve it with them"
-            )
-        scales = torch.stack([self.config.tensors.encoding_scale(scale) for scale in self.input_scales.values()])
-        if not bool((scales.isfinite() & (scales > 0)).all()):
-            raise ValueError(
-                f"{self.prefix}.{self.config.tensors.input_scale} is not positive and finite: the layer was not "
-                "calibrated; serve it with 16-bit activations"
-            )
-        return scales.min()

@@ -38,8 +38,7 @@ class Budget:
     Attributes:
         matrix: the opcode of its matrix instructions, a pattern; it must have some, and no other.
         uses: an opcode that it must use, a pattern.
-        bulk: whether it moves much data: its loads must then bring 16 bytes a lane, and no value may go through the LDS
-            by itself. Kernels of a few indices need neither.
+        wide: whether its hot loop must move many values at a time, from memory and through the LDS.
         peer_flags: whether it sets and awaits flags of other GPUs.
         more: what else is wrong with the assembly of a variant with these constexprs (those of Triton's own options,
             such as num_warps, included) on an architecture.
@@ -48,7 +47,7 @@ class Budget:
 
     matrix: Mapping[str, str] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
-    bulk: bool = True
+    wide: bool = True
     peer_flags: bool = False
     more: Callable[[isa.Assembly, str, Mapping[str, Any]], list[str]] | None = None
     may_spill: frozenset[str] = frozenset()
@@ -117,10 +116,10 @@ def violations(
     loop = assembly.hot_loop
     hot = loop.instructions if loop else assembly.instructions
     loaded = [instruction.loaded_bytes for instruction in hot]
-    if budget.bulk and sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
+    if budget.wide and sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
         found.append(f"its loads bring {sorted(size for size in loaded if size)} bytes a lane, not 16 at a time")
     scalar = sorted({i.opcode for i in hot if SCALAR_LDS.match(i.opcode)})
-    if budget.bulk and scalar:
+    if budget.wide and scalar:
         found.append(f"values go through the LDS one at a time: {', '.join(scalar)}")
     if budget.peer_flags:
         found += peer_flags(assembly, arch)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What served layers hold and do, and which layers are refused; without an engine."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,30 @@ def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) 
     for name in ("codes", "scales", "global_scale"):
         assert torch.equal(getattr(again, name), getattr(prepared, name))
         assert getattr(again, name).data_ptr() == getattr(prepared, name).data_ptr()
+
+
+def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the kernels have a layout of their own, no layer holds a weight twice."""
+
+    def arrange(given: nvfp4.NvFp4Weight, gate_up: bool = False) -> ops.PreparedNvFp4Weight:
+        return ops.PreparedNvFp4Weight(
+            given.codes.clone(), given.scales.clone(), given.global_scale.clone(), "another", given.n, given.k
+        )
+
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
+    served, layer, given = method("o_proj"), torch.nn.Module(), weight()
+    served.checkpoint = SimpleNamespace(refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))])
+    tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
+    for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    expected = given.codes.clone()
+    del given, tensors, tensor
+    served.process_weights_after_loading(layer)
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    assert set(layer._parameters) == {"weight", "weight_scale", "weight_global_scale"}
+    assert torch.equal(kept(layer).codes, expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"activations": "nvfp4"}], ids=["16bit", "nvfp4"])
@@ -176,12 +202,40 @@ def test_broken_fp8_layers_are_named(code: float, scale: float, words: str) -> N
         served.process_weights_after_loading(layer)
 
 
-def test_experts_in_one_tensor_are_refused() -> None:
+PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_proj", "ckpt_up_proj_name": "up_proj"}
+
+
+def moe_method() -> NvFp4MoEMethod:
+    """One without a model around it."""
     served = NvFp4MoEMethod.__new__(NvFp4MoEMethod)
-    served.prefix, served._arrived = "model.layers.1.mlp.experts", set()
-    layer = SimpleNamespace(
-        ckpt_gate_proj_name="gate_proj", ckpt_down_proj_name="down_proj", ckpt_up_proj_name="up_proj"
-    )
-    load = served._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
-    with pytest.raises(NotImplementedError, match=r"^model\.layers\.1\.mlp\.experts has one tensor for all experts"):
+    served.config, served.prefix, served.is_dummy = NvFp4Config.from_config(MODELOPT), "model.experts", False
+    served._arrived, served._input_scales = set(), {}
+    return served
+
+
+def test_experts_in_one_tensor_are_refused() -> None:
+    layer = SimpleNamespace(**PROJECTIONS)
+    load = moe_method()._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
+    with pytest.raises(NotImplementedError, match=r"^model\.experts has one tensor for all experts"):
         load(None, torch.zeros(8, 96, 64, dtype=torch.uint8), "w13_weight", "w1", 0)
+
+
+def test_input_scales_of_experts() -> None:
+    """Those of this rank's experts (here 2 and 3 of 4), and of gate and up the one under which neither saturates."""
+    layer = SimpleNamespace(**PROJECTIONS, _expert_map=torch.tensor([-1, -1, 0, 1]))
+    layer.w13_weight_global_scale, layer.w2_weight_global_scale = torch.ones(2, 32), torch.ones(2, 16)
+    served = moe_method()
+    load = served._input_scale_loader(layer)
+    for expert in range(4):
+        for shard, value in (("w1", 0.25), ("w3", 0.5), ("w2", 2.0)):
+            assert load(None, torch.tensor([value * 2**expert]), "input_scale", shard, expert, True) is True
+    assert torch.equal(served._input_global_scales(layer, "w13_"), torch.tensor([0.5, 0.25]))
+    assert torch.equal(served._input_global_scales(layer, "w2_"), torch.tensor([0.125, 0.0625]))
+    del served._input_scales[3, "w2"]
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is missing from the checkpoint"):
+        served._input_global_scales(layer, "w2_")
+    load(None, torch.tensor(0.0), "input_scale", "w2", 3)
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is not positive and finite"):
+        served._input_global_scales(layer, "w2_")
+    with pytest.raises(ValueError, match=r"^model\.experts\.1\.up_proj\.input_scale has shape \(2,\); it is one value"):
+        load(None, torch.ones(2), "input_scale", "w3", 1)
