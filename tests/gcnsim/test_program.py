@@ -156,7 +156,7 @@ def launch(body, **descriptor):
 REFUSED = {
     "v_frobnicate_b32 v0, v1": "the opcode v_frobnicate_b32 is not implemented",
     "v_add_u32 v0, v1, v2 op_sel:[1,0,0] frob:1": "v_add_u32 with frob is not implemented",
-    "v_pk_add_f16 v0, v1, v2 clamp": "v_pk_add_f16 with clamp",
+    "v_readfirstlane_b32 s4, v1 clamp": "v_readfirstlane_b32 with clamp",
     "ds_swizzle_b32 v0, v1 offset:swizzle(FFT,5)": "swizzle FFT",
     "ds_swizzle_b32 v0, v1 offset:0xc020": "rotation",
     "v_mov_b32_dpp v0, v1 row_xmask:1 row_mask:0xf bank_mask:0xf": "no DPP pattern",
@@ -202,6 +202,8 @@ FORMS = {
     "v_accvgpr_mov_b32": "v_accvgpr_mov_b32 a1, a2",
     "v_fmaak_f32": "v_fmaak_f32 v1, v1, v1, 0x12345678",
     "v_fmamk_f32": "v_fmamk_f32 v1, v1, 0x12345678, v1",
+    "v_madak_f32": "v_madak_f32 v1, v1, v1, 0x12345678",
+    "v_madmk_f32": "v_madmk_f32 v1, v1, 0x12345678, v1",
     "v_cvt_f32_bf16": "v_cvt_f32_bf16_sdwa v1, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_0",
 }
 

@@ -119,10 +119,12 @@ PAIRS = {
 }
 COUNTS = {
     "s_bcnt1_i32_b64 s4, s[8:9]": lambda a: nonzero(a.bit_count()),
+    "s_flbit_i32_b64 s4, s[8:9]": lambda a: (64 - a.bit_length() if a else -1, None),
     "s_ff1_i32_b64 s4, s[8:9]": lambda a: ((a & -a).bit_length() - 1, None),
 }
 A, B = random_bits(400, np.uint32, 1), random_bits(400, np.uint32, 2)
 WIDE_A, WIDE_B = random_bits(400, np.uint64, 3), random_bits(400, np.uint64, 4)
+WIDE_A[:64] = 1 << np.arange(64, dtype=np.uint64)
 SCC = np.arange(400, dtype=np.uint32) % 2
 TRIPLES = list(zip(A.tolist(), B.tolist(), SCC.tolist(), strict=True))
 WIDE_TRIPLES = list(zip(WIDE_A.tolist(), WIDE_B.tolist(), SCC.tolist(), strict=True))

@@ -217,6 +217,27 @@ def test_forms_of_multiply_add(code):
     same_floats(result, MULTIPLY_ADDS[code](a, b, c))
 
 
+UNFUSED = {
+    "v_mad_f32 v0, v1, -v2, v3": lambda a, b, c: (a, -b, c),
+    "v_mac_f32 v3, v1, v2": lambda a, b, c: (a, b, c),
+    "v_madak_f32 v0, v1, v2, 0x40490fdb": lambda a, b, c: (a, b, F32(np.pi)),
+    "v_madmk_f32 v0, v1, 0x40490fdb, v2": lambda a, b, c: (a, F32(np.pi), b),
+}
+
+
+@pytest.mark.parametrize("code", UNFUSED)
+def test_unfused_multiply_add(code):
+    """gfx90a alone: rounds twice, and knows no denormals."""
+
+    def flush(x):
+        return np.where(np.abs(x) < np.finfo(F32).tiny, np.copysign(F32(0), x), x)
+
+    a, b, c = hard_triples(F32, 512)
+    x, y, z = (flush(value) for value in UNFUSED[code](a, b, c))
+    result = execute("gfx90a", code, {"v1": a, "v2": b, "v3": c}, "v3" if "mac" in code else "v0")
+    same_floats(result, flush(flush(x * y) + z))
+
+
 def test_sixteen_bit_results_and_the_upper_half():
     """v_add_f16 clears the upper half, v_fma_f16 keeps it."""
     a, b, c = hard_triples(F16, 256)

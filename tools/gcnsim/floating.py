@@ -78,6 +78,12 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     return total, (a - (total - back)) + (b - back)
 
 
+def multiply_add(a: Array, b: Array, c: Array) -> Array:
+    """gfx90a's v_mad_f32, which rounds the product and the sum, and takes and gives denormals as zeros."""
+    a, b, c = (_flushed(x) for x in (a, b, c))
+    return _flushed(_flushed(a * b) + c)
+
+
 # --- minimum and maximum: a NaN loses (min, max) or wins (minimum, maximum), and -0 is less than 0
 
 
@@ -305,6 +311,10 @@ FLOATING: dict[str, Alu] = {
     "v_fmac_f32": alu("f32", "f32 f32 accumulate", fma32),
     "v_fmaak_f32": alu("f32", "f32 f32 f32", fma32),
     "v_fmamk_f32": alu("f32", "f32 f32 f32", fma32),
+    "v_mad_f32": alu("f32", "f32 f32 f32", multiply_add),
+    "v_mac_f32": alu("f32", "f32 f32 accumulate", multiply_add),
+    "v_madak_f32": alu("f32", "f32 f32 f32", multiply_add),
+    "v_madmk_f32": alu("f32", "f32 f32 f32", multiply_add),
     "v_fma_f16": alu("f16", "f16 f16 f16", fma16),
     "v_fma_f64": alu("f64", "f64 f64 f64", fma64),
     "v_fmac_f64": alu("f64", "f64 f64 accumulate", fma64),

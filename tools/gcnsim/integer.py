@@ -134,6 +134,18 @@ def _dot4_signed(a: Array, b: Array, c: Array) -> Array:
     return total
 
 
+def _dot4_unsigned(a: Array, b: Array, c: Array) -> Array:
+    total = c
+    for byte in range(4):
+        x, y = (v >> np.uint32(8 * byte) & np.uint32(255) for v in (a, b))
+        total = total + x * y
+    return total
+
+
+def _dot2_signed(a: Array, b: Array, c: Array) -> Array:
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16) + c
+
+
 def bit_operation(table: int, kind: str) -> Alu:
     """v_bitop3: any function of three bits, by its truth table; `kind` is the type of all operands."""
 
@@ -200,7 +212,11 @@ INTEGER: dict[str, Alu] = {
     "v_mul_i32_i24": alu("i32", "i32 i32", lambda a, b: _signed24(a) * _signed24(b)),
     "v_mad_u32_u24": alu("u32", "u32 u32 u32", lambda a, b, c: (a & M24) * (b & M24) + c),
     "v_mad_i32_i24": alu("i32", "i32 i32 i32", lambda a, b, c: _signed24(a) * _signed24(b) + c),
+    "v_mul_hi_i32_i24": alu("i32", "i32 i32", lambda a, b: _multiply_high_signed(_signed24(a), _signed24(b))),
+    "v_sad_u32": alu("u32", "u32 u32 u32", lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c),
     "v_sad_u8": alu("u32", "u32 u32 u32", _sum_of_differences),
+    "v_dot4_u32_u8": alu("u32", "u32 u32 u32", _dot4_unsigned),
+    "v_dot2_i32_i16": alu("i32", "i32 i32 i32", _dot2_signed),
     "v_dot4_i32_i8": alu("i32", "i32 i32 i32", _dot4_signed),
     "v_dot4c_i32_i8": alu("i32", "i32 i32 accumulate", _dot4_signed),
     "v_max_u32": alu("u32", "u32 u32", np.maximum),

@@ -77,7 +77,7 @@ def build(instruction: Instruction, entry: Alu) -> Step:
     elif implied == "vcc":
         reads.append(read_mask(VCC_PAIR))
     if saturates_integer := "clamp" in instruction.flags and instruction.op in SATURATING:
-        entry = replace(entry, compute=_saturating(entry.compute, DTYPES[entry.results[0]]))
+        entry = replace(entry, compute=saturating(entry.compute, DTYPES[entry.results[0]]))
     finish = _finisher(instruction, entry.results[0], saturates_integer)
     compute = entry.compute
     if instruction.encoding.endswith("dpp"):
@@ -207,7 +207,7 @@ def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
 # --- results
 
 
-def _saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
+def saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
     """The function without overflow: what is out of the type's range becomes the nearest number in it."""
     limits = np.iinfo(dtype)
     return lambda *sources: compute(*(x.astype(np.int64) for x in sources)).clip(limits.min, limits.max)
@@ -232,11 +232,16 @@ def _finisher(instruction: Instruction, kind: str, saturates_integer: bool) -> C
             value = saturate_f16(cohort, value, sources)
         if factor:
             value = value * dtype.type(factor)
-        if clamp:  # NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with
-            value = np.where(value > 0, np.minimum(value, dtype.type(1)), dtype.type(0))
+        if clamp:
+            value = clamped(value)
         return value.view(f"u{dtype.itemsize}")
 
     return finish
+
+
+def clamped(value: Array) -> Array:
+    """A number between 0 and 1; NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with."""
+    return np.where(value > 0, np.minimum(value, value.dtype.type(1)), value.dtype.type(0))
 
 
 def saturates(cohort: Cohort) -> Array:
