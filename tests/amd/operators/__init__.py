@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators whose kernels are proven for AMD, one module each. A new module here is all that a new kernel needs.
+
+A module has the name of its operator's environment variable and defines three things:
+
+    BUDGETS: what the machine code of each of its kernels must be, by the kernel's name (budget.Budget)
+    shipped(hardware): cases by name that launch the operator in the shapes of real models; compiled, not executed
+    executed(hardware): cases by name that run the operator on small and nasty input and compare it with the reference
+
+A case is a function without arguments, called where the CPU is a virtual GPU with these facts (virtual_gpu.py).
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def operator(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

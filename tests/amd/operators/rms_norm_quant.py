@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm with quantization: the sum bit for bit, codes and scales but for the order of the sum of squares."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from llm_quant_rocm import ops, reference
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.hardware import Hardware
+from tests.amd.budget import FP8_CAST, Budget
+from tests.inputs import DTYPE_IDS, DTYPES, assert_same, code_distance, nasty_rows, random_rows
+
+BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST)}
+WIDTHS = (4096, 5120, 16384, 65536)  # hidden sizes of Llama 3 8B, Qwen3 32B and Llama 3 405B, and the widest row
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def launch(width: int, with_residual: bool) -> None:
+        x, weight = torch.empty(8, width, dtype=torch.bfloat16), torch.empty(width, dtype=torch.bfloat16)
+        ops.rms_norm_quant_fp8(x, weight, residual=torch.empty_like(x) if with_residual else None)
+
+    return {
+        f"{width} columns{', residual' * with_residual}": partial(launch, width, with_residual)
+        for width in WIDTHS
+        for with_residual in (False, True)
+    }
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    fmt = fp8.of_dtype(hardware.fp8_dtype)
+
+    def check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, eps: float = 1e-6) -> None:
+        found = ops.rms_norm_quant_fp8(x, weight, eps, residual)
+        q, scale, total = reference.rms_norm_quant_fp8(x, weight, eps, residual, fmt)
+        if residual is not None:
+            assert_same(found[2], total)
+        # Another order of the sum moves the norm by some 1e-7: a normed value then moves by a unit in the last place
+        # of x's dtype or, nearly always, not at all, and a code moves where it sat at a boundary.
+        torch.testing.assert_close(found[1], scale, rtol=2 * torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
+        nan = q.float().isnan()
+        assert torch.equal(found[0].float().isnan(), nan)
+        distance = code_distance(found[0], q).masked_fill(nan, 0)
+        assert distance.max() <= 1
+        same_scale = torch.isclose(found[1], scale, rtol=1e-6, atol=0, equal_nan=True).flatten()
+        assert (~same_scale).sum() <= 1
+        assert (distance[same_scale] != 0).float().mean() <= 2e-3
+
+    def dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
+        x, weight = nasty_rows(width, dtype), torch.linspace(-2, 2, width).to(weight_dtype)
+        check(x, weight)
+        check(x, weight, x.flip(0))
+
+    def random(width: int) -> None:
+        x, weight = random_rows(2, width, torch.bfloat16), 1 + random_rows(1, width, torch.bfloat16, seed=1)[0] / 8
+        check(x, weight, random_rows(2, width, torch.bfloat16, seed=2))
+        check(x, weight)
+
+    def strided() -> None:
+        wide = random_rows(6, 1024, torch.bfloat16)
+        check(wide[:, :500], torch.linspace(-2, 2, 1000, dtype=torch.bfloat16)[::2], wide[:, 507:1007])
+
+    def eps() -> None:
+        for value in (1e-8, 1e-2):
+            check(torch.full((2, 64), 1e-3, dtype=torch.bfloat16), torch.ones(64), eps=value)
+
+    return {
+        **{
+            f"{width} columns of {name}": partial(dtypes, dtype, dtype, width)
+            for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
+            for width in (1, 7, 1000)
+        },
+        "an fp32 weight": partial(dtypes, torch.bfloat16, torch.float32, 96),
+        **{f"{width} columns": partial(random, width) for width in WIDTHS},
+        "strided views": strided,
+        "eps": eps,
+    }
