@@ -80,6 +80,13 @@ def _decode(words, scale_words, ARCH: gl.constexpr, FP16: gl.constexpr, layout: 
     return gl.convert_layout(values, layout, assert_trivial=True)
 
 
+@gluon.jit
+def _not_before(words):
+    """The same registers, which what follows cannot read earlier than here: an empty statement that must stay in its
+    place among the loads and barriers."""
+    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_kernel(
     x, words, scales, global_scale, bias, out, partial, M, N, K, stride_x,
@@ -124,28 +131,27 @@ def nvfp4_mfma_kernel(
     shared_1 = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], shared_layout)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
 
-    xt = _load_x(x, x_offset, k, first, K, EVEN_K)
+    _store_x(shared_0, _load_x(x, x_offset, k, first, K, EVEN_K), BLOCK_M)
+    x_1 = _load_x(x, x_offset, k, gl.minimum(first + 1, last), K, EVEN_K)
+    scale_offset = _not_before(scale_offset)
     codes_0, scales_0 = _load_weight(words, scales, first * row_pieces, word_offset, scale_offset)
     codes_1, scales_1 = _load_weight(words, scales, gl.minimum(first + 1, last) * row_pieces, word_offset, scale_offset)
-    _store_x(shared_0, xt, BLOCK_M)
     for step in range(first, end - 1, 2):
-        xt = _load_x(x, x_offset, k, step + 1, K, EVEN_K)
+        ahead = gl.minimum(step + 2, last)
+        x_0 = _load_x(x, x_offset, k, ahead, K, EVEN_K)
         b = shared_0.permute((1, 0)).load(x_layout)
-        a = _decode(codes_0, scales_0, ARCH, FP16, w_layout)
-        codes_0, scales_0 = _load_weight(
-            words, scales, gl.minimum(step + 2, last) * row_pieces, word_offset, scale_offset
-        )
+        a = _decode(_not_before(codes_0), _not_before(scales_0), ARCH, FP16, w_layout)
+        codes_0, scales_0 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
         acc = mfma(a, b, acc)
-        _store_x(shared_1, xt, BLOCK_M)
+        _store_x(shared_1, x_1, BLOCK_M)
 
-        xt = _load_x(x, x_offset, k, gl.minimum(step + 2, last), K, EVEN_K)
+        ahead = gl.minimum(step + 3, last)
+        x_1 = _load_x(x, x_offset, k, ahead, K, EVEN_K)
         b = shared_1.permute((1, 0)).load(x_layout)
-        a = _decode(codes_1, scales_1, ARCH, FP16, w_layout)
-        codes_1, scales_1 = _load_weight(
-            words, scales, gl.minimum(step + 3, last) * row_pieces, word_offset, scale_offset
-        )
+        a = _decode(_not_before(codes_1), _not_before(scales_1), ARCH, FP16, w_layout)
+        codes_1, scales_1 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
         acc = mfma(a, b, acc)
-        _store_x(shared_0, xt, BLOCK_M)
+        _store_x(shared_0, x_0, BLOCK_M)
     if (end - first) % 2 == 1:
         b = shared_0.permute((1, 0)).load(x_layout)
         a = _decode(codes_0, scales_0, ARCH, FP16, w_layout)
