@@ -35,6 +35,15 @@ class Choice:
     passed_over: tuple[tuple[str, str], ...]
 
 
+def _variable(operator: str) -> str:
+    return f"LLM_QUANT_ROCM_{operator.upper()}"
+
+
+def forced(operator: str) -> str | None:
+    """The backend that the user's environment forces on `operator`, or None."""
+    return os.environ.get(_variable(operator)) or None
+
+
 def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | None = None) -> Choice:
     """The backend that serves `call`, `first` (a measured winner) before the others.
 
@@ -42,13 +51,12 @@ def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | N
         ValueError: LLM_QUANT_ROCM_<OPERATOR> names an unknown backend, or one that cannot serve the call.
         NotImplementedError: no backend can.
     """
-    variable = f"LLM_QUANT_ROCM_{operator.upper()}"
-    forced = os.environ.get(variable)
+    variable, wanted = _variable(operator), forced(operator)
     names = [backend.name for backend in backends]
-    if forced and forced not in names:
-        raise ValueError(f"{variable}={forced}: {operator} has the backends {', '.join(names)}")
+    if wanted and wanted not in names:
+        raise ValueError(f"{variable}={wanted}: {operator} has the backends {', '.join(names)}")
     candidates = (
-        [b for b in backends if b.name == forced] if forced else sorted(backends, key=lambda b: b.name != first)
+        [b for b in backends if b.name == wanted] if wanted else sorted(backends, key=lambda b: b.name != first)
     )
     passed_over: list[tuple[str, str]] = []
     for backend in candidates:
@@ -58,8 +66,8 @@ def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | N
             return Choice(backend, tuple(passed_over))
         passed_over.append((backend.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    if forced:
-        raise ValueError(f"{variable}={forced} cannot serve this call of {operator}: {reasons}")
+    if wanted:
+        raise ValueError(f"{variable}={wanted} cannot serve this call of {operator}: {reasons}")
     raise NotImplementedError(f"no backend can serve this call of {operator}: {reasons}")
 
 

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,13 @@ class Evaluation:
 
 
 def evaluate(
-    model: Path | str, text: Path, *, quantization: str | None, context: int, timeout: float = 900.0
+    model: Path | str,
+    text: Path,
+    *,
+    quantization: str | None,
+    context: int,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 900.0,
 ) -> Evaluation:
     """Run vLLM over ``text`` in a process of its own: engines do not share a process, nor leave memory behind.
 
@@ -57,6 +64,7 @@ def evaluate(
         model: a checkpoint.
         text: a UTF-8 file. It is cut into windows of ``context`` tokens, each behind the begin-of-text token.
         quantization: vLLM's name of the method; None leaves the checkpoint as it is.
+        environment: variables of the engine's process, over those of this one.
         timeout: seconds the engine may take.
 
     Raises:
@@ -73,17 +81,17 @@ def evaluate(
             "result": str(result),
         }
         command = [sys.executable, "-m", "llm_quant_rocm.cli._evaluate_worker", json.dumps(job)]
-        environment = {**_vllm.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        variables = {**_vllm.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environment or {})}
         if _vllm.on_cpu():
             # vLLM's kernels for AMX leave activations in BF16 or scale them per token under the name per-tensor.
-            environment.setdefault(
+            variables.setdefault(
                 "VLLM_DISABLED_KERNELS", "CPUFp8PerTensorScaledMMLinearKernel,CPUFP8W8A8ScaledMMLinearKernel"
             )
         with log.open("wb") as sink:
             try:
                 code = subprocess.run(
                     command,
-                    env=environment,
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from llm_quant_rocm.formats import fp8
 BLOCK = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest value under a global scale of 1
 
 # Weights are encoded and decoded this many elements at a time: fp32 temporaries of 4 MiB however large the weight.
 _CHUNK_ELEMENTS = 1024 * 1024
@@ -284,7 +285,7 @@ def _divisor(w: torch.Tensor, name: str) -> torch.Tensor:
     amax = fp8.row_amax(w).flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2], dtype=torch.float32)
     if not bool(amax.isfinite().all()):
         raise ValueError(f"{name} holds NaN or infinity, which NVFP4 cannot: mend the checkpoint, or keep this layer")
-    divisor = E2M1_MAX * E4M3_MAX / amax
+    divisor = RANGE / amax
     return torch.where(divisor <= _GLOBAL_MAX, divisor, 1.0)
 
 

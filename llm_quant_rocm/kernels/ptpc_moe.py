@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts in FP8: two grouped matrix products, and activation with quantization between them.
 
-A slot is one (token, expert) pair. Slots are sorted by expert and cut into blocks of one expert each; a program
-multiplies one block by one tile of its expert's rows. Rows stay where they are and are found through the order of
-slots. Everything that depends on the routing stays on the device: the grid is an upper bound, and programs beyond the
-last block return at once.
+A slot is one (token, expert) pair. Slots are sorted by expert and cut into tiles of one expert each (`routing`); a
+program multiplies one of them by one tile of its expert's rows. Rows stay where they are and are found through the
+map of rows to slots. Everything that depends on the routing stays on the device: the grid is an upper bound, and
+programs beyond the last tile return at once.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
 
 
 @dataclass(frozen=True)
@@ -43,64 +44,26 @@ def default_config(hardware: Hardware, slots: int, experts: int) -> MoeConfig:
     return MoeConfig(128, 128, 128, 3 if hardware.tma else 2, 8)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Slots cut into blocks of one expert.
-
-    Attributes:
-        order: [slots] slots sorted by expert, those of absent experts last.
-        expert, begin, end: [blocks] a block's expert (the number of experts where there is no such block) and its
-            range in `order`.
-    """
-
-    order: torch.Tensor
-    expert: torch.Tensor
-    begin: torch.Tensor
-    end: torch.Tensor
-
-
-def cut(local_ids: torch.Tensor, experts: int, block_m: int) -> Blocks:
-    """Blocks of at most `block_m` slots of local_ids [T, k] (-1: absent), without waiting for the device."""
-    ids = local_ids.flatten()
-    ids = torch.where(ids < 0, experts, ids).int()
-    slots = ids.numel()
-    position = torch.arange(slots, dtype=torch.int32, device=ids.device)
-    if slots * 2 <= experts:
-        # Few slots seldom share an expert: a block each, and no sorting.
-        return Blocks(position, ids, position, position + 1)
-    sorted_ids, order = torch.sort(ids, stable=True)
-    bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, dtype=torch.int32, device=ids.device))
-    first, last = bounds[:-1], bounds[1:]
-    blocks_end = ((last - first + block_m - 1) // block_m).cumsum(0)
-    block = torch.arange(min(slots, triton.cdiv(slots, block_m) + experts), device=ids.device)
-    expert = torch.searchsorted(blocks_end, block, right=True)
-    real = expert.clamp_max(experts - 1)
-    before = torch.where(real > 0, blocks_end[real - 1], 0)
-    begin = first[real] + (block - before) * block_m
-    return Blocks(order.int(), expert.int(), begin.int(), torch.minimum(begin + block_m, last[real]).int())
-
-
-@triton.jit(do_not_specialize=["N_BLOCKS"])
+@triton.jit
 def grouped_gemm_kernel(
-    x_ptr, xscale_ptr, w_ptr, wscale_ptr, weight_ptr, out_ptr, order_ptr, expert_ptr, begin_ptr, end_ptr,
-    N_BLOCKS, N, K,
-    EXPERTS: tl.constexpr, SLOTS_PER_ROW: tl.constexpr, WEIGHTED: tl.constexpr, DECODE: tl.constexpr,
-    SWAP_AB: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr
+    x_ptr, xscale_ptr, w_ptr, wscale_ptr, out_ptr, row_map_ptr, tile_expert_ptr, row_weight_ptr, N, K,
+    SLOTS_PER_ROW: tl.constexpr, DECODE: tl.constexpr, SWAP_AB: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the slot's router weight if WEIGHTED."""
+    """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the router weight if there is one."""
     if PDL:
         programmatic_launch()
-    block = tl.program_id(0)
-    expert = tl.load(expert_ptr + block)
-    if expert >= EXPERTS:
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
         return
-    position = tl.load(begin_ptr + block) + tl.arange(0, BLOCK_M)
-    there = position < tl.load(end_ptr + block)
-    slot = tl.load(order_ptr + position, mask=there, other=0).to(tl.int64)
+    place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.load(row_map_ptr + place)
+    there = slot >= 0
+    # Rows and columns beyond the edge read the first one again, and are not stored: no mask in the loop.
+    slot = tl.where(there, slot, tl.load(row_map_ptr + tile * BLOCK_M)).to(tl.int64)
     row = slot // SLOTS_PER_ROW
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and columns beyond the edge read the first one again, and are not stored: no mask in the loop.
     w_row = expert.to(tl.int64) * N + tl.where(column < N, column, 0)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + row[:, None] * K
@@ -120,23 +83,25 @@ def grouped_gemm_kernel(
     out = acc.T if SWAP_AB else acc
     out *= tl.load(xscale_ptr + row)[:, None]
     out *= tl.load(wscale_ptr + w_row)[None, :]
-    if WEIGHTED:
-        out *= tl.load(weight_ptr + slot)[:, None]
-    place = slot[:, None] * N + column[None, :]
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
+    if row_weight_ptr is not None:
+        out *= tl.load(row_weight_ptr + place)[:, None]
+    out_place = slot[:, None] * N + column[None, :]
+    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 
 
 @triton.jit
 def activation_quant_kernel(
-    h_ptr, q_ptr, scale_ptr,
+    h_ptr, q_ptr, scale_ptr, ids_ptr, map_ptr, known,
     ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Codes and scale of T(activation(gate) * up) for one row h = [gate, up] of dtype T."""
+    """Codes and scale of T(activation(gate) * up) for one slot's h = [gate, up] of dtype T, if its expert is here."""
     if PDL:
         programmatic_launch()
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
+    if local_expert(ids_ptr, map_ptr, row, True, known) < 0:
+        return
     gate_ptr = h_ptr + row * 2 * COLUMNS
     largest = tl.zeros([BLOCK], tl.float32)
     rounded = tl.tuple([])
@@ -162,43 +127,52 @@ def ptpc_moe(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
 ) -> torch.Tensor:
-    """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0."""
+    """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0.
+
+    topk_ids and expert_map are those of `routing.schedule`.
+    """
     experts, _, hidden = w13.shape
     inner = w2.shape[2]
-    topk = local_ids.shape[1]
-    slots = local_ids.numel()
+    topk = topk_ids.shape[1]
+    slots = topk_ids.numel()
     config = default_config(hardware, slots, experts)
-    blocks = cut(local_ids, experts, config.block_m)
+    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
     decode = not hardware.fp8_units
 
     def multiply(
-        a: torch.Tensor, ascale: torch.Tensor, w: torch.Tensor, wscale: torch.Tensor, per_row: int, weighted: bool
+        a: torch.Tensor,
+        ascale: torch.Tensor,
+        w: torch.Tensor,
+        wscale: torch.Tensor,
+        per_row: int,
+        row_weight: torch.Tensor | None,
     ) -> torch.Tensor:
         n, k = w.shape[1:]
-        # Slots of absent experts have no block: their rows must hold zeros.
-        out = torch.zeros((slots, n), dtype=x.dtype, device=x.device)
-        grid = (blocks.expert.numel(), triton.cdiv(n, config.block_n))
-        grouped_gemm_kernel[grid](
-            a.view(torch.uint8) if decode else a, ascale, w.view(torch.uint8) if decode else w, wscale, topk_weights,
-            out, blocks.order, blocks.expert, blocks.begin, blocks.end, grid[0], n, k,
-            EXPERTS=experts, SLOTS_PER_ROW=per_row, WEIGHTED=weighted, DECODE=decode,
-            SWAP_AB=hardware.tma and config.block_m < 64, EVEN_K=k % config.block_k == 0,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages,
-            PDL=hardware.pdl, num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
+        out = torch.empty((slots, n), dtype=x.dtype, device=x.device)
+        grouped_gemm_kernel[(routing.tile_expert.numel(), triton.cdiv(n, config.block_n))](
+            a.view(torch.uint8) if decode else a, ascale, w.view(torch.uint8) if decode else w, wscale, out,
+            routing.row_map, routing.tile_expert, row_weight, n, k,
+            SLOTS_PER_ROW=per_row, DECODE=decode, SWAP_AB=hardware.tma and config.block_m < 64,
+            EVEN_K=k % config.block_k == 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            STAGES=config.stages, PDL=hardware.pdl, num_warps=config.warps, num_stages=config.stages,
+            **pdl_option(hardware),
         )  # fmt: skip
         return out
 
     xq, xscale = per_token_quant_fp8(x, fmt)
-    h = multiply(xq, xscale, w13, w13_scale, topk, False)
+    h = multiply(xq, xscale, w13, w13_scale, topk, None)
     aq = torch.empty((slots, inner), dtype=fmt.dtype, device=x.device)
     ascale = torch.empty((slots, 1), dtype=torch.float32, device=x.device)
+    known = experts if expert_map is None else expert_map.numel()
     activation_quant_kernel[(slots,)](
-        h, aq, ascale, ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner,
-        PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
+        h, aq, ascale, topk_ids, expert_map, known, ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale,
+        COLUMNS=inner, PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
     )  # fmt: skip
-    return multiply(aq, ascale, w2, w2_scale, 1, True).view(-1, topk, hidden).sum(dim=1)
+    y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
+    return sum_rows(y, topk_ids, expert_map, experts, hardware)

@@ -30,15 +30,25 @@ def rms_norm_quant_kernel(
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    # Every row needs the weight again and no row needs x or the residual again: hence the eviction policies.
+    # Every row needs the weight again and no row needs x or the residual again: hence the eviction policies. Loads do
+    # not pass a store, so as many blocks as there are registers for are asked for before the first is needed.
+    EARLY: tl.constexpr = 2 if BLOCKS > 8 else BLOCKS
     z = tl.tuple([])
     for i in tl.static_range(BLOCKS):
         z += (load_block(x_ptr + row * x_stride, i, COLUMNS, BLOCK, "evict_first"),)
+    added = tl.tuple([])
+    if HAS_RESIDUAL:
+        for i in tl.static_range(EARLY):
+            added += (load_block(residual_ptr + row * residual_stride, i, COLUMNS, BLOCK, "evict_first"),)
+    weight = tl.tuple([])
+    for i in tl.static_range(EARLY):
+        weight += (load_block(weight_ptr, i, COLUMNS, BLOCK, "evict_last"),)
     if HAS_RESIDUAL:
         sums = tl.tuple([])
         for i in tl.static_range(BLOCKS):
-            added = load_block(residual_ptr + row * residual_stride, i, COLUMNS, BLOCK, "evict_first")
-            sums += (narrow(widen(z[i]) + widen(added), dtype),)
+            if i + EARLY < BLOCKS:
+                added += (load_block(residual_ptr + row * residual_stride, i + EARLY, COLUMNS, BLOCK, "evict_first"),)
+            sums += (narrow(widen(z[i]) + widen(added[i]), dtype),)
             store_block(sum_ptr + row * COLUMNS, sums[i], i, COLUMNS, BLOCK)
         z = sums
     squares = tl.zeros([BLOCK], tl.float32)
@@ -50,8 +60,9 @@ def rms_norm_quant_kernel(
     largest = tl.zeros([BLOCK], tl.float32)
     normed = tl.tuple([])
     for i in tl.static_range(BLOCKS):
-        weight = load_block(weight_ptr, i, COLUMNS, BLOCK, "evict_last")
-        value = widen(z[i]) * inverse * widen(weight)
+        if i + EARLY < BLOCKS:
+            weight += (load_block(weight_ptr, i + EARLY, COLUMNS, BLOCK, "evict_last"),)
+        value = widen(z[i]) * inverse * widen(weight[i])
         largest = larger(largest, tl.abs(value))
         normed += (narrow(value, dtype),)
     store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, normed, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
@@ -74,6 +85,6 @@ def rms_norm_quant_fp8(
         rms_norm_quant_kernel[(rows,)](
             x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
             HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
+            PDL=device.pdl, **row_launch(columns, device, 1 if residual is None else 2), **pdl_option(device),
         )  # fmt: skip
     return q, scale, total

@@ -65,13 +65,19 @@ def routed(
     topk_ids: torch.Tensor,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, weights fp32, local ids) as the kernels take them: contiguous, the router weight in x where it goes there.
-
-    A local id is an index into this rank's experts, or -1 for an expert that is elsewhere.
-    """
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(x, weights fp32, ids, expert map) as the kernels take them: contiguous, the router weight in x where it goes
+    there."""
     weights = topk_weights.float()
     if apply_router_weight_on_input:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-    local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-    return x.contiguous(), weights.contiguous(), local_ids
+    expert_map = None if expert_map is None else expert_map.contiguous()
+    return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map
+
+
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """The index among this rank's experts of each id, or -1 for an expert that is elsewhere and for a negative id."""
+    if expert_map is None:
+        return topk_ids
+    ids = topk_ids.long()
+    return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0)])

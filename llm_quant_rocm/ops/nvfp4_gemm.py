@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from llm_quant_rocm import hardware, reference
-from llm_quant_rocm.backends import Backend, Choice, choose
-from llm_quant_rocm.formats import fp8, nvfp4
+from llm_quant_rocm import hardware, reference, tuning
+from llm_quant_rocm.backends import Backend, Choice, choose, missing
+from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_wgmma
 from llm_quant_rocm.ops._register import check, register
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
@@ -45,8 +45,37 @@ def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor 
     return reference.nvfp4_gemm(x, rows, bias, x.dtype, call.batch_invariant)
 
 
+def _triton_refusal(call: GemmCall) -> str | None:
+    if call.layout != nvfp4_wgmma.LAYOUT:
+        return f"the weight (layout {call.layout}) was not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    return missing("triton")
+
+
+def _run_triton(
+    x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall
+) -> torch.Tensor:
+    from llm_quant_rocm.kernels import nvfp4_wgmma as kernel
+
+    config = _config(call.hardware, call.m, call.n, call.k)
+    if call.batch_invariant:
+        # Sums are not cut among programs, so each is added in one order however many rows there are.
+        config = replace(config, split_k=1)
+    return kernel.gemm(x, weight.codes, weight.scales, weight.global_scale, bias, call.n, call.hardware, config)
+
+
+@cache
+def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config, default_config
+
+    measured = tuning.lookup("nvfp4_gemm", device.arch, m, n, k)
+    return Config(**measured.config) if measured else default_config(m, n, k)
+
+
 # A backend runs (x [M, K], weight, bias or None, call) -> [M, N] in x's dtype, with nothing of size 0.
-BACKENDS = (Backend("reference", lambda call: not_rows(call.layout), _reference),)
+BACKENDS = (
+    Backend("triton", _triton_refusal, _run_triton),
+    Backend("reference", lambda call: not_rows(call.layout), _reference),
+)
 
 
 @cache

@@ -7,9 +7,10 @@ from functools import cache
 import torch
 
 from llm_quant_rocm import hardware, reference
-from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.backends import Backend, Choice, choose, missing
+from llm_quant_rocm.formats import nvfp4_wgmma
 from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._routing import check_device, check_routing, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
 
@@ -35,16 +36,54 @@ def _reference(
     w13: PreparedNvFp4Weight,
     w2: PreparedNvFp4Weight,
     topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
-    return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, local_ids, activation)
+    ids = local_ids(topk_ids, expert_map)
+    return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
 
 
-# A backend runs (x, w13, w2, topk_weights fp32 [T, k], local_ids [T, k], activation, call) -> [T, H], with nothing of
-# size 0. A local id is an index into w13 and w2, or -1.
-BACKENDS = (Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),)
+def _triton_refusal(call: MoeCall) -> str | None:
+    if call.layouts != (nvfp4_wgmma.LAYOUT_GATE_UP, nvfp4_wgmma.LAYOUT):
+        arranged = " and ".join(call.layouts)
+        return f"the weights (layouts {arranged}) were not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    return missing("triton")
+
+
+def _run_triton(
+    x: torch.Tensor,
+    w13: PreparedNvFp4Weight,
+    w2: PreparedNvFp4Weight,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    call: MoeCall,
+) -> torch.Tensor:
+    from llm_quant_rocm.kernels import nvfp4_moe as kernel
+
+    return kernel.nvfp4_moe(
+        x,
+        (w13.codes, w13.scales, w13.global_scale),
+        (w2.codes, w2.scales, w2.global_scale),
+        call.inner,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        activation,
+        call.hardware,
+        kernel.default_config(topk_ids.numel(), call.experts),
+    )
+
+
+# A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, activation, call) -> [T, H], with
+# nothing of size 0 and everything contiguous.
+BACKENDS = (
+    Backend("triton", _triton_refusal, _run_triton),
+    Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),
+)
 
 
 @cache
@@ -104,8 +143,8 @@ def _implementation(
     call = MoeCall(device, tokens, topk, experts, hidden, inner, x.dtype, (w13_layout, w2_layout))
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
-    x, weights, local_ids = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
-    return _choose(call).backend.run(x, w13, w2, weights, local_ids, activation, call)
+    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    return _choose(call).backend.run(x, w13, w2, weights, ids, expert_map, activation, call)
 
 
 _operator = register(
@@ -137,8 +176,9 @@ def nvfp4_moe(
     Every expert, and within it gate and up, keeps its own global scale.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the output. The activation is
-    silu, gelu or gelu_tanh. The rounding points are those of reference/nvfp4_moe.py; results do not depend on timing.
+    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
+    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/nvfp4_moe.py; results
+    do not depend on timing.
 
     Raises:
         TypeError: a dtype.

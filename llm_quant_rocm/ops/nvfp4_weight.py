@@ -6,11 +6,19 @@ from typing import Self
 
 import torch
 
-from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm import backends, hardware
+from llm_quant_rocm.formats import nvfp4, nvfp4_wgmma
 from llm_quant_rocm.ops._register import check
 
 ROW = "row"
-LAYOUTS = (ROW,)
+
+
+def _row_parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+    return (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // nvfp4.BLOCK))
+
+
+# layout: (dtype, shape) of the codes and of the scales of a weight [N, K], leading dimensions left out.
+LAYOUTS = {ROW: _row_parts, nvfp4_wgmma.LAYOUT: nvfp4_wgmma.parts, nvfp4_wgmma.LAYOUT_GATE_UP: nvfp4_wgmma.parts}
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +28,7 @@ class PreparedNvFp4Weight:
     Attributes:
         codes: the E2M1 codes. In layout "row", uint8 [..., N, K/2].
         scales: the block scales. In layout "row", float8_e4m3fn [..., N, K/16].
-        global_scale: fp32 [..., N], a multiplier for every row, in every layout.
+        global_scale: fp32 [..., N], a multiplier for every row, in the layout's order of rows.
         layout: how codes and scales are arranged.
         n, k: the weight's rows and columns.
     """
@@ -45,12 +53,24 @@ class PreparedNvFp4Weight:
         )
 
 
-def prepare_nvfp4_weight(weight: nvfp4.NvFp4Weight) -> PreparedNvFp4Weight:
+def prepare_nvfp4_weight(weight: nvfp4.NvFp4Weight, *, gate_up: bool = False) -> PreparedNvFp4Weight:
     """`weight` in the layout that the kernels of its device read best. Call it once a weight, at load.
 
-    The layout is "row" (the same tensors) where no kernel wants another.
+    The layout is "row" (the same tensors) where no kernel wants another. `gate_up` tells that the weight is the w13 of
+    `nvfp4_moe`, whose kernels may want rows of gate and up side by side.
     """
-    return PreparedNvFp4Weight.in_rows(weight)
+    operator = "nvfp4_gemm" if weight.codes.dim() == 2 else "nvfp4_moe"
+    hopper = hardware.detect(weight.codes.device).arch == "sm_90"
+    if not hopper or backends.missing("triton") or backends.forced(operator) == "reference":
+        return PreparedNvFp4Weight.in_rows(weight)
+    codes, scales, global_scale = weight.codes, weight.scales, weight.global_scale
+    if gate_up:
+        order = nvfp4_wgmma.gate_up_order(weight.n, codes.device)
+        codes, global_scale = codes[..., order, :], global_scale[..., order]
+        scales = scales.view(torch.uint8)[..., order, :].view(scales.dtype)
+    words, scale_bytes = nvfp4_wgmma.pack(codes, scales)
+    layout = nvfp4_wgmma.LAYOUT_GATE_UP if gate_up else nvfp4_wgmma.LAYOUT
+    return PreparedNvFp4Weight(words, scale_bytes, global_scale.contiguous(), layout, weight.n, weight.k)
 
 
 def rows_of_weight(weight: PreparedNvFp4Weight) -> nvfp4.NvFp4Weight:
@@ -81,12 +101,14 @@ def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading
         ValueError,
         lambda: f"{operator}: {label} has {k} columns, no multiple of {nvfp4.BLOCK}; keep this layer in 16 bits",
     )
+    codes, scales = LAYOUTS[layout](n, k)
     expected = {
-        "codes": (weight.codes, torch.uint8, (*leading, n, k // 2)),
-        "scales": (weight.scales, torch.float8_e4m3fn, (*leading, n, k // nvfp4.BLOCK)),
-        "global_scale": (weight.global_scale, torch.float32, (*leading, n)),
+        "codes": (weight.codes, *codes),
+        "scales": (weight.scales, *scales),
+        "global_scale": (weight.global_scale, torch.float32, (n,)),
     }
-    for part, (tensor, dtype, shape) in expected.items():
+    for part, (tensor, dtype, matrix) in expected.items():
+        shape = (*leading, *matrix)
         if tensor.dtype != dtype:
             raise TypeError(f"{operator}: {label}.{part} is {tensor.dtype}, not {dtype}; make it with formats.nvfp4")
         if tensor.shape != shape:

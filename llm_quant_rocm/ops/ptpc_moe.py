@@ -9,7 +9,7 @@ from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._routing import check_device, check_routing, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
 
 NAME = "ptpc_moe"
@@ -22,19 +22,36 @@ def _triton(
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
     topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
     from llm_quant_rocm.kernels.ptpc_moe import ptpc_moe
 
     device = hardware.detect(x.device)
-    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, local_ids, activation, fmt, device)
+    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, activation, fmt, device)
+
+
+def _reference(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w13_scale: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    fmt: fp8.Fp8Format,
+) -> torch.Tensor:
+    ids = local_ids(topk_ids, expert_map)
+    return reference.ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, ids, activation, fmt)
 
 
 BACKENDS = (
     Backend("triton", triton_refusal, _triton),
-    Backend("reference", lambda call: None, reference.ptpc_moe),
+    Backend("reference", lambda call: None, _reference),
 )
 
 
@@ -101,9 +118,9 @@ def _implementation(
     if 0 in (*topk_ids.shape, *w2.shape):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
-    x, weights, local_ids = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
     return _choose(call).backend.run(
-        x, w13, w13_scale, w2, w2_scale, weights, local_ids, activation, fp8.of_dtype(w13.dtype)
+        x, w13, w13_scale, w2, w2_scale, weights, ids, expert_map, activation, fp8.of_dtype(w13.dtype)
     )
 
 
@@ -137,8 +154,9 @@ def ptpc_moe(
     Any number of tokens, none included; experts may have none.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the output. The activation is
-    silu, gelu or gelu_tanh. The rounding points are those of reference/ptpc_moe.py; results do not depend on timing.
+    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
+    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/ptpc_moe.py; results
+    do not depend on timing.
 
     Raises:
         TypeError: a dtype, or an FP8 flavour that the device does not compute in.

@@ -16,6 +16,8 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from llm_quant_rocm_vllm.layer_names import shard_name
+
 NAME = "ptpc_fp8"
 
 logger = logging.getLogger("llm_quant_rocm")
@@ -158,9 +160,7 @@ class PtpcFp8Config(QuantizationConfig):
 
     def shard_name(self, prefix: str, shard: int) -> str:
         """The checkpoint's name of shard number `shard` of the layer that vLLM calls `prefix`, fused or not."""
-        parent, dot, leaf = prefix.rpartition(".")
-        shards = self.packed_modules_mapping.get(leaf, [leaf])
-        return f"{parent}{dot}{shards[shard]}" if shard < len(shards) else prefix
+        return shard_name(prefix, shard, self.packed_modules_mapping)
 
     def report(self) -> None:
         """Log once what is quantized and what is not. Call it when the whole model exists."""

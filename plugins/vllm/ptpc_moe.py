@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_ep_group
-from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from llm_quant_rocm import ops
+from llm_quant_rocm_vllm.experts import expert_map, expert_name, global_expert, lacking
 from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
-
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 class PtpcFp8MoEMethod(FusedMoEMethodBase):
@@ -34,9 +33,9 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.config = config
         self.prefix = prefix
-        if lacking := _lacking(layer.moe_config):
+        if lack := lacking(layer.moe_config):
             raise NotImplementedError(
-                f"{prefix}: ptpc_fp8 does not serve experts with {lacking}: add {prefix!r} to ignored_layers to "
+                f"{prefix}: ptpc_fp8 does not serve experts with {lack}: add {prefix!r} to ignored_layers to "
                 "leave them unquantized, or serve with --quantization fp8_per_channel"
             )
 
@@ -50,7 +49,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         def name_of_tensor(weight_name: str, shard_id: str, expert_id: int, return_success: bool = False) -> str:
-            return self._name(layer, expert_id, shard_id)
+            return f"{expert_name(layer, self.prefix, expert_id, shard_id)}.weight"
 
         loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor)
         shapes = {
@@ -83,7 +82,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             def name_of_row(row: int, name: str = name, rows: int = rows) -> str:
                 expert, row = divmod(row, rows)
                 shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
-                return self._name(layer, self._global_expert(layer, expert), shard)
+                return f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
 
             codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group)
             replace_parameter(layer, name, codes)
@@ -114,36 +113,5 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             topk_ids,
             activation=self.moe.activation.value,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            # The property `expert_map` is a 0/1 mask instead where aiter's kernels are switched on.
-            expert_map=layer._expert_map,
+            expert_map=expert_map(layer),
         )
-
-    def _name(self, layer: RoutedExperts, expert: int, shard: str) -> str:
-        projection = {
-            "w1": layer.ckpt_gate_proj_name,
-            "w2": layer.ckpt_down_proj_name,
-            "w3": layer.ckpt_up_proj_name,
-        }[shard]
-        return f"{self.prefix}.{expert}.{projection}.weight"
-
-    @staticmethod
-    def _global_expert(layer: RoutedExperts, expert: int) -> int:
-        """The checkpoint's number of this rank's expert number `expert`."""
-        if layer._expert_map is None:
-            return expert
-        return int((layer._expert_map == expert).nonzero()[0])
-
-
-def _lacking(moe: FusedMoEConfig) -> str | None:
-    """What the operator lacks to serve experts of this configuration, or None."""
-    if moe.activation.value not in _ACTIVATIONS:
-        return f"the activation {moe.activation.value}"
-    if moe.swiglu_limit is not None:
-        return "a clamped SwiGLU (swiglu_limit)"
-    if moe.has_bias:
-        return "biases"
-    if moe.is_lora_enabled:
-        return "LoRA adapters"
-    if moe.moe_parallel_config.use_all2all_kernels:
-        return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
-    return None

@@ -11,6 +11,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 if find_spec("vllm"):
     import checkpoints
     import engines
+    import nvfp4_checkpoints
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,30 @@ def dense(folder: Path, dense_checkpoint: Path) -> "engines.Result":
 def moe(folder: Path, moe_checkpoint: Path) -> "engines.Result":
     """The mixture-of-experts checkpoint, quantized by us, in fp16."""
     return succeed(engines.run(folder / "moe-ptpc", moe_checkpoint, quantization="ptpc_fp8", dtype="float16"))
+
+
+@pytest.fixture(scope="session")
+def nvfp4_dense(dense_checkpoint: Path) -> "nvfp4_checkpoints.Quantized":
+    """The dense checkpoint in NVFP4, its fused shards with unequal global scales."""
+    return nvfp4_checkpoints.Quantized(dense_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def nvfp4_moe(moe_checkpoint: Path) -> "nvfp4_checkpoints.Quantized":
+    """The mixture-of-experts checkpoint in NVFP4, gate and up of each expert with unequal global scales."""
+    return nvfp4_checkpoints.Quantized(moe_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def nvfp4_modelopt(folder: Path, nvfp4_dense: "nvfp4_checkpoints.Quantized") -> Path:
+    """ModelOpt's layout of the dense NVFP4 checkpoint, W4A4."""
+    return nvfp4_dense.write_modelopt(folder / "nvfp4-modelopt")
+
+
+@pytest.fixture(scope="session")
+def nvfp4_served(folder: Path, nvfp4_modelopt: Path) -> "engines.Result":
+    """It, served without a flag."""
+    return succeed(engines.run(folder / "nvfp4-modelopt-run", nvfp4_modelopt))
 
 
 def succeed(result: "engines.Result") -> "engines.Result":

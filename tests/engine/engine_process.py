@@ -2,10 +2,12 @@
 """One vLLM engine, from start to answer, in a process of its own: `python engine_process.py REQUEST.json FOLDER`.
 
 The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
-and one weights-RANK.pt a rank with the tensors that the model holds.
+and one weights-RANK.pt a rank with the tensors that the model holds. With EMULATE_NVFP4 in the environment, vLLM's own
+NVFP4 emulation, which it has for ROCm, serves on the CPU too.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -29,8 +31,17 @@ class SaveWeights:
         torch.save(tensors, f"{self.folder}/weights-{get_tensor_model_parallel_rank()}.pt")
 
 
+def emulate_nvfp4() -> None:
+    from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel, register_linear_kernel
+    from vllm.platforms import PlatformEnum
+
+    register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+
+
 def main(request_file: str, folder: str) -> None:
     request = json.loads(Path(request_file).read_text())
+    if "EMULATE_NVFP4" in os.environ:
+        emulate_nvfp4()
     llm = LLM(**request["settings"])
     llm.apply_model(SaveWeights(folder))
     params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, prompt_logprobs=0)

@@ -23,7 +23,7 @@ PROMPTS = (
     "0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2584, 4181",
 )
 
-_SETTINGS = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "max_model_len": 128, "max_num_seqs": 4}
+SETTINGS = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "max_model_len": 128, "max_num_seqs": 4}
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,15 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def run(folder: Path, model: Path, **settings: object) -> Result:
-    """Answer PROMPTS with the checkpoint `model` and further arguments of vllm.LLM; also when the engine fails."""
+def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **settings: object) -> Result:
+    """Answer PROMPTS with the checkpoint `model`, environment variables and further arguments of vllm.LLM; also when
+    the engine fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    request = {"settings": {"model": str(model), **_SETTINGS, **settings}, "prompts": PROMPTS, "max_tokens": 4}
+    request = {"settings": {"model": str(model), **SETTINGS, **settings}, "prompts": PROMPTS, "max_tokens": 4}
     (folder / "request.json").write_text(json.dumps(request))
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(folder / "request.json"), str(folder)],
-        env=environment(),
+        env=environment(**(variables or {})),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.ptpc_fp8 import _ROUTER, PtpcFp8Config
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -33,8 +34,9 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 def test_registration_can_be_repeated() -> None:
     llm_quant_rocm_vllm.register()
     llm_quant_rocm_vllm.register()
-    assert QUANTIZATION_METHODS.count("ptpc_fp8") == 1
-    assert get_quantization_config("ptpc_fp8") is PtpcFp8Config
+    for name, config in (("ptpc_fp8", PtpcFp8Config), ("nvfp4_triton", NvFp4Config), ("petit_nvfp4", NvFp4Config)):
+        assert QUANTIZATION_METHODS.count(name) == 1
+        assert get_quantization_config(name) is config
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev"])
@@ -49,7 +51,7 @@ def test_another_vllm_gets_one_warning_and_the_method(
     assert f"this is vLLM {version}" in log.text
     assert "0.26" in log.text
     assert "0.34" in log.text
-    assert methods == ["ptpc_fp8"]
+    assert methods == ["ptpc_fp8", "nvfp4_triton", "petit_nvfp4"]
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc1.dev3+g0abc"])

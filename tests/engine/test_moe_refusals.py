@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llm_quant_rocm_vllm.ptpc_moe import _lacking
+from llm_quant_rocm_vllm.experts import lacking
 
 
 def experts(**changes: Any) -> Any:
@@ -23,7 +23,7 @@ def experts(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_ordinary_experts_lack_nothing(activation: str) -> None:
-    assert _lacking(experts(activation=SimpleNamespace(value=activation))) is None
+    assert lacking(experts(activation=SimpleNamespace(value=activation))) is None
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_ordinary_experts_lack_nothing(activation: str) -> None:
     ],
 )
 def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
-    assert words in _lacking(experts(**change))
+    assert words in lacking(experts(**change))

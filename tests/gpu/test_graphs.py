@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats import fp8, nvfp4
 from tests.inputs import assert_same, random_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -21,6 +21,7 @@ def functions(width: int) -> dict[str, Function]:
     w = random_rows(96, width, torch.bfloat16, seed=4).cuda()
     wq, wscale = fp8.quantize_rows(w, fp8.for_device(w.device))
     bias = random_rows(1, 96, torch.bfloat16, seed=5)[0].cuda()
+    codes = ops.prepare_nvfp4_weight(nvfp4.quantize(w))
 
     def gemm(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         xq, xscale = ops.per_token_quant_fp8(x)
@@ -32,10 +33,18 @@ def functions(width: int) -> dict[str, Function]:
         "add_rms_norm_quant_fp8": lambda x: ops.rms_norm_quant_fp8(x, weight, residual=x * 2),
         "ptpc_gemm": gemm,
         "ptpc_linear": lambda x: (ops.ptpc_linear(x, wq, wscale, bias),),
+        "nvfp4_gemm": lambda x: (ops.nvfp4_gemm(x, codes, bias),),
     }
 
 
-NAMES = ["per_token_quant_fp8", "rms_norm_quant_fp8", "add_rms_norm_quant_fp8", "ptpc_gemm", "ptpc_linear"]
+NAMES = [
+    "per_token_quant_fp8",
+    "rms_norm_quant_fp8",
+    "add_rms_norm_quant_fp8",
+    "ptpc_gemm",
+    "ptpc_linear",
+    "nvfp4_gemm",
+]
 
 
 def assert_replays(function: Function, rows: int, width: int) -> None:

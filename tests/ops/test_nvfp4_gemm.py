@@ -78,11 +78,14 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
 
 @HALF
 def test_batch_invariance(dtype: torch.dtype) -> None:
-    x, weight = random_rows(130, 512, torch.float32).to(dtype), ops.prepare_nvfp4_weight(nasty_weight(70, 512))
-    whole = ops.nvfp4_gemm(x, weight, batch_invariant=True)
-    for rows in (slice(0, 1), slice(3, 4), slice(5, 22), slice(1, 130)):
-        assert_same(ops.nvfp4_gemm(x[rows], weight, batch_invariant=True), whole[rows])
-    assert_same(ops.nvfp4_gemm(x.flip(0), weight, batch_invariant=True), whole.flip(0))
+    """The bias takes row 3's own product away, in fp32: 16 bits then show what is left of its last bits."""
+    x, weight = torch.randn(130, 512).to(dtype), nvfp4.quantize(torch.randn(70, 512))
+    bias = -reference.nvfp4_gemm(x[3:4], weight, None, torch.float32, batch_invariant=True)[0]
+    whole = ops.nvfp4_gemm(x, weight, bias, batch_invariant=True)
+    assert (whole[3] == 0).all()
+    for rows in (slice(3, 4), slice(2, 4), slice(1, 8), slice(3, 130)):
+        assert_same(ops.nvfp4_gemm(x[rows], weight, bias, batch_invariant=True), whole[rows])
+    assert_same(ops.nvfp4_gemm(x.flip(0), weight, bias, batch_invariant=True), whole.flip(0))
 
 
 @HALF

@@ -13,12 +13,13 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
+from llm_quant_rocm.checkpoint import quantize as quantize_module
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from tests.inputs import assert_same
 from tests.nvfp4_inputs import weight64
 
-DEMO_MODEL = Path(__file__).parent.parent / "examples" / "demo_model"
+DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 HIDDEN, KV, INNER = 64, 32, 96
 LINEARS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -29,6 +30,8 @@ LINEARS = {
     "mlp.up_proj": (INNER, HIDDEN),
     "mlp.down_proj": (HIDDEN, INNER),
 }
+
+INPUT_AMAX = {f"model.layers.{layer}.{name}": 1.5 + layer for layer in range(2) for name in LINEARS}
 
 
 def tensors_of_a_model(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -81,7 +84,7 @@ def test_every_layout_holds_the_same_values(tmp_path: Path, shards: int, dtype: 
     source = write(tmp_path / "source", original, shards)
     written = {}
     for layout in LAYOUTS:
-        report = quantize_checkpoint(source, tmp_path / layout, layout)
+        report = quantize_checkpoint(source, tmp_path / layout, layout, input_amax=INPUT_AMAX)
         written[layout] = read(tmp_path / layout)
         assert len(report.quantized) == 14
         assert set(report.kept) == {"model.embed_tokens", "lm_head"}
@@ -160,14 +163,39 @@ def test_compressed_tensors_reads_the_description(tmp_path: Path) -> None:
     assert scheme.input_activations is None
 
 
+def test_inputs_of_layers_make_w4a4(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    quantize_checkpoint(source, tmp_path / "ct", input_amax=INPUT_AMAX)
+    quantize_checkpoint(source, tmp_path / "mo", "modelopt", input_amax=INPUT_AMAX)
+    ct, mo = read(tmp_path / "ct"), read(tmp_path / "mo")
+    for module, amax in INPUT_AMAX.items():
+        assert ct[f"{module}.input_global_scale"].tolist() == [pytest.approx(2688 / amax)]
+        assert mo[f"{module}.input_scale"].item() == pytest.approx(amax / 2688)
+    described = [
+        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in ("ct", "mo")
+    ]
+    scheme = QuantizationConfig.model_validate(described[0]).config_groups["group_0"]
+    assert (scheme.input_activations.num_bits, scheme.input_activations.dynamic) == (4, "local")
+    assert described[1]["quant_algo"] == "NVFP4"
+    assert described[1]["config_groups"]["group_0"]["input_activations"]["num_bits"] == 4
+
+
+def test_without_inputs_modelopt_is_w4a16(tmp_path: Path) -> None:
+    quantize_checkpoint(write(tmp_path / "source", tensors_of_a_model()), tmp_path / "target", "modelopt")
+    description = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
+    assert (description["quant_algo"], description["group_size"]) == ("W4A16_NVFP4", 16)
+    assert description["config_groups"]["group_0"]["input_activations"] is None
+    assert not any(name.endswith("input_scale") for name in read(tmp_path / "target"))
+
+
 def test_the_legacy_description_stands_in_its_own_file(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors_of_a_model())
-    quantize_checkpoint(source, tmp_path / "target", "modelopt-legacy")
+    quantize_checkpoint(source, tmp_path / "target", "modelopt-legacy", input_amax=INPUT_AMAX)
     assert "quantization_config" not in json.loads((tmp_path / "target" / "config.json").read_text())
     description = json.loads((tmp_path / "target" / "hf_quant_config.json").read_text())
     assert description["producer"]["name"] == "modelopt"
     assert description["quantization"] == {
-        "quant_algo": "W4A16_NVFP4",
+        "quant_algo": "NVFP4",
         "kv_cache_quant_algo": None,
         "group_size": 16,
         "exclude_modules": ["lm_head", "model.embed_tokens"],
@@ -178,7 +206,7 @@ def test_the_layouts_convert_into_each_other(tmp_path: Path) -> None:
     """compressed-tensors' own converter makes of our ModelOpt tensors our compressed-tensors ones."""
     source = write(tmp_path / "source", tensors_of_a_model())
     for layout in ("modelopt", "compressed-tensors"):
-        quantize_checkpoint(source, tmp_path / layout, layout)
+        quantize_checkpoint(source, tmp_path / layout, layout, input_amax=INPUT_AMAX)
     converter = ModelOptNvfp4Converter(targets=["re:.*_proj$"])
     modelopt = read(tmp_path / "modelopt")
     converter.validate(modelopt)
@@ -206,16 +234,13 @@ def test_transformers_reads_the_values_of_dequantize(tmp_path: Path) -> None:
 
 
 def test_the_output_of_one_file_is_all_that_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm_quant_rocm import checkpoint
-
     source, sizes = write(tmp_path / "source", tensors_of_a_model(), 4), []
-    real = checkpoint._save
 
-    def watched(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def watched(tensors: dict[str, torch.Tensor], path: Path, **rest: Any) -> None:
         sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-        real(tensors, path)
+        save_file(tensors, path, **rest)
 
-    monkeypatch.setattr(checkpoint, "_save", watched)
+    monkeypatch.setattr(quantize_module, "save_file", watched)
     report = quantize_checkpoint(source, tmp_path / "target")
     assert len(sizes) == 4
     assert sum(sizes) == report.bytes_after
@@ -273,6 +298,12 @@ def test_arguments(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors_of_a_model())
     with pytest.raises(ValueError, match="layout 'gguf' is not one of compressed-tensors, modelopt, modelopt-legacy"):
         quantize_checkpoint(source, tmp_path / "target", "gguf")
+    with pytest.raises(ValueError, match="describes W4A4 only: give input_amax, or take the layout modelopt"):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt-legacy")
+    for wrong in (0.0, float("nan"), float("inf"), None):
+        inputs = INPUT_AMAX | {"model.layers.1.mlp.up_proj": wrong}
+        with pytest.raises(ValueError, match=f"input_amax of model.layers.1.mlp.up_proj is {wrong}; it must be"):
+            quantize_checkpoint(source, tmp_path / "target", input_amax=inputs)
     with pytest.raises(ValueError, match="source is not an empty folder"):
         quantize_checkpoint(source, source)
     with pytest.raises(ValueError, match=r"ignore keeps model.layers.0.self_attn.k_proj but not .*q_proj, and engines"):

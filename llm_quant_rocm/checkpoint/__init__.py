@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized checkpoints made of 16-bit ones. Needs safetensors, and compressed-tensors for its layout."""
+
+from llm_quant_rocm.checkpoint.layouts import LAYOUTS as LAYOUTS
+from llm_quant_rocm.checkpoint.quantize import IGNORE as IGNORE
+from llm_quant_rocm.checkpoint.quantize import Report as Report
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 weights arranged for Hopper's warpgroup matrix units: layout "wgmma".
+
+A wgmma takes its first operand from registers. The weight is cut in pieces of 16 rows and 64 columns, four operand
+fragments, and every lane finds its codes of a piece in 16 bytes, at the bits where `kernels/decode_hopper.py` turns
+them into values with the fewest instructions. Nothing moves between lanes after the load.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+LAYOUT = "wgmma"
+# The same with the rows of w13 = [gate, up] in turns, eight of the gate and eight of up, so that one program holds both
+# and can apply the activation.
+LAYOUT_GATE_UP = "wgmma_gate_up"
+ROWS, COLUMNS = 16, 64
+# Weights are padded with zero codes to whole tiles of every configuration.
+PAD_N, PAD_K = 128, 128
+# Scales are stored as scale * 2^7, the upper half of an fp16.
+SCALE_EXPONENT = 7
+_PACK_ELEMENTS = 2**24
+
+
+def parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the words and of the scale bytes of a weight [n, k]."""
+    row_tiles, pieces = -(-n // PAD_N) * (PAD_N // ROWS), -(-k // PAD_K) * (PAD_K // COLUMNS)
+    return (torch.int32, (pieces, row_tiles, 128)), (torch.uint8, (pieces, row_tiles, 64))
+
+
+def gate_up_order(n: int, device: torch.device) -> torch.Tensor:
+    """Which row of [gate, up] (n rows, a multiple of 16) stands at each place of LAYOUT_GATE_UP."""
+    return torch.arange(n, device=device).view(2, n // ROWS, ROWS // 2).transpose(0, 1).flatten()
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight's codes and block scales as the kernel reads them.
+
+    Args:
+        codes: uint8 [..., N, K/2], the even k in the low nibble.
+        scales: float8_e4m3fn [..., N, K/16], not negative.
+
+    Returns:
+        words int32 [..., K/64, N/16, 128], with N and K padded to multiples of 128, and scale bytes uint8
+        [..., K/64, N/16, 64].
+
+    Word lane * 4 + step of a piece holds what lane `lane` multiplies in fragment `step`: columns 16 * step + 2 * (lane
+    % 4) + {0, 1, 8, 9} of rows lane / 4 and lane / 4 + 8. `decode_hopper` says where in the word. The scale bytes of a
+    piece stand as [row % 8][step][row / 8]; a byte is the upper half of scale * 2^7 in fp16, exact for every scale. A
+    block whose scale is 0 gets zero codes, so what its byte stands for does not matter.
+    """
+    leading, (n, half) = codes.shape[:-2], codes.shape[-2:]
+    words, scale_bytes = (
+        torch.zeros((prod(leading), *shape), dtype=dtype, device=codes.device) for dtype, shape in parts(n, 2 * half)
+    )
+    padded_k = words.shape[1] * COLUMNS
+    for index, rows in _pieces(prod(leading), n, 2 * half):
+        part, part_scales = codes.reshape(-1, n, half)[index, rows], scales.reshape(-1, n, half // 8)[index, rows]
+        part = torch.where((part_scales.float() == 0).repeat_interleave(8, -1), 0, part)
+        row_padding = -part.shape[0] % ROWS
+        part = torch.nn.functional.pad(part, (0, padded_k // 2 - half, 0, row_padding))
+        part_scales = torch.nn.functional.pad(part_scales.float(), (0, (padded_k // 2 - half) // 8, 0, row_padding))
+        first, count = rows.start // ROWS, part.shape[0] // ROWS
+        words[index, :, first : first + count] = _words(part)
+        scale_bytes[index, :, first : first + count] = _scale_bytes(part_scales)
+    return words.view(*leading, *words.shape[1:]), scale_bytes.view(*leading, *scale_bytes.shape[1:])
+
+
+def _pieces(matrices: int, n: int, k: int) -> Iterator[tuple[int, slice]]:
+    step = max(ROWS, _PACK_ELEMENTS // max(k, 1) // ROWS * ROWS)
+    for index in range(matrices):
+        for start in range(0, n, step):
+            yield index, slice(start, min(start + step, n))
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Words [K/64, N/16, 128] of codes uint8 [N, K/2]: each of a word's four pairs of codes at the bits where
+    `decode_words` finds it with the fewest instructions."""
+    n, k = codes.shape[0], codes.shape[1] * 2
+    # [tile, row half, row, piece, step, column half, lane % 4], a byte for two neighbouring columns
+    pairs = codes.view(n // ROWS, 2, 8, k // COLUMNS, 4, 2, 4).permute(3, 0, 2, 6, 4, 1, 5).to(torch.int32)
+    words = torch.zeros(pairs.shape[:5], dtype=torch.int32, device=codes.device)
+    for column in range(2):
+        code = (pairs >> (4 * column)) & 15
+        sign, size, at = code >> 3, code & 7, 16 * column
+        words |= (size[..., 0, 0] << at) | (sign[..., 0, 0] << (at + 9))
+        words |= (size[..., 0, 1] << (at + 4)) | (sign[..., 0, 1] << (at + 13))
+        words |= (size[..., 1, 0] << (at + 10)) | (sign[..., 1, 0] << (19 - at))
+        size, sign = size[..., 1, 1], sign[..., 1, 1]
+        words |= ((size >> 1) << (at + 7)) | ((size & 1) << (at + 14)) | (sign << (at + 15))
+    return words.flatten(2)
+
+
+def _scale_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """Bytes [K/64, N/16, 64] of scales fp32 [N, K/16]."""
+    n, blocks = scales.shape
+    upper = ((scales * 2.0**SCALE_EXPONENT).to(torch.float16).view(torch.int16) >> 7).to(torch.uint8)
+    return upper.view(n // ROWS, 2, 8, blocks // 4, 4).permute(3, 0, 2, 4, 1).flatten(2)

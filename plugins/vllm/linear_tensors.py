@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint tensors of a quantized linear layer, checked as they arrive."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from llm_quant_rocm_vllm.layer_names import shard_name, shard_numbers
+
+# vLLM's special layers place the rows of a checkpoint by rules of their own.
+_PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear)
+
+_Shard = str | int | tuple[int, ...] | None
+
+
+class LinearTensors:
+    """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.
+
+    vLLM's loaders copy: they would convert another dtype, cut a tensor that is too large, and leave what never arrives
+    as it was. Here each is an error with the tensor's name.
+
+    Args:
+        layer: a linear layer, or an output head.
+        prefix: vLLM's name of it.
+        fused: vLLM's packed_modules_mapping.
+        sizes: this rank's rows of each shard.
+        output_size: all ranks' rows together.
+        loader: vLLM's weight loader of the layer.
+    """
+
+    def __init__(
+        self,
+        layer: LinearBase,
+        prefix: str,
+        fused: Mapping[str, Sequence[str]],
+        sizes: Sequence[int],
+        output_size: int,
+        loader: Callable[..., Any],
+    ) -> None:
+        self._layer = layer
+        self._sizes = list(sizes)
+        self._ranks = output_size // max(1, sum(sizes))
+        self._loader = loader
+        self._shards = [shard_name(prefix, shard, fused) for shard in range(len(sizes))]
+        self._prefix = prefix
+        self._required: list[str] = []
+        self._arrived: set[tuple[str, int]] = set()
+
+    def add_matrix(self, tensor: str, dtype: torch.dtype, columns: int, whole: int) -> None:
+        """A parameter [rows, `columns`] of a checkpoint tensor with `whole` columns, loaded by vLLM."""
+
+        @wraps(self._loader)  # vLLM binds arguments by the loader's signature
+        def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shard: _Shard = next(iter((*args, *kwargs.values())), None)
+            name = self._name(tensor, shard)
+            if loaded_weight.dtype != dtype:
+                raise TypeError(
+                    f"{name} is {loaded_weight.dtype} in the checkpoint, where its quantization_config promises "
+                    f"{dtype}: if the layer is not quantized, the ignore list should name it"
+                )
+            rows = self._rows(shard)
+            expected = (loaded_weight.shape[0] if rows is None else rows, whole)
+            if tuple(loaded_weight.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
+                    f"{expected}: the checkpoint is broken, or made for another model"
+                )
+            self._note(tensor, shard)
+            return self._loader(param, loaded_weight, *args, **kwargs)
+
+        data = torch.empty(sum(self._sizes), columns, dtype=dtype)
+        parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
+        self._layer.register_parameter(tensor, parameter)
+        self._required.append(tensor)
+
+    def add_scalars(self, tensor: str) -> None:
+        """A parameter, fp32 [shards], of checkpoint tensors with one value for each shard."""
+        values = torch.nn.Parameter(
+            torch.full((len(self._sizes),), torch.nan, dtype=torch.float32), requires_grad=False
+        )
+
+        def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
+            param.data[shard_numbers(loaded_shard_id, len(self._sizes))] = self._scalar(
+                tensor, loaded_weight, loaded_shard_id
+            ).to(param.device)
+
+        set_weight_attrs(values, {"weight_loader": load})
+        self._layer.register_parameter(tensor, values)
+        self._required.append(tensor)
+
+    def add_optional_scalars(self, tensor: str) -> dict[int, torch.Tensor]:
+        """The values by shard number, to be filled while loading, of tensors that a checkpoint may lack.
+
+        Their parameter is empty: vLLM insists on the checkpoint's having every other one.
+        """
+        values: dict[int, torch.Tensor] = {}
+        placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+        def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
+            scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
+            values.update(dict.fromkeys(shard_numbers(loaded_shard_id, len(self._sizes)), scalar))
+
+        set_weight_attrs(placeholder, {"weight_loader": load})
+        self._layer.register_parameter(tensor, placeholder)
+        return values
+
+    def pieces(self) -> list[tuple[str, slice]]:
+        """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
+        ends = torch.tensor(self._sizes).cumsum(0).tolist()
+        rows = [slice(end - size, end) for end, size in zip(ends, self._sizes, strict=True)]
+        return [(f"{shard}.weight", place) for shard, place in zip(self._shards, rows, strict=True)]
+
+    def refuse_missing(self) -> None:
+        """ValueError where a tensor of a shard never arrived."""
+        for tensor in self._required:
+            for number, shard in enumerate(self._shards):
+                if (tensor, number) not in self._arrived:
+                    raise ValueError(
+                        f"{shard}.{tensor} is missing from the checkpoint: if the layer is not quantized, the ignore "
+                        "list should name it; else fetch or export the checkpoint again"
+                    )
+
+    def _scalar(self, tensor: str, value: torch.Tensor, shard: _Shard) -> torch.Tensor:
+        if value.numel() != 1:
+            raise ValueError(f"{self._name(tensor, shard)} has shape {tuple(value.shape)}; it is one value")
+        self._note(tensor, shard)
+        return value.float().reshape(())
+
+    def _note(self, tensor: str, shard: _Shard) -> None:
+        self._arrived.update((tensor, number) for number in shard_numbers(shard, len(self._sizes)))
+
+    def _name(self, tensor: str, shard: _Shard) -> str:
+        numbers = shard_numbers(shard, len(self._sizes))
+        return f"{self._shards[numbers[0]] if len(numbers) == 1 else self._prefix}.{tensor}"
+
+    def _rows(self, shard: _Shard) -> int | None:
+        """How many rows the checkpoint tensor of `shard` has, None where vLLM alone knows."""
+        if isinstance(self._layer, VocabParallelEmbedding):
+            return self._layer.org_vocab_size
+        numbers = shard_numbers(shard, len(self._sizes))
+        if type(self._layer) not in _PLAIN or len(numbers) != 1:
+            return None
+        replicas = self._layer.num_kv_head_replicas if shard in ("k", "v") else 1
+        return self._sizes[numbers[0]] * self._ranks // replicas

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of an NVFP4 layer: as checkpoints name them, and as a served layer keeps them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llm_quant_rocm import ops
+from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
+from llm_quant_rocm.ops import PreparedNvFp4Weight
+
+# 1.0 in E4M3.
+_ONE = 0x38
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint format calls the tensors of a layer, and what they mean.
+
+    Attributes:
+        codes, scales, global_scale, input_scale: the tensors' names.
+        weight: makes an NvFp4Weight of codes, block scales and a global scale.
+        encoding_scale: makes the scale that activations are encoded with (2688 / amax) of `input_scale`.
+    """
+
+    codes: str
+    scales: str
+    global_scale: str
+    input_scale: str
+    weight: Callable[..., NvFp4Weight]
+    encoding_scale: Callable[[torch.Tensor], torch.Tensor]
+
+
+MODELOPT = TensorNames(
+    "weight", "weight_scale", "weight_scale_2", "input_scale", NvFp4Weight.from_modelopt, torch.reciprocal
+)
+COMPRESSED_TENSORS = TensorNames(
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "input_global_scale",
+    NvFp4Weight.from_compressed_tensors,
+    torch.Tensor.clone,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a layer's weight that was one weight in the checkpoint.
+
+    Attributes:
+        name: the checkpoint's name of it, ending in ".weight".
+        where: its index in the layer's weight: (rows,), or (expert, rows).
+        global_scale: its global scale, in the checkpoint's convention.
+    """
+
+    name: str
+    where: tuple[int | slice, ...]
+    global_scale: torch.Tensor
+
+
+def refuse_ragged(name: str, k: int, whole: int) -> None:
+    """ValueError unless a rank's `k` of the `whole` input features of layer `name` are whole blocks."""
+    if whole % BLOCK:
+        raise ValueError(
+            f"{name} has {whole} input features, no multiple of {BLOCK}, so it cannot be NVFP4: the checkpoint's "
+            "ignore list should name it"
+        )
+    if k % BLOCK:
+        raise ValueError(
+            f"{name} has {k} of {whole} input features on each of {whole // k} ranks, no multiple of {BLOCK}: serve "
+            "with a smaller --tensor-parallel-size"
+        )
+
+
+def assemble(names: TensorNames, codes: torch.Tensor, scales: torch.Tensor, pieces: Iterable[Piece]) -> NvFp4Weight:
+    """The weight with `codes` [..., N, K/2] and `scales` [..., N, K/16], each piece under its own global scale.
+
+    Raises:
+        TypeError, ValueError: a piece is broken; the message names its tensor.
+    """
+    global_scale = torch.empty(codes.shape[:-1], dtype=torch.float32, device=codes.device)
+    for piece in pieces:
+        weight = names.weight(codes[piece.where], scales[piece.where], piece.global_scale, name=piece.name)
+        scales[piece.where] = weight.scales  # which have no negative zeros
+        global_scale[piece.where] = weight.global_scale
+    return NvFp4Weight(codes, scales, global_scale)
+
+
+def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:
+    """A weight of random codes in these tensors, for vLLM's load format "dummy", which leaves codes as they are."""
+    codes.random_(0, 256)
+    scales.view(torch.uint8).fill_(_ONE)
+    return NvFp4Weight(codes, scales, torch.full(codes.shape[:-1], 2.0**-12, dtype=torch.float32, device=codes.device))
+
+
+def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "") -> None:
+    """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`.
+
+    These are the names by which other parts of vLLM look for a layer's weight and its device.
+    """
+    prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
+    tensors = {"weight": prepared.codes, "weight_scale": prepared.scales, "weight_global_scale": prepared.global_scale}
+    for name, tensor in tensors.items():
+        setattr(layer, stem + name, torch.nn.Parameter(tensor, requires_grad=False))
+    setattr(layer, f"{stem}nvfp4", (prepared.layout, prepared.n, prepared.k))
+
+
+def kept(layer: Any, stem: str = "") -> PreparedNvFp4Weight:
+    """What `keep` gave the layer."""
+    return PreparedNvFp4Weight(
+        getattr(layer, f"{stem}weight"),
+        getattr(layer, f"{stem}weight_scale"),
+        getattr(layer, f"{stem}weight_global_scale"),
+        *getattr(layer, f"{stem}nvfp4"),
+    )

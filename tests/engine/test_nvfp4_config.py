@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which NVFP4 checkpoints are taken over, where, and what switches it off; without an engine."""
+
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
+
+from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
+from llm_quant_rocm_vllm.layer_names import shard_name, shard_numbers
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options, checkpoint_kind
+from llm_quant_rocm_vllm.nvfp4_tensors import refuse_ragged
+
+FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+LEGACY = {
+    "producer": {"name": "modelopt"},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    },
+}
+WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
+    "ignore": ["lm_head"],
+}
+
+
+def mixed(**layers: str) -> dict[str, Any]:
+    recipes = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipes}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (FLAT, "modelopt"),
+        (FLAT | {"quant_algo": "w4a16_nvfp4"}, "modelopt"),
+        (LEGACY, "modelopt"),
+        (LEGACY | {"quant_method": "modelopt_fp4"}, "modelopt"),
+        ({"quantization": {"quant_algo": "NVFP4"}}, "modelopt"),
+        (FLAT | {"quant_algo": "NVFP4_AWQ"}, "modelopt"),  # from_config refuses it by name
+        (mixed(a="FP8", b="NVFP4"), "modelopt_mixed"),
+        (mixed(a="FP8"), None),
+        (FLAT | {"quant_algo": "FP8"}, None),
+        (FLAT | {"quant_algo": "MXFP8"}, None),
+        (COMPRESSED, "compressed-tensors"),
+        (COMPRESSED | {"format": "mixed-precision"}, None),
+        (
+            COMPRESSED
+            | {"format": "mixed-precision", "config_groups": {"g": {"format": "nvfp4-pack-quantized", "targets": []}}},
+            "compressed-tensors",
+        ),
+        (COMPRESSED | {"format": "pack-quantized"}, None),
+        (COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, None),
+        ({"quant_method": "gptq", "bits": 4}, None),
+        ({"quant_method": "mxfp4"}, None),
+        ({}, None),
+    ],
+)
+def test_kinds_of_checkpoints(config: dict[str, Any], kind: str | None) -> None:
+    assert checkpoint_kind(config) == kind
+    assert NvFp4Config.override_quantization_method(config, None) == (kind and "nvfp4_triton")
+
+
+@pytest.mark.parametrize("user", ["modelopt_fp4", "modelopt_mixed", "compressed-tensors", "fp8", "ptpc_fp8"])
+def test_another_method_that_the_user_names_is_left_alone(user: str) -> None:
+    assert NvFp4Config.override_quantization_method(FLAT, user) is None
+
+
+@pytest.mark.parametrize("user", [None, "modelopt", "nvfp4_triton", "petit_nvfp4"])
+def test_names_under_which_we_serve(user: str | None) -> None:
+    assert NvFp4Config.override_quantization_method(FLAT, user) == "nvfp4_triton"
+
+
+def test_our_name_on_another_checkpoint_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"this one's quantization_config is gptq \(None\)"):
+        NvFp4Config.override_quantization_method({"quant_method": "gptq"}, "petit_nvfp4")
+    with pytest.raises(ValueError, match="this one is not quantized"):
+        NvFp4Config()
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
+    assert NvFp4Config.override_quantization_method(FLAT, None) is None
+    assert NvFp4Config.override_quantization_method(FLAT, "nvfp4_triton") == "nvfp4_triton"
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "off")
+    with pytest.raises(ValueError, match="LLM_QUANT_ROCM_NVFP4 is 0 or 1, not 'off'"):
+        NvFp4Config.override_quantization_method(FLAT, None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "served"),
+    [
+        ("rocm", (9, 0), True),
+        ("rocm", (9, 4), True),
+        ("rocm", (9, 5), True),  # gfx950 multiplies MXFP4, not NVFP4
+        ("rocm", (11, 0), False),
+        ("cuda", (7, 5), False),
+        ("cuda", (8, 0), True),
+        ("cuda", (9, 0), True),
+        ("cuda", (10, 0), False),
+        ("cuda", (12, 0), False),
+        ("cuda", None, False),
+        ("xpu", (9, 0), False),
+    ],
+)
+def test_devices(
+    platform: str, capability: tuple[int, int] | None, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(
+        is_cpu=lambda: False,
+        is_rocm=lambda: platform == "rocm",
+        is_cuda=lambda: platform == "cuda",
+        get_device_capability=lambda: capability and DeviceCapability(*capability),
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", fake)
+    expected = "nvfp4_triton" if served else None
+    assert NvFp4Config.override_quantization_method(FLAT, None) == expected
+    assert NvFp4Config.override_quantization_method(FLAT, "nvfp4_triton") == "nvfp4_triton"
+
+
+@pytest.mark.parametrize(
+    ("user", "switch", "method"),
+    [
+        (None, "1", "nvfp4_triton"),
+        ("petit_nvfp4", "1", "nvfp4_triton"),
+        (None, "0", "modelopt_fp4"),
+        ("modelopt_fp4", "1", "modelopt_fp4"),
+    ],
+)
+def test_what_vllm_makes_of_it(
+    user: str | None, switch: str, method: str, nvfp4_modelopt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", switch)
+    arguments = EngineArgs(model=str(nvfp4_modelopt), quantization=user)
+    assert arguments.create_model_config().quantization == method
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            FLAT | {"quant_algo": "NVFP4_AWQ"},
+            "quant_algo NVFP4_AWQ is not known: nvfp4_triton serves NVFP4, W4A16_NVFP4",
+        ),
+        (FLAT | {"group_size": 32}, "NVFP4 has group_size 32"),
+        (mixed(a="FP8", b="NVFP4_SVD"), "quant_algo NVFP4_SVD of b is not known"),
+        (
+            {**mixed(a="FP8"), "quantized_layers": {"model.b": {"quant_algo": "NVFP4", "group_size": 8}}},
+            "model.b has group_size 8",
+        ),
+        (
+            COMPRESSED | {"config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS | {"group_size": 32}}}},
+            r"g \(Linear\) has group_size 32",
+        ),
+        (FLAT | {"activations": "fp8"}, "ACTIVATIONS .* is 16bit or nvfp4, not 'fp8'"),
+        ({"quant_method": "gptq"}, "serves no checkpoint"),
+    ],
+)
+def test_configurations_that_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NvFp4Config.from_config(config)
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NvFp4Config.from_config(FLAT).options == Options("16bit", "exact")
+    assert NvFp4Config.from_config(COMPRESSED | {"prefill": "fp8"}).options == Options("16bit", "fp8")
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_ACTIVATIONS", "nvfp4")
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "exact")
+    assert NvFp4Config.from_config(FLAT | {"prefill": "fp8"}).options == Options("nvfp4", "exact")
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (FLAT, "modelopt_fp4"),
+        (LEGACY, "modelopt_fp4"),
+        (mixed(a="NVFP4"), "modelopt_mixed"),
+        (COMPRESSED, "compressed-tensors"),
+    ],
+)
+def test_models_see_the_format(config: dict[str, Any], name: str) -> None:
+    result = NvFp4Config.from_config(config)
+    assert result.get_name() == name
+    assert result.get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
+    assert result.get_min_capability() == 80
+
+
+def test_layers_that_cannot_be_blocks() -> None:
+    refuse_ragged("layer", 48, 96)
+    with pytest.raises(ValueError, match=r"^layer has 168 of 336 input features on each of 2 ranks.*smaller --tensor"):
+        refuse_ragged("layer", 168, 336)
+    with pytest.raises(ValueError, match=r"^layer has 344 input features, no multiple of 16.*ignore list"):
+        refuse_ragged("layer", 344, 344)
+
+
+def test_names_of_shards() -> None:
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    assert shard_name("model.attn.qkv_proj", 1, fused) == "model.attn.k_proj"
+    assert shard_name("lm_head", 0, fused) == "lm_head"
+    assert shard_numbers("v", 3) == [2]
+    assert shard_numbers(None, 2) == [0, 1]
+    assert shard_numbers((1, 2), 4) == [1, 2]
+
+
+def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> None:
+    refuse_truncated(tmp_path / "absent")
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, file)
+    refuse_truncated(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    with pytest.raises(
+        ValueError, match=rf"{file.name} is truncated: it has \d+ of \d+ bytes, and b is the first of 1"
+    ):
+        refuse_truncated(tmp_path)
+    file.write_bytes(whole[:20])
+    with pytest.raises(ValueError, match="is truncated in its header, after 20 bytes"):
+        refuse_truncated(tmp_path)
+    file.write_bytes(struct.pack("<Q", 8)[:4])
+    with pytest.raises(ValueError, match="is truncated in its header, after 4 bytes"):
+        refuse_truncated(tmp_path)

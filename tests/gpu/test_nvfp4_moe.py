@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 experts on a GPU whose kernel reads packed weights, against float64 and the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm import hardware, ops
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from tests.moe_inputs import relative_error
+from tests.nvfp4_inputs import experts, moe64
+
+HOPPER = torch.cuda.is_available() and hardware.detect(torch.device("cuda")).arch == "sm_90"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+def prepared(weight: Any, gate_up: bool, chosen: torch.Tensor | None = None) -> ops.PreparedNvFp4Weight:
+    """A weight in rows, or its experts where `chosen`, as the GPU's kernel reads it."""
+    parts = (weight.codes, weight.scales.view(torch.uint8), weight.global_scale)
+    codes, scales, global_scale = (part.cuda() if chosen is None else part[chosen].cuda() for part in parts)
+    return ops.prepare_nvfp4_weight(NvFp4Weight(codes, scales.view(torch.float8_e4m3fn), global_scale), gate_up=gate_up)
+
+
+def cuda(arguments: dict[str, Any]) -> dict[str, Any]:
+    moved = {name: value.cuda() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    return moved | {name: prepared(arguments[name], name == "w13") for name in ("w13", "w2")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("tokens", "count", "topk", "hidden", "inner"),
+    [(1, 4, 1, 64, 32), (5, 4, 4, 64, 48), (33, 8, 2, 128, 96), (7, 256, 8, 32, 16), (40, 3, 3, 80, 16)],
+)
+def test_against_float64(tokens: int, count: int, topk: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    arguments = experts(tokens, count, topk, hidden, inner, dtype)
+    assert relative_error(ops.nvfp4_moe(**cuda(arguments)).cpu(), moe64(arguments)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 100, 300, 1000, 3000])
+def test_against_the_reference(tokens: int) -> None:
+    """Numbers of tokens on both sides of every tile size, and of the schedule's two ways."""
+    arguments = experts(tokens, 8, 3, 192, 112)
+    found = ops.nvfp4_moe(**cuda(arguments))
+    assert torch.equal(found, ops.nvfp4_moe(**cuda(arguments))), "the same bits every run"
+    assert relative_error(found.cpu(), ops.nvfp4_moe(**arguments).double()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations(activation: str) -> None:
+    arguments = experts(16, 4, 2, 64, 64, torch.float16)
+    found = ops.nvfp4_moe(**cuda(arguments), activation=activation).cpu()
+    assert relative_error(found, moe64(arguments, activation)) < TOLERANCE[torch.float16]
+
+
+def test_ranks_of_expert_parallelism_add_up() -> None:
+    arguments = experts(16, 6, 3, 64, 32, torch.float16)
+    expected = moe64(arguments)
+    parts = torch.zeros_like(expected)
+    for mine in (torch.arange(6) < 2, torch.arange(6) >= 2):
+        expert_map = torch.where(mine, mine.int().cumsum(0) - 1, -1).int().cuda()
+        local = {name: prepared(arguments[name], name == "w13", mine) for name in ("w13", "w2")}
+        parts += ops.nvfp4_moe(**(cuda(arguments) | local), expert_map=expert_map).cpu()
+    assert relative_error(parts, expected) < TOLERANCE[torch.float16]
+
+
+def test_a_token_is_nobody_elses_business() -> None:
+    arguments = cuda(experts(40, 4, 2, 64, 64))
+    before = ops.nvfp4_moe(**arguments)
+    arguments["x"][3] = float("nan")
+    after = ops.nvfp4_moe(**arguments)
+    others = [token for token in range(40) if token != 3]
+    assert torch.equal(before[others], after[others])
+    assert after[3].isnan().all()
+
+
+def test_in_a_graph_with_new_inputs() -> None:
+    arguments = experts(16, 128, 8, 64, 32)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, shape in (("w13", (128, 1536, 2048)), ("w2", (128, 2048, 768))):
+        weight = nvfp4.quantize(torch.randn(shape, device="cuda", generator=generator) / shape[2] ** 0.5)
+        arguments[name] = ops.prepare_nvfp4_weight(weight, gate_up=name == "w13")
+    for name in ("x", "topk_weights", "topk_ids"):
+        arguments[name] = arguments[name].cuda()
+    arguments["x"] = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16, generator=generator)
+    ops.nvfp4_moe(**arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.nvfp4_moe(**arguments)
+    for seed in (1, 2):
+        other = experts(16, 128, 8, 64, 32, seed=seed)
+        arguments["topk_ids"].copy_(other["topk_ids"])
+        arguments["topk_weights"].copy_(other["topk_weights"])
+        arguments["x"].normal_(generator=generator)
+        graph.replay()
+        assert torch.equal(out, ops.nvfp4_moe(**arguments))
