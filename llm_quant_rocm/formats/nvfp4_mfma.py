@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 weights arranged for the matrix instructions (MFMA) of CDNA GPUs: layouts "mfma" and "mfma_fp4".
 
-A lane of a 16x16 matrix instruction holds neighbouring columns of one row: lane l has row l % 16, and group l / 16 of the
-columns. The weight is cut in pieces of 32 rows and 128 columns, and every lane finds its codes of a piece in 2 x 16
-bytes and its scales in 4, so nothing moves between lanes after the load. Group g has columns 32 g .. 32 g + 31, two
-blocks, rather than every fourth 8 columns as the instructions count them: the order of columns does not matter to a sum,
-and a scale then serves two words of a lane. The kernel moves the columns of x accordingly.
+A lane of a 16x16 matrix instruction holds neighbouring columns of one row: lane l has row l % 16, and of the columns
+group l / 16. The weight is cut in pieces of 32 rows and 128 columns, and every lane finds its codes of a piece in twice
+16 bytes and its scales in 4, so nothing moves between lanes after the load. Group g has columns 32 g .. 32 g + 31, two
+blocks, rather than 8 columns of every 32 as the instructions count them: the order of columns does not matter to a sum,
+and so a scale serves two words of a lane. The kernel moves the columns of x accordingly.
 
 The two layouts differ in the order of the bits in a word, which `kernels/decode_cdna.py` explains.
 """

@@ -6,8 +6,8 @@ instructions (`formats/nvfp4_mfma.py`), decodes them in registers and multiplies
 Tiles of x do, in two buffers, since all waves of a program share them.
 
 Loads are issued two steps ahead: while a step multiplies, the codes and the x of the next one are on their way or have
-arrived, and those of the one after are being asked for. Two steps of the loop over K are written out, so that every load
-has registers of its own and none are copied.
+arrived, and those of the one after are being asked for. Two steps of the loop over K are written out, so that every
+load has registers of its own and none are copied.
 
 Written in Gluon, Triton's lower language, so that what must be so is so with every version of the compiler: that no
 weight moves between lanes (`assert_trivial` below), and that addresses cost no vector instruction (a buffer load takes

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVFP4 product of CDNA: every code times every scale, exact on integers, ragged, split, experts, nasty rows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
+from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
+from tests.amd.budget import Budget
+from tests.inputs import DTYPES, assert_same, broken_rows
+from tests.nvfp4_inputs import nasty_weight, weight64
+from tests.ops.test_nvfp4_gemm import exact_operands
+
+MATRIX = {
+    "gfx90a": r"v_mfma_f32_16x16x16_?(bf16_1k|f16)",
+    "gfx942": r"v_mfma_f32_16x16x16_(bf16|f16)",
+    "gfx950": r"v_mfma_f32_16x16x32_(bf16|f16)",
+}
+BUDGETS = {"nvfp4_mfma_kernel": Budget(matrix=MATRIX), "nvfp4_mfma_add_kernel": Budget()}
+UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}  # compute units of one die, of an MI300X, of an MI355X
+HALF = (torch.bfloat16, torch.float16)
+# Projections of Llama 3 70B: whole, and sharded over 8 GPUs.
+SHAPES = [(m, 8192, 8192) for m in (1, 16, 32, 64, 256)] + [(16, 1280, 8192), (16, 57344, 8192), (64, 8192, 3584)]
+
+
+def packed(weight: NvFp4Weight, arch: str, gate_up: bool = False) -> tuple[torch.Tensor, ...]:
+    codes, scales, global_scale = weight.codes, weight.scales, weight.global_scale
+    if gate_up:
+        order = nvfp4_mfma.gate_up_order(weight.n, codes.device)
+        codes, global_scale = codes[..., order, :], global_scale[..., order]
+        scales = scales.view(torch.uint8)[..., order, :].view(scales.dtype)
+    return *nvfp4_mfma.pack(codes, scales, nvfp4_mfma.layout(arch, gate_up)), global_scale.contiguous()
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def run(m: int, n: int, k: int, dtype: torch.dtype, config: Config) -> None:
+        (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
+        weight = torch.empty(words, dtype=word_dtype), torch.empty(scales, dtype=byte_dtype), torch.empty(n)
+        gemm(torch.empty(m, k, dtype=dtype), *weight, None, n, hardware, config)
+
+    units = UNITS[hardware.arch]
+    return {
+        f"{m} x {n} x {k} {dtype}": partial(run, m, n, k, dtype, default_config(m, n, k, units))
+        for m, n, k in SHAPES
+        for dtype in HALF
+    } | {f"128 rows {dtype}": partial(run, 128, 8192, 8192, dtype, Config(128)) for dtype in HALF}
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    arch = hardware.arch
+
+    def product(x: torch.Tensor, weight: NvFp4Weight, bias: Any = None, config: Config | None = None) -> torch.Tensor:
+        config = config or default_config(x.shape[0], weight.n, weight.k, UNITS[arch])
+        return gemm(x, *packed(weight, arch), bias, weight.n, hardware, config)
+
+    def every_code(dtype: torch.dtype) -> None:
+        """x picks single weights, so the products themselves are seen."""
+        codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(127, 8))
+        scales = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e4m3fn)
+        found = product(torch.eye(128).to(dtype), NvFp4Weight(codes, scales, torch.ones(127)))
+        assert_same(found.t().float() + 0.0, nvfp4.block_values(codes, scales) + 0.0)
+
+    def exact(m: int, n: int, k: int, dtype: torch.dtype, config: Config | None = None, bias: Any = None) -> None:
+        x, weight, added = exact_operands(m, n, k, dtype)
+        expected = x.double() @ weight64(weight).t()
+        if bias is not None:
+            expected += added.double()
+        found = product(x, weight, None if bias is None else added.to(bias), config)
+        assert_same(found, expected.float().to(dtype))
+
+    def nasty(dtype: torch.dtype) -> None:
+        """Scales from subnormal to the largest, rows of zeros, global scales that differ by a million."""
+        weight = nasty_weight(70, 400)
+        x = torch.randn(9, 400, generator=torch.Generator().manual_seed(1)).to(dtype)
+        terms = x.double().abs() @ weight64(weight).abs().t()
+        expected = x.double() @ weight64(weight).t()
+        found = product(x, weight, config=Config(16, split_k=2)).double()
+        rounding = expected.abs() * torch.finfo(dtype).eps / 2 + terms * 400 * 2.0**-24
+        assert ((found - expected).abs() <= rounding + torch.finfo(dtype).tiny).all()
+
+    def tiny(dtype: torch.dtype) -> None:
+        """x just above the subnormals of its type: no intermediate value underflows."""
+        x, weight, _ = exact_operands(16, 64, 256, dtype)
+        small = 2.0**-100 if dtype == torch.bfloat16 else 2.0**-14
+        weight = NvFp4Weight(weight.codes, weight.scales, torch.ones(64))
+        found = product(x * small, weight)
+        assert_same(found, (x.double() * small @ weight64(weight).t()).float().to(dtype))
+
+    def broken(dtype: torch.dtype) -> None:
+        """A row with NaN or inf does not touch the rows beside it."""
+        x, weight, _ = exact_operands(12, 48, 256, dtype)
+        x[:6] = broken_rows(256, dtype)
+        expected = x.double() @ weight64(weight).t()
+        found = product(x, weight)
+        assert_same(found[6:], expected[6:].float().to(dtype))
+        assert not found[:6].isfinite().any(dim=1).all() and found[[0, 1, 2, 5]].isnan().any(dim=1).all()
+
+    def views(dtype: torch.dtype) -> None:
+        """Rows that lie apart, with NaN where x ends."""
+        x, weight, _ = exact_operands(20, 40, 144, dtype)
+        for spare, start in ((32, 0), (7, 3)):
+            wide = torch.full((20, 144 + spare), float("nan"), dtype=dtype)
+            wide[:, start : start + 144] = x
+            found = product(wide[:, start : start + 144], weight)
+            assert_same(found, (x.double() @ weight64(weight).t()).float().to(dtype))
+
+    def other_rows(dtype: torch.dtype) -> None:
+        """With one split_k a row has the same bits in every tile size, whatever stands beside it."""
+        generator = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(130, 656, generator=generator).to(dtype), nasty_weight(40, 656)
+        first = product(x[:3], weight, config=Config(16, split_k=2))
+        for config in (Config(32, split_k=2), Config(64, split_k=2), Config(128, 64, 2, 2)):
+            assert_same(product(x, weight, config=config)[:3], first)
+
+    def experts(dtype: torch.dtype, split_k: int) -> None:
+        """Tiles of three experts and of none; rows that go elsewhere, with weights."""
+        x, weight, _ = exact_operands(16 * 5, 3 * 96, 272, dtype)
+        tensors = (part.unflatten(0, (3, 96)) for part in (weight.codes, weight.scales, weight.global_scale))
+        weight = NvFp4Weight(*tensors)
+        tile_expert = torch.tensor([2, 0, -1, 0, 1], dtype=torch.int32)
+        row_map = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:80].int()
+        row_map[40:53] = -1
+        row_weight = torch.randint(-2, 3, (80,)).float()
+        out = torch.full((100, 96), 77.0).to(dtype)
+        expected = out.clone()
+        for row in range(80):
+            if tile_expert[row // 16] >= 0 and row_map[row] >= 0:
+                values = weight64(weight)[tile_expert[row // 16]] @ x[row].double() * row_weight[row]
+                expected[row_map[row]] = values.float().to(dtype)
+        found = gemm(
+            x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k),
+            tile_expert=tile_expert, row_map=row_map, row_weight=row_weight, out=out,
+        )  # fmt: skip
+        assert_same(found, expected)
+
+    def activated(activation: str, split_k: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(2 * 80, 256, generator=generator) / 16
+        gate, up = (nvfp4.quantize(part) for part in w.chunk(2))
+        weight = NvFp4Weight(*(torch.cat([getattr(gate, part), getattr(up, part)]) for part in vars(gate)))
+        x = torch.randn(21, 256, generator=generator).bfloat16()
+        functions = {
+            "silu": torch.nn.functional.silu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+        }
+        gate, up = (x.double() @ weight64(weight).t()).bfloat16().double().chunk(2, dim=1)
+        expected = functions[activation](gate) * up
+        found = gemm(
+            x, *packed(weight, arch, True), None, 160, hardware, Config(32, split_k=split_k), activation=activation
+        )
+        assert found.shape == (21, 80)
+        # gate and up are rounded where float64 may round the other way: two steps of bf16 at the most.
+        torch.testing.assert_close(found.double(), expected, rtol=2.0**-6, atol=2.0**-8)
+
+    cases: dict[str, Callable[[], object]] = {}
+    for dtype in HALF:
+        cases |= {
+            f"every code and scale, {dtype}": partial(every_code, dtype),
+            **{
+                f"{m} x {n} x {k}, {dtype}": partial(exact, m, n, k, dtype)
+                for m, n, k in ((1, 1, 16), (3, 5, 48), (20, 67, 528), (33, 130, 272), (130, 32, 640))
+            },
+            f"nasty weight, {dtype}": partial(nasty, dtype),
+            f"tiny, {dtype}": partial(tiny, dtype),
+            f"NaN and inf, {dtype}": partial(broken, dtype),
+            f"views, {dtype}": partial(views, dtype),
+            f"other rows, {dtype}": partial(other_rows, dtype),
+            f"experts, {dtype}": partial(experts, dtype, 1),
+        }
+    base = Config(16)
+    return cases | {
+        **{
+            f"{config}": partial(exact, 20, 150, 1200, torch.bfloat16, config)
+            for config in (
+                replace(base, split_k=3), replace(base, split_k=16), replace(base, block_n=32, warps=1, split_k=2),
+                replace(base, block_n=128, warps=2), replace(base, block_n=64, warps=2),
+                Config(64, 128, 5, 2), Config(128, 128, 2, 4),
+            )
+        },
+        **{f"{bias} bias": partial(exact, 20, 48, 256, torch.float16, base, bias) for bias in DTYPES},
+        "a bias after several parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
+        "experts in parts": partial(experts, torch.bfloat16, 2),
+        **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
+        "silu after parts": partial(activated, "silu", 2),
+    }  # fmt: skip
