@@ -77,6 +77,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def nasty(dtype: torch.dtype) -> None:
         """Scales from subnormal to the largest, rows of zeros, global scales that differ by a million."""
         weight = nasty_weight(70, 400)
+        if dtype == torch.float16:
+            weight = replace(weight, global_scale=weight.global_scale * 1e-6)  # sums stay in its range
         x = torch.randn(9, 400, generator=torch.Generator().manual_seed(1)).to(dtype)
         terms = x.double().abs() @ weight64(weight).abs().t()
         expected = x.double() @ weight64(weight).t()
@@ -185,7 +187,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             )
         },
         **{f"{bias} bias": partial(exact, 20, 48, 256, torch.float16, base, bias) for bias in DTYPES},
-        "a bias after several parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
+        "a bias after parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
         "experts in parts": partial(experts, torch.bfloat16, 2),
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
