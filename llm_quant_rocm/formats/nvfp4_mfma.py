@@ -24,8 +24,8 @@ LAYOUT_FP4 = "mfma_fp4"
 GATE_UP = "_gate_up"
 LAYOUTS = (LAYOUT, LAYOUT_FP4, LAYOUT + GATE_UP, LAYOUT_FP4 + GATE_UP)
 ROWS, COLUMNS = 32, 128
-# Weights are padded with zero codes to whole tiles of every configuration.
-PAD_N, PAD_K = 128, 128
+# Weights are padded with zero codes: to whole tiles of every configuration, and to pairs of steps over K.
+PAD_N, PAD_K = 128, 256
 _PACK_ELEMENTS = 2**23
 # The code in each byte of a word, and in each byte of the reversed word.
 _BYTES = ((0, 2, 1, 3), (4, 6, 5, 7))
@@ -56,8 +56,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> tuple[torch.
         layout: one of `LAYOUTS`, by its order of bits.
 
     Returns:
-        words int32 [..., K/128, N/32, 512] and scale bytes uint8 [..., K/128, N/32, 256] (E4M3), with N and K padded to
-        multiples of 128.
+        words int32 [..., K/128, N/32, 512] and scale bytes uint8 [..., K/128, N/32, 256] (E4M3), with N padded to a
+        multiple of 128 and K of 256.
 
     Words of a piece stand as [row / 16][lane][step], scale bytes as [lane][row / 16][block], where lane 16 g + row % 16
     has columns 32 g + 8 step .. + 7 and blocks 2 g and 2 g + 1. -0 codes become +0.

@@ -17,6 +17,7 @@ The sum over K of a tile can be cut among `split_k` programs, whose parts a seco
 """
 
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 import triton
@@ -25,11 +26,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout
 from triton.experimental.gluon.language.amd.cdna3 import buffer_load, mfma
 
-from llm_quant_rocm.formats.nvfp4_mfma import COLUMNS
+from llm_quant_rocm.formats.nvfp4_mfma import PAD_K
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
 
+# Later Tritons than 3.6 let the caller choose the registers of sums; 3.6 takes accumulation registers by itself.
+CHOOSES_REGISTERS = gl.constexpr("cd_regclass" in signature(mfma).parameters)
 # Rows of x that a program of the second kernel adds up.
 PART_ROWS = 16
 
@@ -54,14 +57,15 @@ class Config:
 def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one.
 
-    Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so eight waves
-    to a compute unit, two programs, cover about a microsecond at 5 TB/s over 304 units. The sum over K is cut until
-    there are so many programs, but not into parts shorter than four steps, nor so that writing and reading the parts
-    (8 bytes an element of out) comes to more than a quarter of the weight (9/16 byte an element).
+    Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so with eight
+    waves to a compute unit, two programs, 304 units wait for 11 MB, twice what 5 TB/s bring in a microsecond. The sum
+    over K is cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so
+    that writing and reading the parts (8 bytes an element of out) comes to more than a quarter of the weight (9/16 byte
+    an element).
     """
     block_m = min(64, max(16, triton.next_power_of_2(m)))
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
-    most = min(2 * multiprocessors // tiles, k // (4 * COLUMNS), 9 * k // (512 * m), 16)
+    most = min(2 * multiprocessors // tiles, k // (2 * PAD_K), 9 * k // (512 * m), 16)
     split_k = 1
     while 2 * split_k <= most:
         split_k *= 2
@@ -97,6 +101,25 @@ def _in_place(words):
     loads, stores and barriers. Without it the compiler decodes the second step's codes at the top of the loop, and so
     waits for loads that were issued just before."""
     return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _zeros(BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """Sums in accumulation registers. `_multiply` keeps them there.
+
+    A matrix instruction reads its sums late, so registers that they leave must not be written too soon. The compiler
+    keeps the distance, except from inline assembly; and that writes no accumulation registers.
+    """
+    zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=layout)
+    return gl.inline_asm_elementwise("", "=a,0", [zeros], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _multiply(a, b, acc):
+    if CHOOSES_REGISTERS:
+        return mfma(a, b, acc, cd_regclass="a")
+    else:
+        return mfma(a, b, acc)
 
 
 @gluon.jit
@@ -163,7 +186,7 @@ def nvfp4_mfma_kernel(
     `scales` are the scale bytes, four to a word. With `tile_expert` each tile of M has an expert of its own (-1: no
     work), and `words`, `scales` and `global_scale` have experts as their leading dimension. With `row_map` row m of the
     result is stored as row row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, 16 of
-    the gate and 16 of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2]. EVEN_K: K is a multiple of 128.
+    the gate and 16 of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2]. EVEN_K: K is a multiple of 256.
     """
     dtype: gl.constexpr = x.dtype.element_ty
     FP16: gl.constexpr = dtype == gl.float16
@@ -180,7 +203,7 @@ def nvfp4_mfma_kernel(
     tile_m = gl.program_id(0) % tiles_m
     tile_n = gl.program_id(0) // tiles_m
     row_pieces = (N + 127) // 128 * 4
-    steps = gl.cdiv(K, 128)
+    steps = gl.cdiv(K, 256) * 2
     if tile_expert is not None:
         expert = gl.load(tile_expert + tile_m)
         if expert < 0:
@@ -189,9 +212,8 @@ def nvfp4_mfma_kernel(
         words += pieces * 512
         scales += pieces * 64
         global_scale += expert * N
-    first = steps * gl.program_id(1) // SPLIT_K
-    end = steps * (gl.program_id(1) + 1) // SPLIT_K
-    last = steps - 1
+    first = steps // 2 * gl.program_id(1) // SPLIT_K * 2
+    end = steps // 2 * (gl.program_id(1) + 1) // SPLIT_K * 2
 
     row_tile = gl.arange(0, NT, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 256, layout=gl.SliceLayout(0, word_layout))
@@ -208,36 +230,32 @@ def nvfp4_mfma_kernel(
 
     shared_0 = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], shared_layout)
     shared_1 = gl.allocate_shared_memory(dtype, [BLOCK_M, 128], shared_layout)
-    acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
+    acc = _zeros(BLOCK_N, BLOCK_M, acc_layout)
 
     # Loads arrive in the order of their issue, which must be the same here as in the loop for it to know how many
     # may still be on their way.
     _store_x(shared_0, _load_x(x, x_offset, column, first, K, EVEN_K), BLOCK_M)
-    second = gl.minimum(first + 1, last)
-    x_1 = _load_x(x, x_offset, column, second, K, EVEN_K)
+    x_1 = _load_x(x, x_offset, column, first + 1, K, EVEN_K)
     scale_offset = _in_place(scale_offset)
     codes_0, scales_0 = _load_weight(words, scales, first * row_pieces, word_offset, scale_offset)
-    codes_1, scales_1 = _load_weight(words, scales, second * row_pieces, word_offset, scale_offset)
-    for step in range(first, end - 1, 2):
-        ahead = gl.minimum(step + 2, last)
+    scale_offset = _in_place(scale_offset)
+    codes_1, scales_1 = _load_weight(words, scales, (first + 1) * row_pieces, word_offset, scale_offset)
+    for step in range(first, end, 2):
+        ahead = gl.minimum(step + 2, end - 1)
         x_0 = _load_x(x, x_offset, column, ahead, K, EVEN_K)
         b = shared_0.permute((1, 0)).load(x_operand)
         a = _decode(_in_place(codes_0), _in_place(scales_0), ARCH, FP16, w_operand)
         codes_0, scales_0 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
-        acc = mfma(a, b, acc)
+        acc = _multiply(a, b, acc)
         _store_x(shared_1, x_1, BLOCK_M)
 
-        ahead = gl.minimum(step + 3, last)
+        ahead = gl.minimum(step + 3, end - 1)
         x_1 = _load_x(x, x_offset, column, ahead, K, EVEN_K)
         b = shared_1.permute((1, 0)).load(x_operand)
         a = _decode(_in_place(codes_1), _in_place(scales_1), ARCH, FP16, w_operand)
         codes_1, scales_1 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
-        acc = mfma(a, b, acc)
+        acc = _multiply(a, b, acc)
         _store_x(shared_0, x_0, BLOCK_M)
-    if (end - first) % 2 == 1:
-        b = shared_0.permute((1, 0)).load(x_operand)
-        a = _decode(codes_0, scales_0, ARCH, FP16, w_operand)
-        acc = mfma(a, b, acc)
 
     if SPLIT_K > 1:
         n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
@@ -318,7 +336,7 @@ def gemm(
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_m, block_n = config.block_m, config.block_n
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    split_k = min(config.split_k, triton.cdiv(k, COLUMNS))
+    split_k = min(config.split_k, triton.cdiv(k, PAD_K))
     partial = None
     if split_k > 1:
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
@@ -326,7 +344,7 @@ def gemm(
     unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
     nvfp4_mfma_kernel[(tiles, split_k)](
         x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, row_map, row_weight,
-        m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % COLUMNS == 0,
+        m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
         ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, acc_layout=layout, num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:

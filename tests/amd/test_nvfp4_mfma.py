@@ -10,15 +10,16 @@ from tests.amd import isa, tritons
 from tests.amd.prove import prove
 from tests.amd.virtual_gpu import Launch
 
-# Vector instructions for 8 weights of a lane, everything in the loop counted, by architecture and x. The issue allows
-# 21, 18 and 28. Here are what both Tritons reach with 16 rows, and a quarter for moves that they add with more.
+# Vector instructions for 8 weights of a lane, everything in the loop counted, by architecture: what issue 4 allows, and
+# by architecture and x what both Tritons need with 16 rows, moves of accumulators included.
+ALLOWED = {"gfx942": 21.0, "gfx950": 18.0, "gfx90a": 28.0}
 VECTOR = {
-    ("gfx942", "bf16"): 15.75,
-    ("gfx942", "fp16"): 12.25,
-    ("gfx950", "bf16"): 12.5,
-    ("gfx950", "fp16"): 9.25,
-    ("gfx90a", "bf16"): 20.25,
-    ("gfx90a", "fp16"): 17.25,
+    ("gfx942", "bf16"): 16.5,
+    ("gfx942", "fp16"): 12.5,
+    ("gfx950", "bf16"): 12.25,
+    ("gfx950", "fp16"): 9.75,
+    ("gfx90a", "bf16"): 20.0,
+    ("gfx90a", "fp16"): 17.0,
 }
 STEPS = 2  # of 128 columns, written out in the loop
 MATRIX = [
@@ -39,8 +40,8 @@ def problems(arch: str, launch: Launch) -> list[str]:
     block_m, block_n = launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]
     count = isa.count(loop)
     found = []
-    vector = 8 * count["vector"] / (STEPS * block_n * 128 / lanes)
-    if vector > VECTOR[arch, dtype(loop)]:
+    vector = 8 * (count["vector"] + count["move"]) / (STEPS * block_n * 128 / lanes)
+    if vector > (VECTOR[arch, dtype(loop)] if block_m == 16 else ALLOWED[arch]):
         found.append(f"{vector:.2f} vector instructions for 8 weights of {dtype(loop)}")
     # All that is written to the LDS is x, and nothing passes between lanes in another way.
     written = sum({"ds_write_b64": 8, "ds_write_b128": 16}.get(i.opcode, 64) for i in loop if "ds_write" in i.opcode)
@@ -65,17 +66,25 @@ def test_loop(triton: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize(("triton", "arch"), MATRIX)
-def test_operands_of_matrix_instructions_are_ready(triton: str, arch: str) -> None:
+def test_inline_assembly_keeps_its_distance(triton: str, arch: str) -> None:
     """CDNA wants two other instructions (or s_nop) between the one that writes an operand and the matrix instruction
-    that reads it. The compiler counts them, except where inline assembly writes."""
+    that reads it, and more between a matrix instruction and one that writes what were its sums. The compiler counts
+    them, except where inline assembly writes: so that writes neither operands nor, ever, accumulation registers, and
+    all sums are in these. And subnormals must not be flushed."""
     proof = prove(triton, arch, "nvfp4_mfma", execute=False)
     for case, launch in proof.kernels:
+        assert ".amdhsa_float_denorm_mode_16_64 3" in launch.assembly, case
         inline = _written_inline(launch.assembly)
+        assert not any(register.startswith("a") for written in inline.values() for register in written), case
         for block in isa.read(launch.assembly).blocks:
             for index, instruction in enumerate(block.instructions):
                 if instruction.kind != "matrix":
                     continue
-                read = {r for operand in instruction.text.split(", ")[1:3] for r in _registers(operand)}
+                operands = instruction.text.split(maxsplit=1)[1].split(", ")
+                assert all(re.match(r"a\[|0", operand) for operand in (operands[0], operands[3])), (
+                    f"{case}: sums outside accumulation registers: {instruction.text}"
+                )
+                read = _registers(operands[1]) | _registers(operands[2])
                 for before in block.instructions[max(0, index - 3) : index]:
                     assert before.line not in inline or not read & inline[before.line], (
                         f"{case}: line {before.line}: {before.text} in front of {instruction.text}"
