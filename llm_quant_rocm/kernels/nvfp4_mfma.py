@@ -73,7 +73,7 @@ def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
 
 
 @gluon.jit
-def _load_weight(words, scales, piece, word_offset, scale_offset):
+def load_weight(words, scales, piece, word_offset, scale_offset):
     """Words [BLOCK_N / 16, 256] and scale words [BLOCK_N / 32, 64] of the pieces from `piece` on."""
     piece = piece.to(gl.int64)
     return buffer_load(words + piece * 512, word_offset), buffer_load(scales + piece * 64, scale_offset)
@@ -130,17 +130,22 @@ def _scales_of_words(scales, words):
 
 
 @gluon.jit
-def _decode(words, scale_words, ARCH: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
-    """The weight [BLOCK_N, 128] in the registers where the matrix instructions read it. Nothing moves between lanes,
-    which `assert_trivial` checks when it compiles."""
+def decode_pieces(words, scale_words, ARCH: gl.constexpr, FP16: gl.constexpr):
+    """Values [row tile, group of columns, row, word, 8 columns, block] of words [row tiles, 256] and scale words."""
     NT: gl.constexpr = words.shape[0]
     words_0, words_1 = words.reshape(NT // 2, 2, 64, 2, 2).permute(0, 1, 2, 4, 3).split()  # by block
     scales_0, scales_1 = decode_scales(scale_words, ARCH, FP16)
     values_0 = decode_words(words_0, _scales_of_words(scales_0, words_0), 0, ARCH, FP16)
     values_1 = decode_words(words_1, _scales_of_words(scales_1, words_1), 1, ARCH, FP16)
-    values = gl.join(values_0, values_1)  # piece, row tile, lane, word, 2, 2, 2 (8 columns), block
-    values = values.reshape(NT, 4, 16, 2, 8, 2).permute(0, 2, 5, 3, 1, 4).reshape(NT * 16, 128)
-    return gl.convert_layout(values, layout, assert_trivial=True)
+    return gl.join(values_0, values_1).reshape(NT, 4, 16, 2, 8, 2)
+
+
+@gluon.jit
+def _operand(words, scale_words, ARCH: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
+    """The weight [BLOCK_N, 128] in the registers where the matrix instructions read it. Nothing moves between lanes,
+    which `assert_trivial` checks when it compiles."""
+    values = decode_pieces(words, scale_words, ARCH, FP16).permute(0, 2, 5, 3, 1, 4)
+    return gl.convert_layout(values.reshape(words.shape[0] * 16, 128), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -237,23 +242,23 @@ def nvfp4_mfma_kernel(
     _store_x(shared_0, _load_x(x, x_offset, column, first, K, EVEN_K), BLOCK_M)
     x_1 = _load_x(x, x_offset, column, first + 1, K, EVEN_K)
     scale_offset = _in_place(scale_offset)
-    codes_0, scales_0 = _load_weight(words, scales, first * row_pieces, word_offset, scale_offset)
+    codes_0, scales_0 = load_weight(words, scales, first * row_pieces, word_offset, scale_offset)
     scale_offset = _in_place(scale_offset)
-    codes_1, scales_1 = _load_weight(words, scales, (first + 1) * row_pieces, word_offset, scale_offset)
+    codes_1, scales_1 = load_weight(words, scales, (first + 1) * row_pieces, word_offset, scale_offset)
     for step in range(first, end, 2):
         ahead = gl.minimum(step + 2, end - 1)
         x_0 = _load_x(x, x_offset, column, ahead, K, EVEN_K)
         b = shared_0.permute((1, 0)).load(x_operand)
-        a = _decode(_in_place(codes_0), _in_place(scales_0), ARCH, FP16, w_operand)
-        codes_0, scales_0 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
+        a = _operand(_in_place(codes_0), _in_place(scales_0), ARCH, FP16, w_operand)
+        codes_0, scales_0 = load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
         acc = _multiply(a, b, acc)
         _store_x(shared_1, x_1, BLOCK_M)
 
         ahead = gl.minimum(step + 3, end - 1)
         x_1 = _load_x(x, x_offset, column, ahead, K, EVEN_K)
         b = shared_1.permute((1, 0)).load(x_operand)
-        a = _decode(_in_place(codes_1), _in_place(scales_1), ARCH, FP16, w_operand)
-        codes_1, scales_1 = _load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
+        a = _operand(_in_place(codes_1), _in_place(scales_1), ARCH, FP16, w_operand)
+        codes_1, scales_1 = load_weight(words, scales, ahead * row_pieces, word_offset, scale_offset)
         acc = _multiply(a, b, acc)
         _store_x(shared_0, x_0, BLOCK_M)
 
