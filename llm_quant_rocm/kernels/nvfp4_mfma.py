@@ -81,11 +81,12 @@ def load_weight(words, scales, piece, word_offset, scale_offset):
 
 @gluon.jit
 def _load_x(x, offset, column, step, K, EVEN_K: gl.constexpr):
-    """x [BLOCK_M, 128] of step `step`, zero beyond K."""
+    """x [BLOCK_M, 128] of step `step`, zero beyond K: what the mask leaves out is read past the buffer's end, which
+    brings zeros."""
     if EVEN_K:
         return buffer_load(x + step * 128, offset)
     else:
-        return buffer_load(x + step * 128, offset, mask=(column < K - step * 128)[None, :], other=0.0)
+        return buffer_load(x + step * 128, offset, mask=(column < K - step * 128)[None, :])
 
 
 @gluon.jit

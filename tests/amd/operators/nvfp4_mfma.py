@@ -53,6 +53,17 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         weight = torch.empty(words, dtype=word_dtype), torch.empty(scales, dtype=byte_dtype), torch.empty(n)
         gemm(torch.empty(m, k, dtype=dtype), *weight, None, n, hardware, config)
 
+    def experts(n: int, k: int, block_m: int, activation: str | None) -> None:
+        """128 experts of Qwen3-30B-A3B, each with a tile of its own."""
+        (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
+        weight = torch.empty(128, *words, dtype=word_dtype), torch.empty(128, *scales, dtype=byte_dtype)
+        m = 128 * block_m
+        scattered = {"row_map": torch.empty(m).int(), "row_weight": torch.empty(m), "out": torch.empty(m, n).bfloat16()}
+        gemm(
+            torch.empty(m, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
+            tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
+        )  # fmt: skip
+
     def expanded(n: int, k: int, dtype: torch.dtype) -> None:
         (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
         weight = torch.empty(words, dtype=word_dtype), torch.empty(scales, dtype=byte_dtype)
@@ -65,6 +76,9 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for m, n, k in SHAPES
         for dtype in HALF
     } | {
+        **{f"experts up, {m} rows": partial(experts, 1536, 2048, m, "silu") for m in (16, 64)},
+        **{f"experts down, {m} rows": partial(experts, 2048, 768, m, None) for m in (16, 64)},
+        "K that ends early": partial(run, 16, 8192, 8192 + 128, torch.bfloat16, Config(16)),
         **{f"128 rows {dtype}": partial(run, 128, 8192, 8192, dtype, Config(128)) for dtype in HALF},
         **{f"expand {dtype}": partial(expanded, 1024, 8192, dtype) for dtype in expanded_dtypes(hardware)},
     }
