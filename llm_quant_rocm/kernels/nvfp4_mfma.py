@@ -16,8 +16,10 @@ its base from scalar registers, for weights of any size).
 The sum over K of a tile can be cut among `split_k` programs, whose parts a second kernel adds in order.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from inspect import signature
+from typing import Any
 
 import torch
 import triton
@@ -60,16 +62,31 @@ def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
     Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so with eight
     waves to a compute unit, two programs, 304 units wait for 11 MB, twice what 5 TB/s bring in a microsecond. The sum
     over K is cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so
-    that writing and reading the parts (8 bytes an element of out) comes to more than a quarter of the weight (9/16 byte
-    an element).
+    that writing and reading the parts (8 bytes an element of out, in the cache) comes to more than half of the weight
+    (9/16 byte an element).
     """
     block_m = min(64, max(16, triton.next_power_of_2(m)))
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
-    most = min(2 * multiprocessors // tiles, k // (2 * PAD_K), 9 * k // (512 * m), 16)
+    most = min(2 * multiprocessors // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
     split_k = 1
     while 2 * split_k <= most:
         split_k *= 2
     return Config(block_m, 128, split_k)
+
+
+def default_moe_config(slots: int, experts: int) -> Config:
+    """Tiles cut for the rows that an expert has on average, by reasoning too."""
+    return Config(min(64, max(16, triton.next_power_of_2(triton.cdiv(slots, experts)))))
+
+
+def config_of(fields: Mapping[str, Any]) -> Config:
+    """The configuration with these fields, as a file of configurations holds it."""
+    return Config(**fields)
+
+
+def batch_invariant(config: Config) -> Config:
+    """The same without sums of parts: each sum is then added in one order, however many rows there are."""
+    return replace(config, split_k=1)
 
 
 @gluon.jit
