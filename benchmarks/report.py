@@ -4,25 +4,19 @@
 python benchmarks/report.py
 """
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-RESULTS = Path(__file__).parent / "results"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import _nvfp4_report
+from benchmarks._markdown import RESULTS, load, measured_on, table
+
 GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
 OURS = ("triton", "ptpc_gemm", "ptpc_linear")
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
-
-
-def measured_on(result: dict[str, Any]) -> str:
-    environment = result["environment"]
-    versions = f"torch {environment['torch']}, triton {environment['triton']}"
-    return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
 
 
 def plot_gemm(result: dict[str, Any]) -> None:
@@ -70,11 +64,6 @@ def plot_rows(result: dict[str, Any]) -> None:
     figure.suptitle(f"Per-token FP8 quantization, alone and with RMSNorm\n{measured_on(result)}", fontsize=10)
     figure.tight_layout()
     figure.savefig(RESULTS / "row_quant_sm_90.png", dpi=110)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def gemm_table(result: dict[str, Any]) -> str:
@@ -149,7 +138,7 @@ def main() -> None:
         f"## A whole vLLM {engine['vllm']}\n\n{measured_on(engine)}\n\nThe demo model over its held-out text, in "
         f"windows of 200 tokens:\n\n{accuracy_table(engine)}\n\nThe shape of Llama-3-70B cut to eight layers, dummy "
         "weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
-        f"{engine_table(engine)}\n"
+        f"{engine_table(engine)}\n{_nvfp4_report.sections()}"
     )
 
 

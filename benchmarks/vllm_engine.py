@@ -69,9 +69,6 @@ def demo(method: str) -> dict[str, Any]:
 
 
 def llama(method: str) -> dict[str, Any]:
-    """Seconds of the prefill, and milliseconds a step, at 10 and 64 prompts."""
-    from vllm import SamplingParams
-
     folder = Path("/tmp/llama-3-70b-8-layers")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -79,6 +76,13 @@ def llama(method: str) -> dict[str, Any]:
         str(folder), method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
         gpu_memory_utilization=0.8, enable_prefix_caching=False,
     )  # fmt: skip
+    return throughput(llm, 129)
+
+
+def throughput(llm: Any, tokens: int) -> dict[str, dict[str, float]]:
+    """Seconds of the prefill and of the whole, and milliseconds a step, of 10 and 64 prompts of 1024 tokens."""
+    from vllm import SamplingParams
+
     result = {}
     for count in (10, 64):
         random.seed(0)
@@ -92,25 +96,32 @@ def llama(method: str) -> dict[str, Any]:
 
         seconds(4)
         prefill = min(seconds(1) for _ in range(2))
-        total = min(seconds(129) for _ in range(2))
+        total = min(seconds(tokens) for _ in range(2))
         result[f"{count} prompts"] = {
             "prefill_s": round(prefill, 3),
             "total_s": round(total, 3),
-            "ms_a_step": round((total - prefill) / 128 * 1e3, 2),
+            "ms_a_step": round((total - prefill) / (tokens - 1) * 1e3, 2),
         }
     return result
 
 
-def in_a_process(what: str, method: str) -> dict[str, Any]:
+def in_a_process(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
+    """What `script` prints as JSON in its last line.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     environment = os.environ | {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
+        **variables,
     }
-    print(what, method, flush=True)
-    done = subprocess.run([sys.executable, __file__, what, method], env=environment, stdout=subprocess.PIPE, text=True)
+    print(Path(script).name, *arguments, flush=True)
+    done = subprocess.run([sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{what} {method} failed with status {done.returncode}")
+        print(done.stdout[-3000:], flush=True)
+        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -119,13 +130,13 @@ def main() -> None:
 
     from benchmarks import _harness as harness
 
-    accuracy = {method: in_a_process("demo", method) for method in DEMO_METHODS}
+    accuracy = {method: in_a_process(__file__, "demo", method) for method in DEMO_METHODS}
     bf16 = accuracy["none"]["greedy"]
     for result in accuracy.values():
         greedy = result.pop("greedy")
         result["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
         result["perplexity"] = round(result["perplexity"], 4)
-    times = {method: in_a_process("llama", method) for method in LLAMA_METHODS}
+    times = {method: in_a_process(__file__, "llama", method) for method in LLAMA_METHODS}
     found = {"vllm": vllm.__version__, "demo_model": accuracy, "llama_3_70b_8_layers": times}
     print(json.dumps(found, indent=1))
     print("written to", harness.write("vllm_engine_sm_90", found))

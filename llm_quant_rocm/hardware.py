@@ -20,6 +20,7 @@ class Hardware:
         pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
         nvfp4_units: whether the matrix units multiply NVFP4 (E2M1 codes with E4M3 block scales). Those of gfx950
             multiply MXFP4 only.
+        lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
         gpu: whether Triton kernels run on it.
     """
 
@@ -30,6 +31,7 @@ class Hardware:
     tma: bool = False
     pdl: bool = False
     nvfp4_units: bool = False
+    lanes: int = 32
     gpu: bool = True
 
 
@@ -37,9 +39,9 @@ CPU = Hardware("cpu", gpu=False)
 
 _AMD = {
     # CDNA2 has no FP8 units; Triton converts in software.
-    "gfx90a": Hardware("gfx90a", fp8_cast=True),
-    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True),
-    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True),
+    "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64),
+    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64),
+    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64),
 }
 
 

@@ -26,17 +26,22 @@ def test_make_targets_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+# Those of the vLLM plugin, which tests/engine/test_nvfp4_config.py sets.
+PLUGIN_VARIABLES = {f"LLM_QUANT_ROCM_NVFP4{option}" for option in ("", "_PREFILL", "_ACTIVATIONS")}
+
+
 def test_environment_variables_are_those_of_the_code() -> None:
-    named = set(re.findall(r"`(LLM_QUANT_ROCM_[A-Z_]+)`", (ROOT / "README.md").read_text()))
+    named = {name for page in PAGES for name in re.findall(r"`(LLM_QUANT_ROCM_[A-Z0-9_]+)`", page.read_text())}
     operators = set()
     for file in (ROOT / "llm_quant_rocm").rglob("*.py"):
         operators |= set(re.findall(r'choose\("(\w+)"', file.read_text()))
-    assert named == {f"LLM_QUANT_ROCM_{operator.upper()}" for operator in operators}
+    assert named == {f"LLM_QUANT_ROCM_{operator.upper()}" for operator in operators} | PLUGIN_VARIABLES
 
 
-def test_quoted_messages_are_in_the_code() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/nvfp4.md"])
+def test_quoted_messages_are_in_the_code(page: str) -> None:
     """The first column of the table of messages, but for other programs' ("vLLM: ..."), piece by piece."""
-    table = (ROOT / "README.md").read_text().split("| the message says |")[1]
+    table = (ROOT / page).read_text().split("| the message says |")[1]
     messages = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     assert len(messages) >= 5
     # Messages stand in the code as neighbouring literals, cut into lines, and hold braces for what differs.

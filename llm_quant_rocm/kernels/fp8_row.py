@@ -16,10 +16,11 @@ from llm_quant_rocm.hardware import Hardware
 def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str, int]:
     """BLOCK and launch options of a row kernel that holds `operands` rows of `columns` values at once.
 
-    A lane of 32 takes 8 values of every block, and at most 128 of a row.
+    A lane takes 8 values of every block, and at most 128 of a row.
     """
-    warps = 4 if columns <= 8192 else 8 if columns * operands <= 32768 else 16
-    options = {"BLOCK": min(warps * 256, triton.next_power_of_2(max(columns, 16))), "num_warps": warps}
+    threads = 128 if columns <= 8192 else 256 if columns * operands <= 32768 else 512
+    block = min(threads * 8, triton.next_power_of_2(max(columns, 16)))
+    options = {"BLOCK": block, "num_warps": threads // hardware.lanes}
     if columns > 16384 and hardware.arch.startswith("sm_"):
         # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.
         options["maxnreg"] = 128

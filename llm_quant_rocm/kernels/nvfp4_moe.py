@@ -7,22 +7,24 @@ each token's slots.
 """
 
 import torch
-import triton
 
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.nvfp4_wgmma import Config, gemm
 from llm_quant_rocm.kernels.routing import gather_rows, schedule, sum_rows
 
 
-def default_config(slots: int, experts: int) -> Config:
-    """Tiles cut for the rows that an expert has on average."""
-    rows = triton.cdiv(slots, experts)
-    if rows > 128:
-        return Config(256, 128, 128, stages=3, unroll=4, warps=8)
+def default_config(slots: int, experts: int, hidden: int, inner: int) -> Config:
+    """What was best on an H100 for the number of rows that an expert has on average (benchmarks/nvfp4_moe.py).
+
+    Small experts are read in small steps: more programs then fit into a multiprocessor, and they do not last long.
+    """
+    rows = slots / experts
     if rows > 64:
-        return Config(128, 64, 128, stages=3, unroll=2)
-    block_m = max(16, triton.next_power_of_2(rows))
-    return Config(block_m, 64, 128, stages=5 if block_m < 64 else 4, unroll=2)
+        return Config(128, 128, 64, stages=3, unroll=4, warps=8)
+    block_m = 16 if rows <= 12 else 32 if rows <= 40 else 64
+    if min(hidden, inner) >= 4096:
+        return Config(block_m, 64, 128, stages=5 if block_m < 64 else 3, unroll=2)
+    return Config(block_m, 64, 64, stages=5 if block_m == 16 else 3, unroll=4)
 
 
 def nvfp4_moe(

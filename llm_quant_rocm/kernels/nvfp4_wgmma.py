@@ -10,12 +10,11 @@ Written in Gluon, Triton's lower language, for one reason: Triton 3.6 pipelines 
 wrongly (it lets the next step overwrite registers that a wgmma in flight still reads). Here every wait names the
 registers that it frees.
 
-A tile's sum over K can be cut among several programs, which balances the last wave of tiles: `whole` tiles are computed
-by one program each, the others by `split_k` programs, whose parts a second kernel adds in order.
+A tile's sum over K can be cut among several programs, so that there are enough of them where N is small. A second
+kernel adds their parts in order.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -41,6 +40,9 @@ from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
+# Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
+PREFETCH = gl.constexpr(3)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -49,9 +51,7 @@ class Config:
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight and columns of both in one step. block_m is at least
             16, block_n 64 or 128, block_k 64 or 128.
-        split_k: programs that share the sum of each tile outside the whole waves; 1: every tile is whole.
-        waves: programs that run together on one multiprocessor. Full waves of such programs stay whole tiles, and only
-            the tiles left over are split; 0: all tiles are split.
+        split_k: programs that share the sum of a tile.
         stages: steps of x in shared memory.
         unroll: steps between two points where the matrix unit may run dry.
         warps: 4 or 8.
@@ -61,22 +61,17 @@ class Config:
     block_n: int
     block_k: int
     split_k: int = 1
-    waves: int = 0
     stages: int = 4
     unroll: int = 2
     warps: int = 4
 
 
 def default_config(m: int, n: int, k: int) -> Config:
-    """A sound choice for shapes that nobody has measured."""
-    if m > 256:
-        return Config(256, 128, 128, 2, 1, 3, 4, 8)
-    if m > 64:
-        return Config(128 if m <= 128 else 256, 64, 128, 1, 0, 3, 2, 4)
+    """A sound choice for up to 64 rows where nobody has measured."""
     block_m = max(16, triton.next_power_of_2(m))
     programs = 3 * 132  # three on each multiprocessor of an H100
     split_k = max(1, min(8, triton.cdiv(programs, triton.cdiv(n, 64)), k // 512))
-    return Config(block_m, 64, 128, split_k, 0, 5 if block_m < 64 else 4, 2, 4)
+    return Config(block_m, 64, 128, split_k, stages=5 if block_m < 64 else 4)
 
 
 @gluon.jit
@@ -84,6 +79,26 @@ def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH:
     """Words and scale pairs [DEPTH * NT, 128] of step `step` over K."""
     piece = (step * DEPTH * row_tiles).to(gl.int64)
     return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+
+
+@gluon.jit
+def prefetch(pointer, size, REGISTER: gl.constexpr):
+    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the threads whose special `REGISTER` is 0."""
+    ASSEMBLY: gl.constexpr = (
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, " + REGISTER + "; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch_step(words, scale_bytes, step, row_tile, row_tiles, DEPTH: gl.constexpr, NT: gl.constexpr):
+    """Has the codes of a step brought to the L2 cache."""
+    piece = (step * DEPTH * row_tiles + row_tile).to(gl.int64)
+    for _ in gl.static_range(DEPTH):
+        prefetch(words + piece * 128, NT * 512, "%tid.x")
+        prefetch(scale_bytes + piece * 32, NT * 64, "%tid.x")
+        piece += row_tiles
 
 
 @gluon.jit
@@ -149,12 +164,12 @@ def _store_part(acc, part, rows, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, n
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
-@gluon.jit(do_not_specialize=["M", "whole"])
+@gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_kernel(
-    x, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, whole,
+    x, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, SPLIT_K: gl.constexpr, STAGES: gl.constexpr,
-    UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr
+    UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one.
 
@@ -173,14 +188,8 @@ def nvfp4_wgmma_kernel(
 
     # Tiles of M that share a tile of the weight run together and find it in the L2 cache.
     tiles_m = gl.cdiv(M, BLOCK_M)
-    program = gl.program_id(0)
-    tile = program
-    split = 0
-    parts = 1
-    if SPLIT_K > 1 and program >= whole:
-        tile = whole + (program - whole) // SPLIT_K
-        split = (program - whole) % SPLIT_K
-        parts = SPLIT_K
+    tile = gl.program_id(0) // SPLIT_K
+    split = gl.program_id(0) % SPLIT_K
     tile_m = tile % tiles_m
     tile_n = tile // tiles_m
     row_tiles = (N + 127) // 128 * 8
@@ -195,7 +204,7 @@ def nvfp4_wgmma_kernel(
 
     # Steps beyond K multiply zeros: the accelerator reads x as zero there.
     last = gl.cdiv(K, BLOCK_K) - 1
-    steps = gl.cdiv(last + 1, UNROLL * parts) * UNROLL
+    steps = gl.cdiv(last + 1, UNROLL * SPLIT_K) * UNROLL
     first = split * steps
     piece = gl.arange(0, DEPTH * NT, layout=gl.SliceLayout(1, word_layout))
     piece = (piece // NT) * row_tiles + tile_n * NT + piece % NT
@@ -210,6 +219,8 @@ def nvfp4_wgmma_kernel(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     # The weight does not depend on the kernels before this one.
+    for ahead in gl.static_range(1, PREFETCH):
+        _prefetch_step(words, scale_bytes, gl.minimum(first + ahead, last), tile_n * NT, row_tiles, DEPTH, NT)
     codes, pairs = _load(words, scale_bytes, gl.minimum(first, last), word_offset, scale_offset, row_tiles, DEPTH)
     if PDL:
         gdc_wait()
@@ -239,6 +250,7 @@ def nvfp4_wgmma_kernel(
             wanted = fetched < first + steps
             mbarrier.expect(ready.index(free), BLOCK_M * BLOCK_K * 2, pred=wanted)
             load_tile(x, [tile_m * BLOCK_M, fetched * BLOCK_K], ready.index(free), ring.index(free), pred=wanted)
+            _prefetch_step(words, scale_bytes, gl.minimum(step + PREFETCH, last), tile_n * NT, row_tiles, DEPTH, NT)
             next_codes, next_pairs = _load(
                 words, scale_bytes, gl.minimum(step + 2, last), word_offset, scale_offset, row_tiles, DEPTH
             )
@@ -256,14 +268,8 @@ def nvfp4_wgmma_kernel(
         mbarrier.invalidate(ready.index(stage))
 
     if SPLIT_K > 1:
-        if parts == 1:
-            _store_tile(
-                acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
-                BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, acc_layout, num_warps,
-            )  # fmt: skip
-        else:
-            slot = ((tile - whole) * SPLIT_K + split).to(gl.int64) * (BLOCK_M * BLOCK_N)
-            _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
+        slot = gl.program_id(0).to(gl.int64) * (BLOCK_M * BLOCK_N)
+        _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
     else:
         _store_tile(
             acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
@@ -271,24 +277,23 @@ def nvfp4_wgmma_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "whole"])
+@triton.jit(do_not_specialize=["M"])
 def add_parts_kernel(
-    partial, global_scale, bias, out, M, N, whole,
+    partial, global_scale, bias, out, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, UNSCALE: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """Adds the parts [tiles, SPLIT_K, BLOCK_M, BLOCK_N] of the tiles from `whole` on, in order, and applies the
-    epilogue."""
+    """Adds the parts [tiles, SPLIT_K, BLOCK_M, BLOCK_N] of every tile, in order, and applies the epilogue."""
     if PDL:
         programmatic_launch()
-    tile = whole + tl.program_id(0)
+    tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK_N)
     rows = (tile % tiles_m) * BLOCK_M + m
     columns = (tile // tiles_m) * BLOCK_N + n
     inside = (rows < M)[:, None] & (columns < N)[None, :]
-    part = partial + (tl.program_id(0) * SPLIT_K).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :]
+    part = partial + (tile * SPLIT_K).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :]
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for index in tl.static_range(SPLIT_K):
         total += tl.load(part + index * (BLOCK_M * BLOCK_N), mask=inside, other=0.0)
@@ -296,11 +301,6 @@ def add_parts_kernel(
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def gemm(
@@ -333,26 +333,23 @@ def gemm(
     tiles_m = triton.cdiv(m, config.block_m)
     tiles = tiles_m * triton.cdiv(n, config.block_n)
     split_k = min(config.split_k, triton.cdiv(k, config.block_k * config.unroll))
-    wave = config.waves * _multiprocessors(x.device)
-    whole = tiles if split_k == 1 else tiles // wave * wave if wave else 0
     partial = None
-    if whole < tiles:
-        shape = (tiles - whole, split_k, config.block_m, config.block_n)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if split_k > 1:
+        partial = torch.empty((tiles, split_k, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout.get_default_for([config.block_m, config.block_k], gl.bfloat16)
     fp16 = x.dtype == torch.float16
     rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k], layout)
-    nvfp4_wgmma_kernel[(whole + (tiles - whole) * split_k,)](
+    nvfp4_wgmma_kernel[(tiles * split_k,)](
         rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial,
-        tile_expert, row_map, row_weight, m, n, k, whole,
+        tile_expert, row_map, row_weight, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, SPLIT_K=split_k, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation, PDL=hardware.pdl,
-        num_warps=config.warps, **pdl_option(hardware),
+        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
+        PDL=hardware.pdl, num_warps=config.warps, **pdl_option(hardware),
     )  # fmt: skip
-    if whole < tiles:
+    if split_k > 1:
         rows = min(config.block_m, 16)
-        add_parts_kernel[(tiles - whole, triton.cdiv(min(m, config.block_m), rows))](
-            partial, global_scale, bias, out, m, n, whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        add_parts_kernel[(tiles, triton.cdiv(min(m, config.block_m), rows))](
+            partial, global_scale, bias, out, m, n, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             SPLIT_K=split_k, ROWS=rows, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
         )  # fmt: skip
     return out

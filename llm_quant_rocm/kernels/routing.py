@@ -134,12 +134,12 @@ def schedule_kernel(
         seen_by_part = tl.load(counts_ptr + tl.minimum(mine, BINS - 1) * PARTS + tl.arange(0, PARTS))
         seen = tl.max(tl.where(seen_by_part <= begin, seen_by_part, 0), 0)
         start = tl.sum((seen_by_part <= begin).to(tl.int32), 0) * part_slots
-    while seen < end:
+    while (seen < end) & (start < slots):  # the second never decides, unless somebody writes the ids meanwhile
         slot = start + tl.arange(0, CHUNK)
         expert = local_expert(ids_ptr, map_ptr, slot, slot < slots, known)
         here = (expert == mine).to(tl.int32)
-        rank = seen + tl.cumsum(here, 0) - 1
-        chosen = (here > 0) & (rank >= begin) & (rank < end)
+        rank = tl.where(here > 0, seen + tl.cumsum(here, 0) - 1, -1)
+        chosen = (rank >= begin) & (rank < end)
         tl.store(row_map_ptr + rank, slot, mask=chosen)
         if row_weight_ptr is not None:
             weight = tl.load(weight_ptr + slot, mask=chosen, other=0.0)
@@ -159,8 +159,9 @@ def schedule(
     """Rows sorted by expert in tiles of `block_m`, of `max_tiles` tiles whatever the ids are.
 
     Args:
-        topk_ids: integers [T, k], contiguous. An id that is negative or too large has no expert.
-        expert_map: integers [all experts]: the index among this rank's `experts` of each, or -1. None: ids are indices.
+        topk_ids: integers of 32 or 64 bits [T, k], contiguous. An id that is negative or too large has no expert.
+        expert_map: integers of 32 or 64 bits [all experts], contiguous: the index among this rank's `experts` of each,
+            or -1. None: ids are indices.
         block_m: a power of two.
         topk_weights: fp32 [T, k], contiguous, for `row_weight`.
 
@@ -178,25 +179,29 @@ def schedule(
         return Schedule(row_map, tile_expert, row_weight)
     bins = max(64, triton.next_power_of_2(experts))
     known = experts if expert_map is None else expert_map.numel()
-    constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, "num_warps": 4, **pdl_option(hardware)}
+    constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)}
     counts, part_slots = None, 16
+    chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
     if slots >= MANY_SLOTS:
+        # A tile's slots are scattered over many more of other experts.
+        chunk, warps = 2048, 16
         counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
         part_slots = triton.cdiv(slots, _PARTS * 16) * 16
-        count_kernel[(_PARTS,)](topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, **constants)
+        count_kernel[(_PARTS,)](
+            topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
+        )
         scan_kernel[(bins,)](counts, PARTS=_PARTS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware))
     schedule_kernel[(tiles,)](
         topk_ids, expert_map, topk_weights, counts, row_map, tile_expert, row_weight, slots, known, part_slots,
-        CHUNK=128 if slots <= 128 else 1024, BLOCK_M=block_m, **constants,
+        CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
     )  # fmt: skip
     return Schedule(row_map, tile_expert, row_weight)
 
 
-# A map of a few rows or of many is the same kernel.
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit
 def gather_rows_kernel(
-    x_ptr, row_map_ptr, out_ptr, columns, topk,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, row_map_ptr, out_ptr, columns,
+    TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
@@ -206,22 +211,23 @@ def gather_rows_kernel(
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (slot >= 0)[:, None] & (column < columns)[None, :]
-    value = tl.load(x_ptr + (slot // topk).to(tl.int64)[:, None] * columns + column[None, :], mask=mask)
+    value = tl.load(x_ptr + (slot // TOPK).to(tl.int64)[:, None] * columns + column[None, :], mask=mask)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], value, mask=mask)
 
 
 def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Hardware) -> torch.Tensor:
     """Row row_map[r] // topk of x [T, H] (contiguous) as row r of [len(row_map), H].
 
-    Rows whose map is negative are left as torch.empty makes them. len(row_map) is a multiple of 16, as a schedule's.
+    Rows whose map is negative are left as torch.empty makes them. len(row_map) is a multiple of 8.
     """
     rows, columns = row_map.numel(), x.shape[1]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if out.numel():
-        block = min(512, triton.next_power_of_2(columns))
-        gather_rows_kernel[(rows // 16, triton.cdiv(columns, block))](
-            x, row_map, out, columns, topk, ROWS=16, BLOCK=block, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware)
-        )
+        block = min(1024, triton.next_power_of_2(columns))
+        gather_rows_kernel[(rows // 8, triton.cdiv(columns, block))](
+            x, row_map, out, columns, TOPK=topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4,
+            **pdl_option(hardware),
+        )  # fmt: skip
     return out
 
 
@@ -234,16 +240,15 @@ def sum_rows_kernel(
         programmatic_launch()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        present = local_expert(ids_ptr, map_ptr, slot, True, known) >= 0
-        value = tl.load(rows_ptr + slot * columns + column, mask=inside & present, other=0.0).to(tl.float32)
+        there = tl.where(local_expert(ids_ptr, map_ptr, slot, True, known) >= 0, columns, 0)
+        value = tl.load(rows_ptr + slot * columns + column, mask=column < there, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             value *= tl.load(weight_ptr + slot)
         total += value
-    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 def sum_rows(
@@ -267,6 +272,6 @@ def sum_rows(
         known = experts if expert_map is None else expert_map.numel()
         sum_rows_kernel[(tokens, triton.cdiv(columns, block))](
             rows, topk_ids, expert_map, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
-            PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+            PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip
     return out

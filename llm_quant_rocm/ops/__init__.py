@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators: torch.library operators with fakes, safe under torch.compile and CUDA graphs, on CPU and GPU."""
+"""The operators: torch.library operators with fakes, safe under torch.compile and CUDA graphs, on CPU and GPU.
+
+`nvfp4_moe_w4a4` alone is a plain function, for evaluation.
+"""
 
 from llm_quant_rocm.ops.nvfp4_gemm import nvfp4_gemm as nvfp4_gemm
 from llm_quant_rocm.ops.nvfp4_moe import nvfp4_moe as nvfp4_moe
+from llm_quant_rocm.ops.nvfp4_moe_w4a4 import nvfp4_moe_w4a4 as nvfp4_moe_w4a4
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight as PreparedNvFp4Weight
 from llm_quant_rocm.ops.nvfp4_weight import prepare_nvfp4_weight as prepare_nvfp4_weight
 from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8 as per_token_quant_fp8

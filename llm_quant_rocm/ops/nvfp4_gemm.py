@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -48,27 +48,28 @@ def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor 
 def _triton_refusal(call: GemmCall) -> str | None:
     if call.layout != nvfp4_wgmma.LAYOUT:
         return f"the weight (layout {call.layout}) was not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    if call.hardware.arch != "sm_90":
+        return f"the weight was arranged for Hopper, this is {call.hardware.arch}"
     return missing("triton")
 
 
 def _run_triton(
     x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels import nvfp4_wgmma as kernel
+    from llm_quant_rocm.kernels import nvfp4_hopper as kernel
 
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
-        # Sums are not cut among programs, so each is added in one order however many rows there are.
-        config = replace(config, split_k=1)
+        config = kernel.batch_invariant(config)
     return kernel.gemm(x, weight.codes, weight.scales, weight.global_scale, bias, call.n, call.hardware, config)
 
 
 @cache
 def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config, default_config
+    from llm_quant_rocm.kernels.nvfp4_hopper import config_of, default_config
 
     measured = tuning.lookup("nvfp4_gemm", device.arch, m, n, k)
-    return Config(**measured.config) if measured else default_config(m, n, k)
+    return config_of(measured.config) if measured else default_config(m, n, k)
 
 
 # A backend runs (x [M, K], weight, bias or None, call) -> [M, N] in x's dtype, with nothing of size 0.

@@ -49,6 +49,8 @@ def _triton_refusal(call: MoeCall) -> str | None:
     if call.layouts != (nvfp4_wgmma.LAYOUT_GATE_UP, nvfp4_wgmma.LAYOUT):
         arranged = " and ".join(call.layouts)
         return f"the weights (layouts {arranged}) were not arranged for a kernel: ops.prepare_nvfp4_weight does it"
+    if call.hardware.arch != "sm_90":
+        return f"the weights were arranged for Hopper, this is {call.hardware.arch}"
     return missing("triton")
 
 
@@ -74,7 +76,7 @@ def _run_triton(
         expert_map,
         activation,
         call.hardware,
-        kernel.default_config(topk_ids.numel(), call.experts),
+        kernel.default_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
     )
 
 

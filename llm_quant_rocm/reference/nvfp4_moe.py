@@ -15,6 +15,7 @@ def nvfp4_moe(
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
     activation: str,
+    input_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Sum over a token's experts, [T, H] in x's dtype T, of
 
@@ -23,15 +24,21 @@ def nvfp4_moe(
         y = T((a . w2[e]^T) * router weight)
 
     x [T, H]; w13 [E, 2I, H] and w2 [E, H, I] with a global scale a row; topk_weights [T, k] fp32; local_ids [T, k],
-    where -1 is an expert that is not here and adds nothing. The sum is in fp32.
+    where -1 is an expert that is not here and adds nothing. The sum is in fp32. With `input_scales`, fp32 [E] for x and
+    [E] for a, both become NVFP4 and back first (`formats.nvfp4.fake_quantize_activation`).
     """
     slots = x.new_zeros((*local_ids.shape, x.shape[1]))
     for index in local_ids.unique().tolist():
         if index < 0:
             continue
         token, slot = (local_ids == index).nonzero(as_tuple=True)
-        gate, up = nvfp4_gemm(x[token], _expert(w13, index), None, x.dtype).float().chunk(2, dim=-1)
+        outer = x[token]
+        if input_scales is not None:
+            outer = nvfp4.fake_quantize_activation(outer, input_scales[0][index])
+        gate, up = nvfp4_gemm(outer, _expert(w13, index), None, x.dtype).float().chunk(2, dim=-1)
         inner = (ACTIVATIONS[activation](gate) * up).to(x.dtype)
+        if input_scales is not None:
+            inner = nvfp4.fake_quantize_activation(inner, input_scales[1][index])
         y = nvfp4_gemm(inner, _expert(w2, index), None, torch.float32)
         slots[token, slot] = (y * topk_weights[token, slot, None]).to(x.dtype)
     return slots.float().sum(dim=1).to(x.dtype)

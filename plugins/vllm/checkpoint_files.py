@@ -11,7 +11,8 @@ def refuse_truncated(folder: Path) -> None:
     A header is 8 bytes of length and a JSON text that gives the bytes of every tensor, counted from its end.
 
     Raises:
-        ValueError: a file is shorter than its header says; the message names the first tensor that is cut off.
+        ValueError: a file is shorter than its header says, or has none; the message names the file, and the first
+            tensor that is cut off.
     """
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -20,7 +21,10 @@ def refuse_truncated(folder: Path) -> None:
             start = 8 + length
             if size < start:
                 raise ValueError(f"{file} is truncated in its header, after {size} bytes: {_CURE}")
-            header = json.loads(stream.read(length))
+            try:
+                header = json.loads(stream.read(length))
+            except ValueError as error:
+                raise ValueError(f"{file} is broken, its header is no JSON: {_CURE}") from error
         ends = {name: start + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         cut = sorted((end, name) for name, end in ends.items() if end > size)
         if cut:

@@ -14,6 +14,9 @@ from llm_quant_rocm_vllm.linear_tensors import LinearTensors
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
+# E4M3's NaN, its sign left out.
+_NAN = 0x7F
+
 
 class Fp8LinearMethod(LinearMethodBase):
     """Serves ModelOpt's FP8 (E4M3, one weight scale and one input scale a tensor) by the PTPC path.
@@ -74,6 +77,8 @@ class Fp8LinearMethod(LinearMethodBase):
                     f"{name}_scale is {value.item():g}; a scale is positive and finite: the checkpoint is broken; "
                     "fetch or export it again"
                 )
+            if bool(((codes[rows].view(torch.uint8) & 0x7F) == _NAN).any()):
+                raise ValueError(f"{name} holds NaN: the checkpoint is broken; fetch or export it again")
             scale[rows] = value
         if hardware.detect(codes.device).fp8_dtype == fp8.FNUZ.dtype:
             codes, scale = fp8.ocp_to_fnuz(codes, scale)

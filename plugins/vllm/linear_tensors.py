@@ -26,6 +26,18 @@ _PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, R
 _Shard = str | int | tuple[int, ...] | None
 
 
+# What checkpoints call the weight of a layer that is not quantized.
+UNQUANTIZED = "weight"
+
+
+def unquantized(name: str, dtype: torch.dtype, promised: torch.dtype) -> str:
+    """What to say of a checkpoint tensor that is not what the quantization of its layer needs."""
+    return (
+        f"{name} is {dtype} in the checkpoint, where its quantization_config promises {promised}: if the layer is not "
+        "quantized, the ignore list should name it"
+    )
+
+
 class LinearTensors:
     """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.
 
@@ -67,10 +79,7 @@ class LinearTensors:
             shard: _Shard = next(iter((*args, *kwargs.values())), None)
             name = self._name(tensor, shard)
             if loaded_weight.dtype != dtype:
-                raise TypeError(
-                    f"{name} is {loaded_weight.dtype} in the checkpoint, where its quantization_config promises "
-                    f"{dtype}: if the layer is not quantized, the ignore list should name it"
-                )
+                raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
             rows = self._rows(shard)
             expected = (loaded_weight.shape[0] if rows is None else rows, whole)
             if tuple(loaded_weight.shape) != expected:
@@ -116,6 +125,16 @@ class LinearTensors:
         set_weight_attrs(placeholder, {"weight_loader": load})
         self._layer.register_parameter(tensor, placeholder)
         return values
+
+    def add_refused(self, tensor: str) -> None:
+        """A parameter, empty, whose checkpoint tensor says that the layer is not quantized."""
+        placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+        def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
+            raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
+
+        set_weight_attrs(placeholder, {"weight_loader": load})
+        self._layer.register_parameter(tensor, placeholder)
 
     def pieces(self) -> list[tuple[str, slice]]:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""

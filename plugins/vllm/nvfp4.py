@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm import hardware
@@ -112,6 +113,8 @@ class NvFp4Config(QuantizationConfig):
         asked = user_quant in (NAME, ALIAS)
         if not asked and (user_quant not in _NO_CHOICE or not _switched_on() or not _serves_this_device()):
             return None
+        if hf_config is not None:
+            _complete(hf_quant_cfg, hf_config)
         kind = checkpoint_kind(hf_quant_cfg)
         if kind is None:
             if asked:
@@ -141,32 +144,48 @@ class NvFp4Config(QuantizationConfig):
         return result
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refuse broken files early; vLLM calls this once the configuration is complete."""
+        """Refuse broken files and options that exclude each other; vLLM calls this before it builds the model."""
         super().maybe_update_config(model_name, *args, **kwargs)
         refuse_truncated(Path(model_name))
+        if envs.VLLM_BATCH_INVARIANT and self.options.prefill == "fp8":
+            raise ValueError(
+                f"{_SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
+                "VLLM_BATCH_INVARIANT=1: unset one of them"
+            )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which vLLM calls `prefix`: ours for NVFP4 layers and FP8 linear layers, else
-        the one that vLLM's configuration of the format gives it."""
+        the one that vLLM's configuration of the format gives it.
+
+        Raises:
+            ValueError: an algorithm that neither knows. vLLM would take the layer for one that is not quantized.
+        """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
-        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
-        if isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
-            is_moe = isinstance(layer, RoutedExperts)
-            algorithm = self.algorithm(layer, prefix)
-            if algorithm in MODELOPT_ALGORITHMS:
-                self._layers["mixture-of-experts layers" if is_moe else "linear layers"].append(prefix)
-                return NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix)
-            if algorithm == "FP8" and not is_moe:
-                self._layers["linear layers in FP8"].append(prefix)
-                return Fp8LinearMethod(self, prefix)
-            self._layers["layers left to vLLM"].append(prefix)
-        return super().get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        is_moe = isinstance(layer, RoutedExperts)
+        algorithm = self.algorithm(layer, prefix)
+        if algorithm in MODELOPT_ALGORITHMS:
+            self._layers["mixture-of-experts layers" if is_moe else "linear layers"].append(prefix)
+            return NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix)
+        if algorithm == "FP8" and not is_moe:
+            self._layers["linear layers in FP8"].append(prefix)
+            return Fp8LinearMethod(self, prefix)
+        method = super().get_quant_method(layer, prefix)
+        if algorithm is not None and (method is None or isinstance(method, UnquantizedLinearMethod)):
+            raise ValueError(
+                f"quant_algo {algorithm} of {prefix} is known neither to {NAME} nor to this vLLM: export the model "
+                f"with {', '.join(MODELOPT_ALGORITHMS)} or FP8 there, or update vLLM"
+            )
+        self._layers["layers left to vLLM"].append(prefix)
+        return method
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""
@@ -219,6 +238,21 @@ def modelopt_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     """The part of a ModelOpt `quantization_config`, of either shape, that holds `quant_algo`."""
     settings = config.get("quantization", config)
     return settings if isinstance(settings, dict) and settings.get("quant_algo") else None
+
+
+def _complete(config: dict[str, Any], hf_config: Any) -> None:
+    """Add the layers of a mixed checkpoint that older ModelOpts describe in hf_quant_config.json alone: to `config`,
+    and to the model's `hf_config`, of which vLLM makes the configuration."""
+    settings = modelopt_settings(config)
+    if settings is None or str(settings["quant_algo"]).upper() != MIXED_PRECISION or settings.get("quantized_layers"):
+        return
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    file = get_hf_file_to_dict("hf_quant_config.json", hf_config.name_or_path, getattr(hf_config, "_commit_hash", None))
+    layers = (modelopt_settings(file or {}) or {}).get("quantized_layers")
+    if layers:
+        for described in (config, getattr(hf_config, "quantization_config", {})):
+            (modelopt_settings(described) or {})["quantized_layers"] = layers
 
 
 def refuse_group_size(size: int | str | None, where: str) -> None:

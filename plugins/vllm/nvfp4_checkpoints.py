@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 
+from llm_quant_rocm_vllm.layer_names import shard_name
 from llm_quant_rocm_vllm.nvfp4 import (
     COMPRESSED_TENSORS_FORMAT,
     MIXED_PRECISION,
@@ -27,7 +28,33 @@ from llm_quant_rocm_vllm.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, Tens
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
 
 
-class NvFp4ModelOptConfig(NvFp4Config, ModelOptNvFp4Config):
+class _ModelOptExclusions:
+    """ModelOpt's list of excluded modules, whose patterns vLLM compares with its own names of fused layers alone."""
+
+    packed_modules_mapping: dict[str, list[str]]
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps `prefix` as it was.
+
+        Raises:
+            ValueError: it keeps some shards of a fused layer and not others.
+        """
+        is_excluded = super().is_layer_excluded  # type: ignore[misc]
+        count = len(self.packed_modules_mapping.get(prefix.rpartition(".")[2], ()))
+        shards = {
+            name: is_excluded(name)
+            for name in (shard_name(prefix, shard, self.packed_modules_mapping) for shard in range(count))
+        }
+        if any(shards.values()) and not all(shards.values()):
+            kept = ", ".join(name for name, excluded in shards.items() if excluded)
+            raise ValueError(
+                f"the checkpoint keeps {kept} in 16 bits, but not all of {', '.join(shards)}, of which vLLM makes one "
+                "layer: export the model with all of them or none"
+            )
+        return any(shards.values()) or is_excluded(prefix)
+
+
+class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
@@ -50,7 +77,7 @@ class NvFp4ModelOptConfig(NvFp4Config, ModelOptNvFp4Config):
         return self.quant_method
 
 
-class NvFp4MixedConfig(NvFp4Config, ModelOptMixedPrecisionConfig):
+class NvFp4MixedConfig(_ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
     """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of NVFP4 checkpoints."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm import envs
@@ -11,11 +11,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats.nvfp4 import BLOCK, fake_quantize_activation
-from llm_quant_rocm_vllm.linear_tensors import LinearTensors
-from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, keep, kept, refuse_ragged
-
-if TYPE_CHECKING:
-    from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
+from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, LinearTensors
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options
+from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, input_global_scale, keep, kept, refuse_ragged
 
 
 class NvFp4LinearMethod(LinearMethodBase):
@@ -25,10 +23,12 @@ class NvFp4LinearMethod(LinearMethodBase):
     N and K are this rank's share. `input_global_scale` is there with activations="nvfp4" only.
     """
 
-    def __init__(self, config: "NvFp4Config", prefix: str) -> None:
+    def __init__(self, config: NvFp4Config, prefix: str) -> None:
         super().__init__()
         self.config = config
         self.prefix = prefix
+        # MLA attention reads this layer's weight by serving it an identity matrix.
+        self.options = Options() if prefix.rpartition(".")[2] == "kv_b_proj" else config.options
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
@@ -62,6 +62,8 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.checkpoint.add_matrix(names.scales, torch.float8_e4m3fn, k // BLOCK, input_size // BLOCK)
         self.checkpoint.add_scalars(names.global_scale)
         self.input_scales = self.checkpoint.add_optional_scalars(names.input_scale)
+        if names.codes != UNQUANTIZED:
+            self.checkpoint.add_refused(UNQUANTIZED)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         # vLLM sets this mark back when it reloads weights.
@@ -86,16 +88,16 @@ class NvFp4LinearMethod(LinearMethodBase):
         for name in (names.codes, names.scales, names.global_scale, names.input_scale):
             delattr(layer, name)
         keep(layer, weight)
-        if self.config.options.activations == "nvfp4":
-            scale = self._input_global_scale().to(codes.device)
+        if self.options.activations == "nvfp4":
+            scales = [torch.ones(())] if self.is_dummy else list(self.input_scales.values())
+            scale = input_global_scale(names, self.prefix, scales).to(codes.device)
             layer.input_global_scale = torch.nn.Parameter(scale, requires_grad=False)
         layer._already_called_process_weights_after_loading = True
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        options = self.config.options
-        if options.activations == "nvfp4":
+        if self.options.activations == "nvfp4":
             x = fake_quantize_activation(x, layer.input_global_scale)
-        return ops.nvfp4_gemm(x, kept(layer), bias, prefill=options.prefill, batch_invariant=self.batch_invariant)
+        return ops.nvfp4_gemm(x, kept(layer), bias, prefill=self.options.prefill, batch_invariant=self.batch_invariant)
 
     def tie_weights(self, layer: LinearBase, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """The output head of tied embeddings is the embedding, and no tensor of the checkpoint."""
@@ -104,23 +106,3 @@ class NvFp4LinearMethod(LinearMethodBase):
         layer.quant_method = UnquantizedEmbeddingMethod()
         layer.weight = embed_tokens.weight
         return layer
-
-    def _input_global_scale(self) -> torch.Tensor:
-        """The scale that the layer's input is encoded with: of its shards' scales the one under which none saturates.
-
-        Shards share their input, so calibration gives them one scale.
-        """
-        if self.is_dummy:
-            return torch.ones((), dtype=torch.float32)
-        if not self.input_scales:
-            raise ValueError(
-                f"{self.prefix}.{self.config.tensors.input_scale} is missing from the checkpoint, and activations "
-                "in NVFP4 need it: the checkpoint is for 16-bit activations; serve it with them"
-            )
-        scales = torch.stack([self.config.tensors.encoding_scale(scale) for scale in self.input_scales.values()])
-        if not bool((scales.isfinite() & (scales > 0)).all()):
-            raise ValueError(
-                f"{self.prefix}.{self.config.tensors.input_scale} is not positive and finite: the layer was not "
-                "calibrated; serve it with 16-bit activations"
-            )
-        return scales.min()

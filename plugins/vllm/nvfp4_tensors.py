@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of an NVFP4 layer: as checkpoints name them, and as a served layer keeps them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,23 +96,63 @@ def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:
     return NvFp4Weight(codes, scales, torch.full(codes.shape[:-1], 2.0**-12, dtype=torch.float32, device=codes.device))
 
 
-def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "") -> None:
-    """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`.
+def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "", *, in_rows: bool = False) -> None:
+    """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`; with
+    `in_rows` as it stands, whatever the kernels want.
 
-    These are the names by which other parts of vLLM look for a layer's weight and its device.
+    These are the names by which other parts of vLLM look for a layer's weight and its device. The codes are kept as
+    bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is uint8.
     """
-    prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
-    tensors = {"weight": prepared.codes, "weight_scale": prepared.scales, "weight_global_scale": prepared.global_scale}
+    if in_rows:
+        prepared = PreparedNvFp4Weight.in_rows(weight)
+    else:
+        prepared = ops.prepare_nvfp4_weight(weight, gate_up=stem == "w13_")
+    tensors = {
+        "weight": prepared.codes.view(torch.uint8),
+        "weight_scale": prepared.scales,
+        "weight_global_scale": prepared.global_scale,
+    }
     for name, tensor in tensors.items():
         setattr(layer, stem + name, torch.nn.Parameter(tensor, requires_grad=False))
-    setattr(layer, f"{stem}nvfp4", (prepared.layout, prepared.n, prepared.k))
+    setattr(layer, f"{stem}nvfp4", (prepared.codes.dtype, prepared.layout, prepared.n, prepared.k))
 
 
 def kept(layer: Any, stem: str = "") -> PreparedNvFp4Weight:
     """What `keep` gave the layer."""
+    dtype, layout, n, k = getattr(layer, f"{stem}nvfp4")
     return PreparedNvFp4Weight(
-        getattr(layer, f"{stem}weight"),
+        getattr(layer, f"{stem}weight").view(dtype),
         getattr(layer, f"{stem}weight_scale"),
         getattr(layer, f"{stem}weight_global_scale"),
-        *getattr(layer, f"{stem}nvfp4"),
+        layout,
+        n,
+        k,
     )
+
+
+def kept_rows(layer: Any, stem: str) -> NvFp4Weight:
+    """What `keep` gave the layer in rows."""
+    weight = kept(layer, stem)
+    return NvFp4Weight(weight.codes, weight.scales, weight.global_scale)
+
+
+def input_global_scale(names: TensorNames, name: str, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The scale that a layer's input is encoded with, fp32: of its shards' `scales` the one under which none saturates.
+
+    Shards share their input, so calibration gives them one scale. `name` is the layer's.
+
+    Raises:
+        ValueError: there are none, or one is not positive and finite.
+    """
+    if not scales:
+        raise ValueError(
+            f"{name}.{names.input_scale} is missing from the checkpoint, and activations in NVFP4 need it: the "
+            "checkpoint is for 16-bit activations; serve it with them"
+        )
+    encoding = torch.stack([names.encoding_scale(scale) for scale in scales])
+    if not bool((encoding.isfinite() & (encoding > 0)).all()):
+        raise ValueError(
+            f"{name}.{names.input_scale} is not positive and finite: the layer was not calibrated; serve it with "
+            "16-bit activations"
+        )
+    return encoding.min()

@@ -6,8 +6,9 @@ but these rules would notice.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.amd import isa
 
@@ -23,6 +24,12 @@ FP8_MATRIX = {
 }
 FP8_CAST = {"gfx942": r"v_cvt_pk_fp8_f32", "gfx950": r"v_cvt_scalef32_pk_fp8_f32"}
 
+# What makes writes visible to another GPU before a flag is set, what reads a flag past the caches, and what drops their
+# stale lines once it is seen.
+RELEASE = {"gfx90a": "buffer_wbl2", "gfx942": "buffer_wbl2 sc0 sc1", "gfx950": "buffer_wbl2 sc0 sc1"}
+FRESH = {"gfx90a": "glc", "gfx942": "sc0 sc1", "gfx950": "sc0 sc1"}
+ACQUIRE = {"gfx90a": "buffer_invl2", "gfx942": "buffer_inv sc0 sc1", "gfx950": "buffer_inv sc0 sc1"}
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -31,26 +38,73 @@ class Budget:
     Attributes:
         matrix: the opcode of its matrix instructions, a pattern; it must have some, and no other.
         uses: an opcode that it must use, a pattern.
+        wide: whether its hot loop must move many values at a time, from memory and through the LDS.
+        peer_flags: whether it sets and awaits flags of other GPUs.
+        more: what else is wrong with the assembly of a variant with these constexprs (those of Triton's own options,
+            such as num_warps, included) on an architecture.
+        may_spill: executed cases that may spill, because no model has their shape.
     """
 
     matrix: Mapping[str, str] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)
+    wide: bool = True
+    peer_flags: bool = False
+    more: Callable[[isa.Assembly, str, Mapping[str, Any]], list[str]] | None = None
+    may_spill: frozenset[str] = frozenset()
 
 
 def resources(assembly: isa.Assembly, arch: str, lds: int) -> list[str]:
-    """What is wrong with the registers, scratch and LDS of a kernel; holds for any input."""
-    limits = {"vgpr_spill_count": 0, "sgpr_spill_count": 0, "private_segment_fixed_size": 0}
-    found = [f"{name} is {assembly.resources[name]}" for name in limits if assembly.resources[name] > limits[name]]
+    """What is wrong with the registers, scratch and LDS of a kernel.
+
+    Scalar registers that spill live in lanes of a vector register: small odd shapes, which need many masks, may do so.
+    """
+    found = spills(assembly, "vgpr_spill_count", "private_segment_fixed_size")
     if lds > LDS[arch]:
         found.append(f"it takes {lds} bytes of LDS, {arch} has {LDS[arch]}")
-    if any("irr.guard" in block.comment for block in assembly.blocks):
-        found.append("a loop with two entries (irr.guard): lanes that wait for each other in it never meet")
+    return found + irreducible(assembly)
+
+
+def spills(assembly: isa.Assembly, *names: str) -> list[str]:
+    return [f"{name} is {assembly.resources[name]}" for name in names if assembly.resources[name]]
+
+
+def irreducible(assembly: isa.Assembly) -> list[str]:
+    """Lanes that wait for each other in a loop with two entries never meet; Triton 3.6 makes some spins such loops."""
+    guarded = any("irr.guard" in block.comment for block in assembly.blocks)
+    return ["it has a loop with two entries (irr.guard)"] * guarded
+
+
+def peer_flags(assembly: isa.Assembly, arch: str) -> list[str]:
+    """What is wrong with the order of memory around flags that other GPUs set and read."""
+    found = []
+    texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
+    sets = [place for place, text in enumerate(texts) if re.match(r"(global|flat)_atomic_swap", text)]
+    if not sets:
+        found.append("it sets no flag (global_atomic_swap)")
+    for place in sets:
+        if RELEASE[arch] not in texts[max(place - 4, 0) : place]:
+            found.append(f"no {RELEASE[arch]} before the flag is set in line {assembly.instructions[place].line}")
+    spins = 0
+    for loop in assembly.loops:
+        texts = [" ".join(instruction.text.split()) for instruction in loop.instructions]
+        reads = [text for text in texts if re.match(r"(global|flat)_(atomic_(add|cmpswap|or)|load)", text)]
+        stores = [text for text in texts if re.match(r"(global|flat|buffer)_store", text)]
+        if reads and not stores:
+            spins += 1
+            stale = [text for text in reads if not text.endswith(FRESH[arch])]
+            found += [f"a flag is read without {FRESH[arch]}: {text}" for text in stale]
+            if ACQUIRE[arch] not in texts:
+                found.append(f"no {ACQUIRE[arch]} after a flag is read: {reads[0]}")
+    if not spins:
+        found.append("it awaits no flag (a loop that reads and does not write)")
     return found
 
 
-def violations(assembly: isa.Assembly, arch: str, lds: int, budget: Budget) -> list[str]:
+def violations(
+    assembly: isa.Assembly, arch: str, lds: int, budget: Budget, constants: Mapping[str, Any] | None = None
+) -> list[str]:
     """Everything that is wrong with a kernel compiled for the shapes of real models."""
-    found = resources(assembly, arch, lds)
+    found = resources(assembly, arch, lds) + spills(assembly, "sgpr_spill_count")
     opcodes = {instruction.opcode for instruction in assembly.instructions}
     matrix = {instruction.opcode for instruction in assembly.instructions if instruction.kind == "matrix"}
     meant = budget.matrix.get(arch)
@@ -62,11 +116,15 @@ def violations(assembly: isa.Assembly, arch: str, lds: int, budget: Budget) -> l
     loop = assembly.hot_loop
     hot = loop.instructions if loop else assembly.instructions
     loaded = [instruction.loaded_bytes for instruction in hot]
-    if sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
+    if budget.wide and sum(size for size in loaded if size == 16) < WIDE_SHARE * sum(loaded):
         found.append(f"its loads bring {sorted(size for size in loaded if size)} bytes a lane, not 16 at a time")
     scalar = sorted({i.opcode for i in hot if SCALAR_LDS.match(i.opcode)})
-    if scalar:
+    if budget.wide and scalar:
         found.append(f"values go through the LDS one at a time: {', '.join(scalar)}")
+    if budget.peer_flags:
+        found += peer_flags(assembly, arch)
+    if budget.more:
+        found += budget.more(assembly, arch, constants or {})
     return found
 
 

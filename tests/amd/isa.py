@@ -139,6 +139,15 @@ def count(instructions: Iterable[Instruction]) -> Counter[str]:
     return found
 
 
+def vector_per_8_weights(loop: Loop, weights: int, warps: int) -> float:
+    """Vector instructions of a loop, moves to and from accumulators included, for each 8 weights of a lane.
+
+    `weights` are decoded in one turn of the loop by `warps` waves of 64 lanes together.
+    """
+    kinds = count(loop.instructions)
+    return (kinds["vector"] + kinds["move"]) * 8 / (weights / (64 * warps))
+
+
 def read(text: str) -> Assembly:
     """The assembly of one kernel as Triton keeps it (asm["amdgcn"])."""
     resources = {}

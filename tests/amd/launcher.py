@@ -38,6 +38,23 @@ def run_on(
         isolated.Crashed: the compiler aborted.
         gcnsim's errors: the machine code read or wrote where it must not, or never ended.
     """
+    return _launch(arch, kernel, grid, args, triton, options, execute=True)
+
+
+def compile_on(arch: str, kernel: Any, *args: Any, triton: str | None = None, **options: Any) -> Launch:
+    """What `run_on` would run, not executed."""
+    return _launch(arch, kernel, (1,), args, triton, options, execute=False)
+
+
+def _launch(
+    arch: str,
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    triton: str | None,
+    options: dict[str, Any],
+    execute: bool,
+) -> Launch:
     storages: dict[int, tuple[int, torch.Tensor]] = {}
 
     def packed(value: Any) -> Any:
@@ -50,9 +67,8 @@ def run_on(
     arguments = [packed(value) for value in args]
     contents = [content for _, content in storages.values()]
     name = (kernel.fn.__module__, kernel.fn.__code__.co_filename, kernel.fn.__name__)
-    results, launch = isolated.call(
-        triton or tritons.NEWEST or tritons.OLDEST, _run, arch, name, grid, contents, arguments, options
-    )
+    version = triton or tritons.NEWEST or tritons.OLDEST
+    results, launch = isolated.call(version, _run, arch, name, grid, contents, arguments, options, execute)
     for content, result in zip(contents, results, strict=True):
         content.copy_(result)
     return launch
@@ -65,6 +81,7 @@ def _run(
     contents: list[torch.Tensor],
     arguments: list[Any],
     options: dict[str, Any],
+    execute: bool,
 ) -> tuple[list[torch.Tensor], Launch]:
     def unpacked(value: Any) -> Any:
         if not isinstance(value, _View):
@@ -74,7 +91,7 @@ def _run(
 
     kernel = _kernel(*name)
     values = [unpacked(value) for value in arguments]
-    gpu = activate(arch)
+    gpu = activate(arch, execute)
     kernel[grid](*values, **options)
     return contents, gpu.launches[-1]
 

@@ -4,6 +4,7 @@
 import os
 import traceback
 from dataclasses import dataclass
+from functools import cache
 
 from llm_quant_rocm import hardware
 from tests.amd import isolated, operators
@@ -15,14 +16,21 @@ class Proof:
     """What became of the cases.
 
     Attributes:
-        kernels: every distinct compiled kernel with the name of the first case that launched it, in order.
+        variants: every distinct compiled kernel with the name of the first case that launched it, in order.
+        cases: by case, the names of the kernels that it launched.
         failures: by case, the traceback of one that failed.
     """
 
-    kernels: list[tuple[str, Launch]]
+    variants: list[tuple[str, Launch]]
+    cases: dict[str, set[str]]
     failures: dict[str, str]
 
+    def report(self) -> str:
+        """The failures, to be read."""
+        return "\n\n".join(f"{case}:\n{error}" for case, error in self.failures.items())
 
+
+@cache
 def prove(triton: str, arch: str, operator: str, execute: bool) -> Proof:
     """The operator's `executed` cases, or without `execute` its `shipped` ones.
 
@@ -37,7 +45,7 @@ def _prove(arch: str, name: str, execute: bool) -> Proof:
     module = operators.operator(name)
     gpu = activate(arch, execute)
     facts = hardware.amd(arch)
-    proof = Proof([], {})
+    proof = Proof([], {}, {})
     known: set[str] = set()
     for case, run in (module.executed if execute else module.shipped)(facts).items():
         print(f"case: {case}", flush=True)
@@ -46,8 +54,9 @@ def _prove(arch: str, name: str, execute: bool) -> Proof:
             run()
         except Exception:
             proof.failures[case] = traceback.format_exc()
+        proof.cases[case] = {launch.kernel for launch in gpu.launches[before:]}
         for launch in gpu.launches[before:]:
             if launch.digest not in known:
                 known.add(launch.digest)
-                proof.kernels.append((case, launch))
+                proof.variants.append((case, launch))
     return proof

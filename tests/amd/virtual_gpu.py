@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 from llm_quant_rocm import hardware
+from tests.amd.budget import LDS
 
 WAVE = 64
-LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
+EMPTY = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,25 @@ class _Unwritten(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Holding a tensor keeps its address from being given to another one. The second value is where gcnsim has
-        # the storage, from the first launch on.
-        self.storages: dict[int, tuple[torch.Tensor, int | None]] = {}
+        # By address. Holding a tensor keeps its address from being given to another one.
+        self.storages: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        if function._schema.name in ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"):
-            if result.untyped_storage().nbytes():
-                storage_bytes(result).fill_(0xFF)
-                self.storages[result.untyped_storage().data_ptr()] = (result, None)
-            return result
         for argument, value in zip(function._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, torch.Tensor):
-                self.storages.pop(value.untyped_storage().data_ptr(), None)
+            if argument.is_write:
+                self._wrote(value)
         for value in kwargs.values():  # out=
-            if isinstance(value, torch.Tensor):
-                self.storages.pop(value.untyped_storage().data_ptr(), None)
+            self._wrote(value)
+        result = function(*args, **kwargs)
+        if function._schema.name in EMPTY and result.untyped_storage().nbytes():
+            storage_bytes(result).fill_(0xFF)
+            self.storages[result.untyped_storage().data_ptr()] = result
         return result
+
+    def _wrote(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.storages.pop(value.untyped_storage().data_ptr(), None)
 
 
 class _Launcher:

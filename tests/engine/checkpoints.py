@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -51,6 +53,36 @@ def moe(path: Path) -> Path:
         norm_topk_prob=True,
     )
     return _save(Qwen3MoeForCausalLM(config), path, torch.bfloat16)
+
+
+def mla(path: Path) -> Path:
+    """A DeepSeek-V3: attention over a latent of the width that vLLM asks for, and a second layer with 8 experts in 2
+    groups, 2 a token, beside a shared one."""
+    config = DeepseekV3Config(
+        vocab_size=_VOCABULARY,
+        max_position_embeddings=256,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+    )
+    _save(DeepseekV3ForCausalLM(config), path, torch.bfloat16)
+    edit_config(path, topk_method="noaux_tc")  # which transformers takes for granted, and vLLM looks up
+    return path
 
 
 def edit_config(path: Path, **settings: object) -> None:

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 
 # One global scale a shard, relative to that of the whole range: unequal within q, k, v and within gate, up.
 _SHARE = {"q_proj": 1, "k_proj": 8, "v_proj": 2, "o_proj": 1, "gate_proj": 4, "up_proj": 1, "down_proj": 2}
-_SHARE["lm_head"] = 1
 _QUANTIZED = re.compile(r"(\w+_proj|lm_head)\.weight$")
 
 _SHARED_DIVISOR = 2048.0
@@ -63,21 +62,23 @@ class Layer:
 class Quantized:
     """The BF16 checkpoint `source` with every projection and the output head in NVFP4.
 
-    `shared_scale` makes all global scales equal.
+    `shared_scale` makes all global scales equal, `calibrated` makes each that of its weight's largest magnitude (which
+    BF16 values then approximate).
 
     Attributes:
         layers: the quantized ones by name, without ".weight".
         rest: all other tensors.
     """
 
-    def __init__(self, source: Path, *, shared_scale: bool = False) -> None:
+    def __init__(self, source: Path, *, shared_scale: bool = False, calibrated: bool = False) -> None:
         self.source = source
         self.layers: dict[str, Layer] = {}
         self.rest: dict[str, torch.Tensor] = {}
         for name, tensor in load_file(source / "model.safetensors").items():
             if found := _QUANTIZED.search(name):
+                divisor = 2688 / tensor.abs().max().item() if calibrated else _divisor(tensor, _SHARE.get(found[1], 1))
                 self.layers[name.removesuffix(".weight")] = _quantize(
-                    tensor, _SHARED_DIVISOR if shared_scale else _divisor(tensor, _SHARE[found[1]])
+                    tensor, _SHARED_DIVISOR if shared_scale else divisor
                 )
             else:
                 self.rest[name] = tensor

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which NVFP4 checkpoints are taken over, where, and what switches it off; without an engine."""
 
+import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import nvfp4_checkpoints
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -147,6 +149,25 @@ def test_what_vllm_makes_of_it(
     assert arguments.create_model_config().quantization == method
 
 
+def test_layers_that_an_older_modelopt_describes_elsewhere(
+    tmp_path: Path, nvfp4_dense: nvfp4_checkpoints.Quantized
+) -> None:
+    model = nvfp4_dense.write_mixed(tmp_path / "mixed")
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    layers = config["quantization_config"].pop("quantized_layers")
+    file.write_text(json.dumps(config))
+    described = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (model / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, **described}))
+    model_config = EngineArgs(model=str(model)).create_model_config()
+    assert model_config.quantization == "nvfp4_triton"
+    result = NvFp4Config.from_config(model_config.hf_config.quantization_config)
+    assert result.algorithm(None, "model.layers.0.self_attn.o_proj") == "FP8"
+    assert result.algorithm(None, "model.layers.0.mlp.down_proj") == "W4A16_NVFP4"
+    (model / "hf_quant_config.json").unlink()
+    assert EngineArgs(model=str(model)).create_model_config().quantization == "modelopt_mixed"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -227,6 +248,9 @@ def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> No
         refuse_truncated(tmp_path)
     file.write_bytes(whole[:20])
     with pytest.raises(ValueError, match="is truncated in its header, after 20 bytes"):
+        refuse_truncated(tmp_path)
+    file.write_bytes(struct.pack("<Q", 8) + b"no JSON!")
+    with pytest.raises(ValueError, match=rf"{file.name} is broken, its header is no JSON"):
         refuse_truncated(tmp_path)
     file.write_bytes(struct.pack("<Q", 8)[:4])
     with pytest.raises(ValueError, match="is truncated in its header, after 4 bytes"):

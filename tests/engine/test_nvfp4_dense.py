@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import succeed
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 K_PROJ = "model.layers.0.self_attn.k_proj"
 
@@ -69,6 +70,19 @@ def test_compressed_tensors_without_activations(
     assert "nvfp4_triton: 6 linear layers" in result.log
 
 
+def test_transformers_reads_the_same_checkpoint_the_same_way(folder: Path, dense_checkpoint: Path) -> None:
+    """compressed-tensors' writer and its reader in transformers, with the global scales of an ordinary calibration."""
+    quantized = nvfp4_checkpoints.Quantized(dense_checkpoint, calibrated=True)
+    checkpoint = quantized.write_compressed_tensors(folder / "nvfp4-calibrated", activations=False)
+    result = succeed(engines.run(folder / "nvfp4-calibrated-run", checkpoint))
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    expected = fake_quantized.logprobs(model.float(), result.prompt_token_ids)
+    unquantized = fake_quantized.logprobs(fake_quantized.load(dense_checkpoint), result.prompt_token_ids)
+    assert (result.logprobs - expected).abs().mean() < 0.05 * (unquantized - expected).abs().mean()
+
+
 def test_two_ranks(
     folder: Path, nvfp4_dense: nvfp4_checkpoints.Quantized, nvfp4_served: engines.Result, values: engines.Result
 ) -> None:
@@ -102,7 +116,8 @@ def test_fp8_layers_and_an_fp8_kv_cache(
     folder: Path, nvfp4_dense: nvfp4_checkpoints.Quantized, values: engines.Result
 ) -> None:
     checkpoint = nvfp4_dense.write_mixed(folder / "nvfp4-mixed")
-    result = succeed(engines.run(folder / "nvfp4-mixed-run", checkpoint, kv_cache_dtype="fp8_e4m3"))
+    result = succeed(engines.run(folder / "nvfp4-mixed-run", checkpoint))
+    assert "kv_cache_dtype=fp8_e4m3" in result.log
     assert "4 linear layers in FP8 (model.layers.0.self_attn.qkv_proj" in result.log
     assert "4 linear layers (model.layers.0.mlp.gate_up_proj" in result.log
     weights, tensors = result.weights[0], load_file(checkpoint / "model.safetensors")

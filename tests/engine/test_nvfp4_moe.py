@@ -72,3 +72,23 @@ def test_experts_distributed_whole(folder: Path, modelopt: Path, served: engines
         name = f"{EXPERTS}.routed_experts.{tensor}"
         assert torch.equal(torch.cat([rank[name] for rank in result.weights]), served.weights[0][name])
     assert (result.logprobs - served.logprobs).abs().mean() < 0.1
+
+
+def test_compiled(folder: Path, modelopt: Path, served: engines.Result) -> None:
+    """Without --enforce-eager: torch.compile traces the model, its NVFP4 layers and experts included."""
+    variables = {"VLLM_CACHE_ROOT": str(folder / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    result = succeed(engines.run(folder / "nvfp4-moe-compiled", modelopt, variables, enforce_eager=False))
+    assert "AOT compiled function" in result.log
+    # Compiled norms round elsewhere, which may flip an expert's choice.
+    assert (result.logprobs - served.logprobs).abs().mean() < 0.05
+
+
+def test_nvfp4_activations(folder: Path, modelopt: Path, served: engines.Result) -> None:
+    """tests/ops/test_nvfp4_moe.py has the numbers."""
+    variables = {"LLM_QUANT_ROCM_NVFP4_ACTIVATIONS": "nvfp4"}
+    result = succeed(engines.run(folder / "nvfp4-moe-a4", modelopt, variables))
+    assert "activations: nvfp4" in result.log
+    for stem in ("w13", "w2"):
+        scales = result.weights[0][f"{EXPERTS}.routed_experts.{stem}_input_global_scale"]
+        assert torch.equal(scales, torch.full((8,), nvfp4_checkpoints.INPUT_DIVISOR))
+    assert 0.05 < (result.logprobs - served.logprobs).abs().mean() < 1

@@ -42,6 +42,18 @@ def replace(tensor: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda tensors: tensors.update({tensor: by(tensors[tensor]).contiguous()})
 
 
+def unquantize(layer: str) -> Change:
+    """The layer in BF16, which compressed-tensors calls by another name than codes."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        packed = tensors.pop(f"{layer}.weight_packed")
+        for name in ("weight_scale", "weight_global_scale", "input_global_scale"):
+            del tensors[f"{layer}.{name}"]
+        tensors[f"{layer}.weight"] = torch.zeros(packed.shape[0], packed.shape[1] * 2, dtype=torch.bfloat16)
+
+    return change
+
+
 # name: (format, what is changed, what the user reads)
 BROKEN: dict[str, tuple[str, Change, str]] = {
     "negative scale": (
@@ -94,6 +106,16 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
         replace(f"{ATTENTION}.o_proj.weight", lambda codes: torch.zeros(128, 128, dtype=torch.bfloat16)),
         f"{ATTENTION}.o_proj.weight is torch.bfloat16 in the checkpoint",
     ),
+    "a layer in BF16 that no list ignores, compressed-tensors": (
+        "compressed-tensors",
+        unquantize(f"{ATTENTION}.k_proj"),
+        f"{ATTENTION}.k_proj.weight is torch.bfloat16 in the checkpoint",
+    ),
+    "an expert in BF16 that no list ignores, compressed-tensors": (
+        "moe, compressed-tensors",
+        unquantize(f"{EXPERT}.up_proj"),
+        f"{EXPERT}.up_proj.weight is torch.bfloat16 in the checkpoint",
+    ),
     "global scale with several values": (
         "modelopt",
         replace(f"{ATTENTION}.o_proj.weight_scale_2", lambda scale: scale.repeat(4)),
@@ -125,7 +147,8 @@ OTHERS = {
     "unknown algorithm": "quant_algo NVFP4_SVD is not known",
     "group size": "NVFP4 has group_size 32, and NVFP4 has blocks of 16",
     "truncated": "is the first of 1 tensors that are cut off",
-    "NVFP4 activations of experts": "does not serve experts with activations in NVFP4",
+    "NVFP4 activations without scales": "input_scale is missing from the checkpoint, and activations in NVFP4 need it",
+    "NVFP4 activations, compiled": "experts with activations in NVFP4 cannot be compiled: add --enforce-eager",
 }
 
 
@@ -141,6 +164,9 @@ def answers(
         "modelopt": nvfp4_modelopt,
         "compressed-tensors": nvfp4_dense.write_compressed_tensors(folder / "sound-ct", activations=True),
         "moe": nvfp4_moe.write_modelopt(folder / "sound-moe", ignore=("lm_head", "mlp.gate")),
+        "moe, compressed-tensors": nvfp4_moe.write_compressed_tensors(
+            folder / "sound-moe-ct", activations=True, ignore=("lm_head", "mlp.gate")
+        ),
     }
     models = dict(sound)
     for name, (kind, change, _) in BROKEN.items():
@@ -153,10 +179,15 @@ def answers(
     models["truncated"] = Path(shutil.copytree(nvfp4_modelopt, folder / "broken file"))
     file = models["truncated"] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    models["NVFP4 activations of experts"] = nvfp4_moe.write_modelopt(
-        folder / "broken activations", ignore=("lm_head", "mlp.gate"), activations="nvfp4"
-    )
+    for name, algorithm in (
+        ("NVFP4 activations without scales", "W4A16_NVFP4"),
+        ("NVFP4 activations, compiled", "NVFP4"),
+    ):
+        models[name] = nvfp4_moe.write_modelopt(
+            folder / f"broken {name}", algorithm, ignore=("lm_head", "mlp.gate"), activations="nvfp4"
+        )
     requests = {name: {"model": str(model), **engines.SETTINGS} for name, model in models.items()}
+    requests["NVFP4 activations, compiled"]["enforce_eager"] = False
     for kind in sound:
         requests[f"{kind} without weights"] = {**requests[kind], "load_format": "dummy"}
     requests_file, answers_file = folder / "requests.json", folder / "answers.json"
@@ -169,7 +200,7 @@ def answers(
     return json.loads(answers_file.read_text())
 
 
-@pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors", "moe"])
+@pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors", "moe", "moe, compressed-tensors"])
 @pytest.mark.parametrize("weights", ["", " without weights"])
 def test_sound_checkpoints_are_served(answers: dict[str, str], kind: str, weights: str) -> None:
     assert answers[kind + weights] == ""

@@ -17,17 +17,22 @@ HOPPER = torch.cuda.is_available() and hardware.detect(torch.device("cuda")).arc
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-# Of every kind: whole and split sums, whole waves with a split rest, each tile size, both depths, 4 and 8 warps.
+# Of every kind: whole and split sums, each tile size, both depths, 4 and 8 warps.
 CONFIGS = [
-    (16, 64, 128, 3, 0, 3, 2, 4),
-    (16, 64, 64, 8, 0, 5, 4, 4),
-    (16, 128, 64, 1, 0, 4, 2, 8),
-    (32, 64, 128, 8, 0, 6, 2, 4),
-    (64, 128, 128, 2, 1, 4, 2, 8),
-    (128, 64, 64, 2, 1, 3, 4, 4),
-    (128, 128, 128, 3, 0, 3, 4, 8),
-    (256, 64, 128, 1, 0, 3, 2, 4),
-    (256, 128, 64, 2, 1, 4, 4, 8),
+    (16, 64, 128, 3, 3, 2, 4),
+    (16, 64, 64, 8, 5, 4, 4),
+    (16, 128, 64, 1, 4, 2, 8),
+    (32, 64, 128, 8, 6, 2, 4),
+    (64, 128, 128, 2, 4, 2, 8),
+    (128, 64, 64, 2, 3, 4, 4),
+    (128, 128, 128, 3, 3, 4, 8),
+    (256, 64, 128, 1, 3, 2, 4),
+    (256, 128, 64, 2, 4, 4, 8),
+    # The kernel for many tokens.
+    (256, 128, True),
+    (256, 128, False),
+    (128, 256, True),
+    (128, 128, True),
 ]
 
 
@@ -35,15 +40,21 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
     return NvFp4Weight(weight.codes.cuda(), weight.scales.cuda(), weight.global_scale.cuda())
 
 
+def config_of(values: tuple[int, ...]) -> Any:
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+
+    return nvfp4_wgmma_large.Config(*values) if len(values) == 3 else nvfp4_wgmma.Config(*values)
+
+
 def run(config: tuple[int, ...], x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of tensors of the CPU by our kernel under one configuration."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config, gemm
+    from llm_quant_rocm.kernels.nvfp4_hopper import gemm
 
     prepared = ops.prepare_nvfp4_weight(cuda(weight))
     tensors = (prepared.codes, prepared.scales, prepared.global_scale)
     device = hardware.detect(torch.device("cuda"))
     bias = None if bias is None else bias.cuda()
-    return gemm(x.cuda(), *tensors, bias, prepared.n, device, Config(*config)).cpu()
+    return gemm(x.cuda(), *tensors, bias, prepared.n, device, config_of(config)).cpu()
 
 
 @HALF

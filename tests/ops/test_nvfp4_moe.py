@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.formats import nvfp4
 from tests.inputs import assert_same
 from tests.moe_inputs import relative_error
-from tests.nvfp4_inputs import experts, moe64, select_experts
+from tests.nvfp4_inputs import experts, moe64, select_experts, weight64
 
 # What is left are 16-bit roundings, 2^-9 each, of h, a, y and the sum.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -131,3 +132,62 @@ def other(**sizes: int) -> Any:
 def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"nvfp4_moe: .*{words}"):
         ops.nvfp4_moe(**(experts(8, 4, 2, 64, 32) | change))
+
+
+def w4a4_arguments(**sizes: int) -> dict[str, Any]:
+    """`experts` with the encoding scales of their inputs, another for each expert."""
+    arguments = experts(**{"tokens": 9, "count": 4, "topk": 2, "hidden": 64, "inner": 32} | sizes, dtype=torch.float16)
+    for name in ("w13", "w2"):
+        weight = arguments[name]
+        arguments[name] = nvfp4.NvFp4Weight(weight.codes, weight.scales, weight.global_scale)
+    count = arguments["w13"].codes.shape[0]
+    return arguments | {"input_scales": (2.0 ** torch.arange(count) * 100, 2.0 ** torch.arange(count) * 300)}
+
+
+def test_activations_in_nvfp4() -> None:
+    """Token by token, slot by slot: both inputs go through NVFP4 under their expert's scale, and back."""
+    arguments = w4a4_arguments()
+    x, (scales13, scales2) = arguments["x"], arguments["input_scales"]
+    w13, w2 = (weight64(arguments[name]) for name in ("w13", "w2"))
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    for token, ids in enumerate(arguments["topk_ids"].tolist()):
+        for slot, expert in enumerate(ids):
+            outer = nvfp4.fake_quantize_activation(x[token], scales13[expert]).double()
+            gate, up = (w13[expert] @ outer).half().double().chunk(2)
+            inner = nvfp4.fake_quantize_activation((torch.nn.functional.silu(gate) * up).half(), scales2[expert])
+            expected[token] += arguments["topk_weights"][token, slot].double() * (w2[expert] @ inner.double())
+    found = ops.nvfp4_moe_w4a4(**arguments)
+    assert relative_error(found, expected) < 2 * TOLERANCE[torch.float16]
+    exact = ops.nvfp4_moe(**{name: value for name, value in arguments.items() if name != "input_scales"} | {
+        name: ops.prepare_nvfp4_weight(arguments[name]) for name in ("w13", "w2")
+    })  # fmt: skip
+    assert relative_error(exact, expected) > 0.02
+
+
+def test_activations_in_nvfp4_of_experts_elsewhere() -> None:
+    arguments = w4a4_arguments()
+    chosen = torch.tensor([1, 3])
+    expert_map = torch.tensor([-1, 0, -1, 1])
+    here = {
+        name: nvfp4.NvFp4Weight(weight.codes[chosen], weight.scales[chosen], weight.global_scale[chosen])
+        for name, weight in arguments.items()
+        if name in ("w13", "w2")
+    }
+    here["input_scales"] = tuple(scale[chosen] for scale in arguments["input_scales"])
+    weights = torch.where(torch.isin(arguments["topk_ids"], chosen), arguments["topk_weights"], 0.0)
+    found = ops.nvfp4_moe_w4a4(**arguments | here, expert_map=expert_map)
+    assert relative_error(found, ops.nvfp4_moe_w4a4(**arguments | {"topk_weights": weights}).double()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(9, 80, dtype=torch.float16)}, "do not fit"),
+        ({"input_scales": (torch.ones(3), torch.ones(4))}, r"input_scales must be \[4\] each"),
+        ({"activation": "relu"}, "activation 'relu' is not one of"),
+    ],
+    ids=["x", "scales", "activation"],
+)
+def test_refusals_of_activations_in_nvfp4(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"nvfp4_moe_w4a4: .*{message}"):
+        ops.nvfp4_moe_w4a4(**w4a4_arguments() | changes)

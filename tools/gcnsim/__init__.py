@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gcnsim runs AMDGPU assembly (gfx90a, gfx942, gfx950), as Triton writes it, on a CPU. See README.md beside this file."""
+"""gcnsim runs Triton's AMDGPU assembly (gfx90a, gfx942, gfx950) on a CPU. See README.md beside this file."""
 
 from gcnsim.errors import (
     AssemblyError,

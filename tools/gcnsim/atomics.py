@@ -100,9 +100,10 @@ def lds_operation(name: str, kind: str) -> Operation | None:
     if base not in COMPUTE or kind[1:] not in ("32", "64"):
         return None
     letter, compute = COMPUTE[base]
+    dtype = np.dtype(f"{letter}{int(kind[1:]) // 8}")
     if base == "cmpswap":  # LDS takes the expected value first
-        return Operation(np.dtype(f"u{int(kind[1:]) // 8}"), lambda old, expected, new: _compare_swap(old, new, expected), 2)
-    return Operation(np.dtype(f"{letter}{int(kind[1:]) // 8}"), compute)
+        return Operation(dtype, lambda old, expected, new: _compare_swap(old, new, expected), 2)
+    return Operation(dtype, compute)
 
 
 def turns(places: Array) -> Iterator[Array]:

@@ -2,15 +2,15 @@
 """Conversions between number formats, packed and scaled ones included."""
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
 from gcnsim.errors import UnknownInstruction
-from gcnsim.formats import SmallFloat, bf16_to_f32, f32_to_bf16, f32_to_f16_toward_zero, small_floats
-from gcnsim.operands import MODE
+from gcnsim.formats import SmallFloat, bf16_to_f32, f32_to_bf16, f32_to_f16_toward_zero, scale_e8m0, small_floats
 from gcnsim.program import Instruction
 from gcnsim.registers import U32, Array, Cohort, Read, Step, read32, write32
-from gcnsim.vector import FP16_OVFL, Alu, alu, source
+from gcnsim.vector import Alu, alu, saturate_f16, saturates, source
 
 HALF = np.uint32(16)
 
@@ -31,15 +31,8 @@ def _byte_to_float(number: int) -> Alu:
 
 
 def _pack16(low: Array, high: Array) -> Array:
-    return low.astype(U32) | high.astype(U32) << HALF
-
-
-def _normalized(scale: int, dtype: type) -> Alu:
-    def code(x: Array) -> Array:
-        limited = np.nan_to_num(x.astype(np.float64)).clip(-1 if scale == 32767 else 0, 1)
-        return np.rint(limited * scale).astype(dtype).view(np.uint16)
-
-    return alu("u32", "f32 f32", lambda a, b: _pack16(code(a), code(b)))
+    """Two arrays of a 16-bit type as the halves of words."""
+    return low.view(np.uint16).astype(U32) | high.view(np.uint16).astype(U32) << HALF
 
 
 CONVERSIONS: dict[str, Alu] = {
@@ -59,42 +52,31 @@ CONVERSIONS: dict[str, Alu] = {
     "v_cvt_f16_i16": alu("f16", "i16", lambda x: x.astype(np.float16)),
     "v_cvt_u16_f16": alu("u16", "f16", lambda x: np.nan_to_num(np.trunc(x.astype(np.float64))).clip(0, 65535)),
     "v_cvt_i16_f16": alu("i16", "f16", lambda x: np.nan_to_num(np.trunc(x.astype(np.float64))).clip(-32768, 32767)),
-    "v_cvt_rpi_i32_f32": alu("i32", "f32", lambda x: np.floor(x.astype(np.float64) + 0.5)),
-    "v_cvt_flr_i32_f32": alu("i32", "f32", lambda x: np.floor(x.astype(np.float64))),
+    "v_cvt_f32_bf16": alu("f32", "u16", bf16_to_f32),
     **{f"v_cvt_f32_ubyte{number}": _byte_to_float(number) for number in range(4)},
-    "v_cvt_pk_u8_f32": alu(
-        "u32",
-        "f32 u32 u32",
-        lambda x, byte, old: (
-            old & ~(np.uint32(255) << (byte & np.uint32(3)) * np.uint32(8))
-            | np.rint(np.nan_to_num(x).clip(0, 255)).astype(U32) << (byte & np.uint32(3)) * np.uint32(8)
-        ),
-    ),
-    "v_cvt_pknorm_i16_f32": _normalized(32767, np.int16),
-    "v_cvt_pknorm_u16_f32": _normalized(65535, np.uint16),
     "v_cvt_pk_bf16_f32": alu("u32", "f32 f32", lambda a, b: f32_to_bf16(a) | f32_to_bf16(b) << HALF),
-    "v_cvt_pk_f16_f32": alu(
-        "u32", "f32 f32", lambda a, b: _pack16(a.astype(np.float16).view(np.uint16), b.astype(np.float16).view(np.uint16))
+    "v_cvt_pk_u16_u32": alu(
+        "u32", "u32 u32", lambda a, b: _pack16(*(x.clip(max=65535).astype(np.uint16) for x in (a, b)))
     ),
-    "v_cvt_pkrtz_f16_f32": alu(
-        "u32",
-        "f32 f32",
-        lambda a, b: _pack16(f32_to_f16_toward_zero(a).view(np.uint16), f32_to_f16_toward_zero(b).view(np.uint16)),
-    ),
-    "v_cvt_pk_u16_u32": alu("u32", "u32 u32", lambda a, b: _pack16(a.clip(max=65535), b.clip(max=65535))),
     "v_cvt_pk_i16_i32": alu(
-        "u32", "i32 i32", lambda a, b: _pack16(*(x.clip(-32768, 32767).astype(np.uint16) for x in (a, b)))
+        "u32", "i32 i32", lambda a, b: _pack16(*(x.clip(-32768, 32767).astype(np.int16) for x in (a, b)))
     ),
+}
+ROUND_TO_F16: dict[str, Callable[[Array], Array]] = {
+    "v_cvt_pk_f16_f32": lambda x: x.astype(np.float16),
+    "v_cvt_pkrtz_f16_f32": f32_to_f16_toward_zero,
 }
 
 UNPACK = re.compile(r"v_cvt(_pk)?_f32_(fp8|bf8)$")
 PACK = re.compile(r"v_cvt_pk_(fp8|bf8)_f32$")
-SCALED = re.compile(r"v_cvt_scalef32_pk_(f32|f16|bf16|fp8|bf8|fp4)_(f32|f16|bf16|fp8|bf8|fp4)$")
+SCALED = re.compile(r"v_cvt_scalef32(_pk)?_(f32|f16|bf16|fp8|bf8|fp4)_(f32|f16|bf16|fp8|bf8|fp4)$")
 
 
 def small_conversion(instruction: Instruction, arch: str) -> Step | None:
-    """The step of a conversion from or to 8 or 4 bits, None where the instruction is none."""
+    """The step of a conversion to a pair of fp16, or from or to 8 or 4 bits, None where the instruction is none."""
     formats = small_floats(arch)
+    if instruction.op in ROUND_TO_F16:
+        return _pack_f16(instruction, ROUND_TO_F16[instruction.op])
     if match := UNPACK.match(instruction.op):
         return _unpack(instruction, formats[match[2]], 2 if match[1] else 1)
     if match := PACK.match(instruction.op):
@@ -102,10 +84,22 @@ def small_conversion(instruction: Instruction, arch: str) -> Step | None:
     if match := SCALED.match(instruction.op):
         if arch != "gfx950":
             raise UnknownInstruction(f"{arch} has no {instruction.op}")
-        if match[2] in formats:
-            return _scaled_unpack(instruction, formats[match[2]], match[1])
-        return _scaled_pack(instruction, formats[match[1]], match[2])
+        if match[3] in formats:
+            return (_scaled_unpack if match[1] else _scaled_unpack_one)(instruction, formats[match[3]], match[2])
+        if match[1] and match[2] in formats:
+            return _scaled_pack(instruction, formats[match[2]], match[3])
     return None
+
+
+def _pack_f16(instruction: Instruction, rounded: Callable[[Array], Array]) -> Step:
+    reads = [source(instruction, 1 + n, n, "f32") for n in range(2)]
+    write = write32(instruction.operands[0])
+
+    def step(cohort: Cohort) -> None:
+        values = [read(cohort) for read in reads]
+        write(cohort, _pack16(*(saturate_f16(cohort, rounded(x), [x]) for x in values)))
+
+    return step
 
 
 def _part(instruction: Instruction, width: int) -> int:
@@ -132,10 +126,6 @@ def _unpack(instruction: Instruction, fmt: SmallFloat, count: int) -> Step:
     return step
 
 
-def _saturates(cohort: Cohort) -> Array:
-    return (cohort.scalar[:, MODE, None] & np.uint32(FP16_OVFL)).astype(bool)
-
-
 def _pack(instruction: Instruction, fmt: SmallFloat) -> Step:
     reads = [source(instruction, 1 + n, n, "f32") for n in range(2)]
     shift = np.uint32(16 * instruction.integers("op_sel", (0, 0, 0))[2])
@@ -143,15 +133,15 @@ def _pack(instruction: Instruction, fmt: SmallFloat) -> Step:
     old, write = read32(instruction.operands[0]), write32(instruction.operands[0])
 
     def step(cohort: Cohort) -> None:
-        low, high = (fmt.encode(read(cohort), _saturates(cohort)) for read in reads)
+        low, high = (fmt.encode(read(cohort), saturates(cohort)) for read in reads)
         write(cohort, old(cohort) & keep | (low | high << np.uint32(8)) << shift)
 
     return step
 
 
 def _scale(read: Read) -> Read:
-    """The scale operand counts by its exponent alone."""
-    return lambda cohort: (read(cohort) & np.uint32(0x7F800000)).view(np.float32).astype(np.float64)
+    """The scale operand counts by its exponent alone: it is an E8M0 code in bits 23 to 30."""
+    return lambda cohort: scale_e8m0(read(cohort) >> np.uint32(23) & np.uint32(255))
 
 
 def _scaled_unpack(instruction: Instruction, fmt: SmallFloat, target: str) -> Step:
@@ -174,7 +164,26 @@ def _scaled_unpack(instruction: Instruction, fmt: SmallFloat, target: str) -> St
         elif target == "bf16":
             write(cohort, f32_to_bf16(low) | f32_to_bf16(high) << HALF)
         else:
-            write(cohort, _pack16(low.astype(np.float16).view(np.uint16), high.astype(np.float16).view(np.uint16)))
+            write(cohort, _pack16(*(saturate_f16(cohort, x.astype(np.float16), [x]) for x in (low, high))))
+
+    return step
+
+
+def _scaled_unpack_one(instruction: Instruction, fmt: SmallFloat, target: str) -> Step:
+    """One 8-bit code times the scale, to an fp32 register or, as fp16, to the half that op_sel names."""
+    read, scale = read32(instruction.operands[1]), _scale(read32(instruction.operands[2]))
+    old, write = read32(instruction.operands[0]), write32(instruction.operands[0])
+    start = np.uint32(_part(instruction, 8))
+    shift = np.uint32(16 * instruction.integers("op_sel", (0, 0, 0))[2])
+    keep = ~(np.uint32(0xFFFF) << shift)
+
+    def step(cohort: Cohort) -> None:
+        value = (fmt.decode(read(cohort) >> start & np.uint32(255)) * scale(cohort)).astype(np.float32)
+        if target == "f32":
+            write(cohort, value.view(U32))
+        else:
+            half = value.astype(np.float16).view(np.uint16).astype(U32)
+            write(cohort, old(cohort) & keep | half << shift)
 
     return step
 
@@ -194,8 +203,8 @@ def _scaled_pack(instruction: Instruction, fmt: SmallFloat, origin: str) -> Step
         reads = [_half(word, shift, origin) for shift in (0, 16)]
 
     def step(cohort: Cohort) -> None:
-        factor, saturates = scale(cohort), _saturates(cohort)
-        low, high = (fmt.encode(read(cohort) / factor, saturates) for read in reads)
+        factor, saturate = scale(cohort), saturates(cohort)
+        low, high = (fmt.encode(read(cohort) / factor, saturate) for read in reads)
         write(cohort, old(cohort) & keep | (low | high << np.uint32(fmt.bits)) << shift)
 
     return step

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from gcnsim.atomics import global_atomic
 from gcnsim.convert import CONVERSIONS, small_conversion
+from gcnsim.dpp import DPP_MODIFIERS
 from gcnsim.errors import AssemblyError, GcnSimError, Trap, UnknownInstruction
 from gcnsim.floating import FLOATING
 from gcnsim.integer import INTEGER, bit_operation
 from gcnsim.lanes import cross_lane
 from gcnsim.lds import lds
 from gcnsim.matrix import matrix
-from gcnsim.operands import EXEC, VCC
+from gcnsim.operands import EXEC, VCC, words
 from gcnsim.packed import packed
 from gcnsim.program import Instruction, Program
 from gcnsim.registers import Array, Cohort, Step
@@ -23,12 +24,21 @@ from gcnsim.vmem import vector_memory
 # What a chip has: LDS a workgroup may use, in bytes.
 LDS_LIMIT = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
 
+# What a kernel's descriptor must say, where it says anything: round to nearest even, keep denormals, clamp NaN to 0.
+MODELLED = {
+    "float_round_mode_32": 0,
+    "float_round_mode_16_64": 0,
+    "float_denorm_mode_32": 3,
+    "float_denorm_mode_16_64": 3,
+    "dx10_clamp": 1,
+}
+
 VECTOR: dict[str, Alu] = INTEGER | FLOATING | CONVERSIONS
 
 # Time, caches and hazards are not modelled, so these do nothing.
-WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = words(
     "s_waitcnt s_nop s_sleep s_setprio s_sethalt s_icache_inv s_dcache_wb s_dcache_inv s_ttracedata s_waitcnt_depctr "
-    "v_nop buffer_inv buffer_wbl2 buffer_invl2 buffer_wbinvl1 buffer_wbinvl1_vol s_set_gpr_idx_off".split()
+    "v_nop buffer_inv buffer_wbl2 buffer_invl2 buffer_wbinvl1 buffer_wbinvl1_vol s_set_gpr_idx_off"
 )
 
 Condition = Callable[[Cohort], Array]
@@ -75,6 +85,9 @@ def decode(program: Program) -> Code:
     """Decodes a whole program, so that what is not implemented is found before anything runs."""
     if program.arch not in LDS_LIMIT:
         raise AssemblyError(f"{program.arch} is not simulated; these are: {', '.join(LDS_LIMIT)}")
+    for setting, modelled in MODELLED.items():
+        if program.descriptor.get(setting, modelled) != modelled:
+            raise AssemblyError(f"the kernel's {setting} is {program.descriptor[setting]}; {modelled} is simulated")
     steps: list[Step | None] = []
     branches: dict[int, Branch] = {}
     for number, instruction in enumerate(program.instructions):
@@ -119,23 +132,35 @@ def _step(instruction: Instruction, arch: str) -> Step:
         return _nothing
     if instruction.op == "s_trap":
         return _trap
+    for build_step, known in FAMILIES:
+        if step := build_step(instruction, arch):
+            if unknown := (instruction.flags | instruction.modifiers.keys()) - known:
+                raise UnknownInstruction(f"{instruction.op} with {', '.join(sorted(unknown))} is not implemented")
+            return step
+    raise UnknownInstruction(f"the opcode {instruction.op} is not implemented")
+
+
+def _vector(instruction: Instruction, arch: str) -> Step | None:
     if instruction.op in VECTOR:
         return build(instruction, VECTOR[instruction.op])
     if instruction.op in ("v_bitop3_b32", "v_bitop3_b16"):
         return build(instruction, bit_operation(instruction.integer("bitop3"), f"u{instruction.op[-2:]}"))
-    step = (
-        scalar(instruction)
-        or vector_memory(instruction)
-        or lds(instruction)
-        or cross_lane(instruction)
-        or packed(instruction)
-        or matrix(instruction, arch)
-        or small_conversion(instruction, arch)
-        or global_atomic(instruction)
-    )
-    if step is None:
-        raise UnknownInstruction(f"the opcode {instruction.op} is not implemented")
-    return step
+    return None
+
+
+MEMORY_MODIFIERS = words("offset offen sc0 sc1 nt glc slc lds")
+# Who builds the steps, and the modifiers that each of them heeds; any other is an error rather than ignored.
+FAMILIES: tuple[tuple[Callable[[Instruction, str], Step | None], frozenset[str]], ...] = (
+    (_vector, words("op_sel clamp mul div src0_sel src1_sel dst_sel dst_unused bitop3") | DPP_MODIFIERS),
+    (lambda instruction, arch: scalar(instruction), frozenset({"offset", "glc"})),
+    (lambda instruction, arch: vector_memory(instruction), MEMORY_MODIFIERS),
+    (lambda instruction, arch: lds(instruction), frozenset({"offset", "offset0", "offset1"})),
+    (lambda instruction, arch: cross_lane(instruction), frozenset({"offset"})),
+    (lambda instruction, arch: packed(instruction), frozenset({"op_sel", "op_sel_hi", "neg_lo", "neg_hi"})),
+    (matrix, frozenset({"cbsz", "abid", "blgp", "op_sel", "op_sel_hi"})),
+    (small_conversion, frozenset({"op_sel", "src0_sel"})),
+    (lambda instruction, arch: global_atomic(instruction), MEMORY_MODIFIERS),
+)
 
 
 def _nothing(cohort: Cohort) -> None:

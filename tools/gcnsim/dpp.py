@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gcnsim.errors import UnknownInstruction
+from gcnsim.operands import words
 from gcnsim.program import Instruction
 from gcnsim.registers import LANE, LANES, Array, Cohort
 
@@ -57,6 +58,8 @@ PATTERNS: dict[str, Callable[[int], Array]] = {
     "wave_rol": lambda n: (LANE + n) % LANES,
     "wave_ror": lambda n: (LANE - n) % LANES,
 }
+
+DPP_MODIFIERS = frozenset(PATTERNS) | words("quad_perm row_mirror row_half_mirror row_mask bank_mask bound_ctrl")
 
 
 def dpp_source(instruction: Instruction) -> Callable[[Cohort, Array], tuple[Array, Array]]:

@@ -6,6 +6,8 @@ of 32 bits: they take and give a denormal as a zero of its sign, as LLVM assumes
 results here are correctly rounded, which the hardware's are not: it is within 1 ulp.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gcnsim.registers import U32, U64, Array
@@ -33,11 +35,11 @@ def sum_to_odd(a: Array, b: Array) -> Array:
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """Correctly rounded a * b + c. The product is exact in double; its sum with c may sit on a tie it is not."""
-    product, c = a.astype(F64) * b, c.astype(F64)
+    product, c = np.broadcast_arrays(a.astype(F64) * b, c.astype(F64))
     total = product + c
     doubtful = (total.view(U64) & np.uint64(0x1FFFFFFF) == 0x10000000) | (np.abs(total) < TINY) & (total != 0)
     if doubtful.any():
-        total = sum_to_odd(product, np.broadcast_to(c, product.shape))
+        total = sum_to_odd(product, c)
     return total.astype(F32)
 
 
@@ -63,7 +65,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 # --- minimum and maximum: a NaN loses (min, max) or wins (minimum, maximum), and -0 is less than 0
 
 
-def _fix_zeros(result: Array, a: Array, b: Array, pick: np.ufunc) -> Array:
+def _fix_zeros(result: Array, a: Array, b: Array, pick: Callable[..., Array]) -> Array:
     zeros = (a == 0) & (b == 0)
     if not zeros.any():
         return result
@@ -101,7 +103,7 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < TINY, np.copysign(F32(0), x), x)
 
 
-def approximate(function: np.ufunc) -> Alu:
+def approximate(function: Callable[..., Array]) -> Alu:
     """A function computed in double and rounded once, denormal sources and results flushed."""
 
     def compute(x: Array) -> Array:
@@ -110,11 +112,11 @@ def approximate(function: np.ufunc) -> Alu:
     return alu("f32", "f32", compute)
 
 
-def approximate16(function: np.ufunc) -> Alu:
+def approximate16(function: Callable[..., Array]) -> Alu:
     return alu("f16", "f16", lambda x: np.asarray(function(x.astype(F64)), F64).astype(F16))
 
 
-def approximate64(function: np.ufunc) -> Alu:
+def approximate64(function: Callable[..., Array]) -> Alu:
     return alu("f64", "f64", function)
 
 
@@ -179,7 +181,10 @@ def _is_denormal(x: Array) -> Array:
 
 def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """The numerator or the denominator (`value` is one of them) scaled so that the steps neither over- nor underflow,
-    and whether v_div_fmas has to scale back."""
+    and whether v_div_fmas has to scale back.
+
+    AMD's manuals multiply a denominator above 2^126 by 2^64, which overflows; here it is divided by 2^64, which is the
+    only way to the correctly rounded quotients that LLVM builds on this instruction."""
     value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
     is_denominator = value.view(U32) == denominator.view(U32)
     is_numerator = value.view(U32) == numerator.view(U32)
@@ -203,7 +208,7 @@ def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Ar
             F32(np.nan),
             np.where(is_denominator, up, one),
             up,
-            np.where(is_denominator, up, one),
+            np.where(is_denominator, down, one),
             down,
             np.where(is_numerator, up, one),
             up,
@@ -215,24 +220,28 @@ def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Ar
 
 
 def divide_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
-    plain = fma32(a, b, c)
-    factor = np.where(_biased_exponent(c) > 127, F32(2.0**64), F32(2.0**-64))
-    return np.where(scale_back, plain * factor, plain)
+    """a * b + c, times a power of two where the quotient was scaled; rounded once."""
+    total = sum_to_odd(*np.broadcast_arrays(a.astype(F64) * b, c.astype(F64)))
+    factor = np.where(_biased_exponent(c) > 127, 2.0**64, 2.0**-64)
+    return np.where(scale_back, total * factor, total).astype(F32)
 
 
 def divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN."""
+    """The quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN. Where the exponents alone say
+    that it over- or underflows, the quotient does not count: the steps to it may have been infinite."""
     negative = np.signbit(denominator) != np.signbit(numerator)
     invalid = (numerator == 0) & (denominator == 0) | np.isinf(numerator) & np.isinf(denominator)
-    infinite = (denominator == 0) | np.isinf(numerator)
-    zero = (numerator == 0) | np.isinf(denominator)
+    exponent = _biased_exponent(numerator) - _biased_exponent(denominator)
+    both_numbers = np.isfinite(numerator) & np.isfinite(denominator) & (numerator != 0) & (denominator != 0)
+    infinite = (denominator == 0) | np.isinf(numerator) | both_numbers & (exponent > 150)
+    zero = (numerator == 0) | np.isinf(denominator) | both_numbers & (exponent < -150)
     magnitude = np.select([infinite, zero], [F32(np.inf), F32(0)], np.abs(quotient))
     result = np.where(negative, -magnitude, magnitude)
     result = np.where(invalid, F32(np.nan), result)
     return np.where(np.isnan(numerator), numerator, np.where(np.isnan(denominator), denominator, result))
 
 
-def _three(function: np.ufunc, kind: str) -> Alu:
+def _three(function: Callable[..., Array], kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", lambda a, b, c: function(function(a, b), c))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Integer and bit vector instructions, and the selects and compares of every type."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gcnsim.registers import U32, U64, Array
@@ -27,6 +29,11 @@ def first_one_high(x: Array) -> Array:
     """Leading zeros of each word, -1 where there is no one (v_ffbh_u32, s_flbit_i32_b32)."""
     exponent = np.frexp(x.astype(np.float64))[1]
     return np.where(x == 0, ALL_ONES, (32 - exponent).astype(U32))
+
+
+def first_sign_change(x: Array) -> Array:
+    """Leading bits that equal the sign, -1 where all do (v_ffbh_i32, s_flbit_i32)."""
+    return first_one_high(x ^ (x.view(np.int32) >> 31).view(U32))
 
 
 def first_one_low(x: Array) -> Array:
@@ -58,6 +65,10 @@ def permute_bytes(high: Array, low: Array, selector: Array) -> Array:
         value = np.where(choice < 8, picked, np.where(choice < 12, sign * np.uint64(255), constant))
         result = result | value.astype(U32) << np.uint32(8 * byte)
     return result
+
+
+def _half(x: Array) -> Array:
+    return x.view(np.uint16).astype(U32)
 
 
 def _wide(a: Array, b: Array) -> Array:
@@ -136,7 +147,7 @@ def bit_operation(table: int, kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", compute)
 
 
-COMPARES = {
+COMPARES: dict[str, Callable[[Array, Array], Array]] = {
     "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
     "lt": np.less,
     "eq": np.equal,
@@ -169,8 +180,10 @@ INTEGER: dict[str, Alu] = {
     "v_add_u32": alu("u32", "u32 u32", np.add),
     "v_sub_u32": alu("u32", "u32 u32", np.subtract),
     "v_subrev_u32": alu("u32", "u32 u32", lambda a, b: b - a),
-    "v_add_i32": alu("u32", "u32 u32", np.add),
-    "v_sub_i32": alu("u32", "u32 u32", np.subtract),
+    "v_add_i32": alu("i32", "i32 i32", np.add),
+    "v_sub_i32": alu("i32", "i32 i32", np.subtract),
+    "v_add_i16": alu("i16", "i16 i16", np.add),
+    "v_sub_i16": alu("i16", "i16 i16", np.subtract),
     "v_add3_u32": alu("u32", "u32 u32 u32", lambda a, b, c: a + b + c),
     "v_lshl_add_u32": alu("u32", "u32 u32 u32", lambda a, b, c: (a << (b & B5)) + c),
     "v_add_lshl_u32": alu("u32", "u32 u32 u32", lambda a, b, c: (a + b) << (c & B5)),
@@ -227,6 +240,7 @@ INTEGER: dict[str, Alu] = {
     "v_bfm_b32": alu("u32", "u32 u32", lambda a, b: ((np.uint32(1) << (a & B5)) - np.uint32(1)) << (b & B5)),
     "v_bfrev_b32": alu("u32", "u32", bit_reverse),
     "v_bcnt_u32_b32": alu("u32", "u32 u32", lambda a, b: count_ones(a) + b),
+    "v_ffbh_i32": alu("u32", "u32", first_sign_change),
     "v_ffbh_u32": alu("u32", "u32", first_one_high),
     "v_ffbl_b32": alu("u32", "u32", first_one_low),
     "v_perm_b32": alu("u32", "u32 u32 u32", permute_bytes),
@@ -239,6 +253,7 @@ INTEGER: dict[str, Alu] = {
     "v_sub_u16": alu("u16", "u16 u16", np.subtract),
     "v_subrev_u16": alu("u16", "u16 u16", lambda a, b: b - a),
     "v_mul_lo_u16": alu("u16", "u16 u16", np.multiply),
+    "v_mad_i16": alu("u16", "u16 u16 u16", lambda a, b, c: a * b + c),
     "v_mad_u16": alu("u16", "u16 u16 u16", lambda a, b, c: a * b + c),
     "v_mad_legacy_u16": alu("u16", "u16 u16 u16", lambda a, b, c: a * b + c),
     "v_lshlrev_b16": alu("u16", "u16 u16", lambda a, b: b << (a & np.uint16(15))),
@@ -248,7 +263,9 @@ INTEGER: dict[str, Alu] = {
     "v_min_u16": alu("u16", "u16 u16", np.minimum),
     "v_max_i16": alu("i16", "i16 i16", np.maximum),
     "v_min_i16": alu("i16", "i16 i16", np.minimum),
-    "v_pack_b32_f16": alu("u32", "u16 u16", lambda a, b: a.astype(U32) | b.astype(U32) << np.uint32(16)),
+    "v_pack_b32_f16": alu("u32", "f16 f16", lambda a, b: _half(a) | _half(b) << np.uint32(16)),
+    "v_mad_u32_u16": alu("u32", "u16 u16 u32", lambda a, b, c: a.astype(U32) * b.astype(U32) + c),
+    "v_mad_i32_i16": alu("i32", "i16 i16 i32", lambda a, b, c: a.astype(np.int32) * b.astype(np.int32) + c),
     **{
         f"v_{prefix}_{condition}_{kind}": alu("mask", f"{kind} {kind}", compare)
         for prefix in ("cmp", "cmpx")

@@ -130,6 +130,8 @@ def swizzle_lanes(pattern: str) -> Array:
             return _bitmask_lanes(arguments[0].strip('"'))
         raise UnknownInstruction(f"swizzle {name} is not implemented")
     code = int(pattern, 0)
+    if code >= 0xC000:
+        raise UnknownInstruction(f"the swizzle {pattern} (a rotation, or for an FFT) is not implemented")
     if code & 0x8000:
         return (LANE & ~3) + np.array([code >> 2 * position & 3 for position in range(4)])[LANE & 3]
     return _masked_lanes(code & 31, code >> 5 & 31, code >> 10 & 31)

@@ -11,6 +11,7 @@ from gcnsim.decode import LDS_LIMIT, Code, decode
 from gcnsim.errors import LdsOverflow
 from gcnsim.lds import Lds, Private
 from gcnsim.memory import Memory
+from gcnsim.operands import FLOAT_MODE, FP16_OVFL, MODE
 from gcnsim.program import Argument, Program
 from gcnsim.registers import LANE, LANES, U32, Cohort, initial_cohort
 
@@ -36,7 +37,8 @@ class Launch:
 
     `kernel_args` are the values of the kernel's arguments in order, without those the compiler removed: addresses and
     integers as int, floats as float (or numpy scalars, or bytes, copied as they are). Arguments that are not given
-    are zero, as Triton's scratch pointers at the end are. `lds_bytes` is Triton's metadata.shared.
+    are zero, as Triton's scratch pointers at the end are, but for those the runtime fills in (`hidden_arguments`).
+    `lds_bytes` is Triton's metadata.shared.
     """
 
     program: Program
@@ -51,6 +53,10 @@ class Launch:
         self.name = self.name or self.program.kernel
         self.lds_bytes = max(self.lds_bytes, self.program.metadata.lds)
         self.code = decode(self.program)
+        lanes = self.num_warps * LANES
+        most = self.program.metadata.max_workgroup
+        if not 0 < lanes <= most:
+            raise ValueError(f"{self.name}: a workgroup of {lanes} lanes, but the kernel was compiled for {most}")
         limit = LDS_LIMIT[self.program.arch]
         if self.lds_bytes > limit:
             raise LdsOverflow(
@@ -65,12 +71,19 @@ class Launch:
 class Residents:
     """The workgroups of a launch that run at a time, and what they share: memory, LDS, scratch."""
 
-    def __init__(self, launch: Launch, memory: Memory, kernarg: int, workgroups: list[tuple[int, int, int]]):
+    def __init__(
+        self,
+        launch: Launch,
+        memory: Memory,
+        kernarg: int,
+        workgroups: list[tuple[int, int, int]],
+        detect_races: bool,
+    ):
         self.launch = launch
         self.memory = memory
         self.workgroups = workgroups
         self.waves_per_workgroup = launch.num_warps
-        self.lds = Lds(len(workgroups), launch.lds_bytes)
+        self.lds = Lds(len(workgroups), launch.lds_bytes, detect_races and launch.num_warps > 1)
         lanes = len(workgroups) * launch.num_warps * LANES
         self.scratch = Private(lanes, launch.program.metadata.scratch, "the scratch of resident lane")
         self.clock = 0
@@ -84,6 +97,7 @@ class Residents:
         wave = np.tile(np.arange(launch.num_warps), count)
         entry = program.labels[program.kernel]
         cohort = initial_cohort(program.vector_registers, workgroup, wave, entry, self)
+        cohort.scalar[:, MODE] = FLOAT_MODE | (FP16_OVFL if program.descriptor.get("fp16_overflow") else 0)
         cohort.vector[0] = (wave[:, None] * LANES + LANE).astype(U32)
         scalars, place = cohort.scalar, 0
         values = {
@@ -94,7 +108,12 @@ class Residents:
             if program.descriptor.get(f"user_sgpr_{name}"):
                 scalars[:, place : place + registers] = values.get(name, (0,) * registers)
                 place += registers
-        place = program.descriptor.get("user_sgpr_count", place)
+        # The first arguments may come in registers as well; kernels begin with loading the same ones themselves.
+        first = program.descriptor.get("user_sgpr_kernarg_preload_offset", 0)
+        preloaded = program.descriptor.get("user_sgpr_kernarg_preload_length", 0)
+        arguments = self.memory.read(self._kernarg + 4 * first, U32, preloaded)
+        scalars[:, place : place + preloaded] = arguments
+        place = program.descriptor.get("user_sgpr_count", place + preloaded)
         ids = np.array(self.workgroups, U32)[workgroup]
         for axis, letter in enumerate("xyz"):
             if program.descriptor.get(f"system_sgpr_workgroup_id_{letter}"):
@@ -109,10 +128,22 @@ def pack_arguments(launch: Launch) -> bytes:
     if len(launch.kernel_args) > len(arguments):
         raise ValueError(f"{launch.name} has {len(arguments)} arguments, {len(launch.kernel_args)} were given")
     segment = bytearray(launch.program.metadata.kernarg_size + KERNARG_PADDING)
-    for argument, value in zip(arguments, launch.kernel_args, strict=False):
+    hidden = hidden_arguments(launch)
+    given: list[KernelArgument] = [hidden.get(argument.kind, 0) for argument in arguments]
+    given[: len(launch.kernel_args)] = launch.kernel_args
+    for argument, value in zip(arguments, given, strict=True):
         raw = _bytes(argument, value)
         segment[argument.offset : argument.offset + len(raw)] = raw
     return bytes(segment)
+
+
+def hidden_arguments(launch: Launch) -> dict[str, int]:
+    """What the runtime passes behind the kernel's own arguments, by value_kind, where it is not 0: grid and workgroup.
+
+    tl.num_programs reads the grid from here."""
+    sizes = {"block_count": launch.grid, "group_size": (launch.num_warps * LANES, 1, 1)}
+    by_axis = {f"hidden_{name}_{axis}": n for name, size in sizes.items() for axis, n in zip("xyz", size, strict=True)}
+    return by_axis | {"hidden_grid_dims": max(n for n, size in enumerate(launch.grid, 1) if size > 1 or n == 1)}
 
 
 def _bytes(argument: Argument, value: KernelArgument) -> bytes:

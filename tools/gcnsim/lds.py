@@ -10,6 +10,7 @@ from gcnsim.atomics import Operation, data_of, lds_operation, modify, write_back
 from gcnsim.errors import GcnSimError, MemoryFault, UninitializedRead, UnknownInstruction
 from gcnsim.memory import NEW, AccessError, ByteStore, from_planes, to_planes
 from gcnsim.program import Instruction
+from gcnsim.races import RaceDetector
 from gcnsim.registers import Array, Cohort, Step, read32
 from gcnsim.vmem import Width, put
 
@@ -50,17 +51,55 @@ class Private:
 
 
 class Lds(Private):
-    """The LDS of the resident workgroups."""
+    """The LDS of the resident workgroups. With `races`, what waves do to each other's bytes is watched."""
 
-    def __init__(self, workgroups: int, size: int):
+    def __init__(self, workgroups: int, size: int, races: bool):
         super().__init__(workgroups, size, "the LDS of resident workgroup")
+        self._races = RaceDetector(workgroups, self.stride) if races else None
 
     def read(self, cohort: Cohort, offsets: Array, lanes: Array, size: int) -> Array:
         """The bytes [n, size] that the lanes of the mask read at `offsets` [wave, lane]."""
-        return self.load(np.broadcast_to(cohort.workgroup[:, None], lanes.shape)[lanes], offsets[lanes], size)
+        owners, places = _by_lane(cohort.workgroup, lanes), offsets[lanes]
+        values = self.load(owners, places, size)
+        if self._races:
+            self._races.read(_by_lane(cohort.wave, lanes), places + owners * self.stride, size)
+        return values
 
     def write(self, cohort: Cohort, offsets: Array, lanes: Array, values: Array) -> None:
-        self.save(np.broadcast_to(cohort.workgroup[:, None], lanes.shape)[lanes], offsets[lanes], values)
+        """Writes bytes [n, size] from the lanes of the mask at `offsets` [wave, lane]."""
+        owners, places = _by_lane(cohort.workgroup, lanes), offsets[lanes]
+        if not self._races:
+            self.save(owners, places, values)
+            return
+        flat, size = self._places(owners, places, values.shape[1]), values.shape[1]
+        before = self.store.gather(flat, size, allow_new=True)
+        self.store.scatter(flat, values)
+        after = self.store.gather(flat, size)
+        self._races.write(_by_lane(cohort.wave, lanes), flat, before, values, after)
+
+    def modify(self, cohort: Cohort, offsets: Array, lanes: Array, data: list[Array], operation: Operation) -> Array:
+        """An atomic of the lanes of the mask at `offsets` [wave, lane]; returns the old bytes [n, size]."""
+        owners, places, size = _by_lane(cohort.workgroup, lanes), offsets[lanes], operation.dtype.itemsize
+        flat = self._places(owners, places, size)
+        if self._races:
+            self._races.atomic(_by_lane(cohort.wave, lanes), flat, size)
+        return modify(
+            flat,
+            data,
+            operation,
+            lambda indices: self.load(owners[indices], places[indices], size),
+            lambda indices, values: self.save(owners[indices], places[indices], values),
+        )
+
+    def barrier(self, workgroups: Array) -> None:
+        """All waves of these workgroups [n] have arrived at a barrier."""
+        if self._races:
+            self._races.barrier(workgroups)
+
+
+def _by_lane(of_wave: Array, lanes: Array) -> Array:
+    """A number of each wave, for the lanes that the mask names."""
+    return np.broadcast_to(of_wave[:, None], lanes.shape)[lanes]
 
 
 def lds(instruction: Instruction) -> Step | None:
@@ -155,17 +194,9 @@ def _atomic(instruction: Instruction, operation: Operation, returns: bool) -> St
         lanes = cohort.active
         if not lanes.any():
             return
-        lds = cohort.residents.lds
-        owners = np.broadcast_to(cohort.workgroup[:, None], lanes.shape)[lanes]
-        offsets = _addresses(cohort, base(cohort), offset)[lanes]
         size = operation.dtype.itemsize
-        old = modify(
-            offsets + owners * lds.stride,
-            [values for operand in data for values in data_of(operand, 1, size, cohort, lanes)],
-            operation,
-            lambda indices: lds.load(owners[indices], offsets[indices], size),
-            lambda indices, values: lds.save(owners[indices], offsets[indices], values),
-        )
+        values = [value for operand in data for value in data_of(operand, 1, size, cohort, lanes)]
+        old = cohort.residents.lds.modify(cohort, _addresses(cohort, base(cohort), offset), lanes, values, operation)
         if destination:
             write_back(cohort, destination, lanes, old)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix instructions (MFMA): D = A B + C for one block of M x N x K, spread over the lanes of a wave.
 
-Lane l holds row l mod M of A and column l mod N of B, and of these the K values of group l div M. The products and
-their sum are taken in double, and rounded once when C is added; the hardware rounds in between, in an order AMD does
-not document. Integers are exact and wrap.
+Lane l holds row l mod M of A and column l mod N of B, and of these the K values of group l div M: consecutive ones,
+but for 8-bit elements of the f8f6f4 instructions, whose groups take turns of sixteen. The products and their sum are
+taken in double, and rounded once when C is added; the hardware rounds in between, in an order AMD does not document.
+Integers are exact and wrap. gfx90a flushes denormals of fp16 and bf16 instructions, sources and results.
 """
 
 import re
@@ -22,6 +23,7 @@ MFMA = re.compile(r"v_mfma_(scale_)?(f32|f64|i32)_(\d+)x(\d+)x(\d+)_?([a-z0-9_]+
 F8F6F4 = {0: "fp8", 1: "bf8", 2: "fp6", 3: "bf6", 4: "fp4"}
 BITS = {"f16": 16, "bf16": 16, "i8": 8, "f32": 32, "f64": 64, "fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
 BLOCK = 32  # elements along K that share a scale
+TURN = 16  # 8-bit elements of f8f6f4 that follow each other in one lane
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,16 @@ def matrix(instruction: Instruction, arch: str) -> Step | None:
         raise UnknownInstruction("broadcasts of matrix instructions (cbsz, abid, blgp) are not implemented")
     kind_a, kind_b = _kinds(instruction, kinds)
     destination, a, b, c = instruction.operands[:4]
-    read_a, read_b = _elements(a, kind_a, shape, arch), _elements(b, kind_b, shape, arch)
+    read_a, read_b = (_elements(o, kind, shape, arch, is_f8f6f4) for o, kind in ((a, kind_a), (b, kind_b)))
     if scaled:
         scales, op_sel = instruction.operands[4:6], instruction.integers("op_sel", (0, 0))
         op_sel_hi = instruction.integers("op_sel_hi", (0, 0))
         read_a = _scaled(read_a, scales[0], op_sel[0] + 2 * op_sel_hi[0], shape)
         read_b = _scaled(read_b, scales[1], op_sel[1] + 2 * op_sel_hi[1], shape)
-    accumulate = _accumulator(c, destination, result, shape)
+    flushes = arch == "gfx90a" and kind_a in ("f16", "bf16")
+    if flushes:
+        read_a, read_b = _flushed(read_a, kind_a), _flushed(read_b, kind_b)
+    accumulate = _accumulator(c, destination, result, shape, flushes)
 
     def step(cohort: Cohort) -> None:
         product = np.matmul(read_a(cohort), read_b(cohort).swapaxes(1, 2))
@@ -80,28 +85,37 @@ def _kinds(instruction: Instruction, kinds: str) -> tuple[str, str]:
     return first, second or first
 
 
-def _elements(operand: Operand, kind: str, shape: Shape, arch: str) -> Callable[[Cohort], Array]:
+def _elements(operand: Operand, kind: str, shape: Shape, arch: str, is_f8f6f4: bool) -> Callable[[Cohort], Array]:
     """A reader of A as doubles [wave, M, K], or of B transposed, [wave, N, K]."""
     bits = BITS[kind]
-    words = -(-bits * shape.per_lane // 32)
+    words, rest = divmod(bits * shape.per_lane, 32)
+    if rest or words == 0 or operand.count < words or (operand.count > words and not is_f8f6f4):
+        raise UnknownInstruction("matrix instructions of several blocks are not implemented")
     if operand.kind != "v":
         raise UnknownInstruction("A and B of a matrix instruction must be registers")
     planes = slice(operand.index, operand.index + words)
     decode = _decoder(kind, arch)
+    turn = TURN if is_f8f6f4 and bits == 8 else shape.per_lane
 
     def read(cohort: Cohort) -> Array:
         raw = np.ascontiguousarray(cohort.vector[planes].transpose(1, 2, 0)).view(np.uint8)
         values = decode(raw)[..., : shape.per_lane]
-        lanes = values.reshape(cohort.waves, shape.groups, shape.m, shape.per_lane)
-        return np.ascontiguousarray(_k_order(lanes, bits, shape), np.float64)
+        lanes = values.reshape(cohort.waves, shape.groups, shape.m, -1, turn)
+        by_row = lanes.transpose(0, 2, 3, 1, 4).reshape(cohort.waves, shape.m, shape.k)
+        return np.ascontiguousarray(by_row, np.float64)
 
     return read
 
 
-def _k_order(lanes: Array, bits: int, shape: Shape) -> Array:
-    """Values by lane [wave, group, row, per lane] to [wave, row, K]."""
-    waves = lanes.shape[0]
-    return lanes.transpose(0, 2, 1, 3).reshape(waves, shape.m, shape.k)
+def _flushed(read: Callable[[Cohort], Array], kind: str) -> Callable[[Cohort], Array]:
+    """Denormals of the format read as 0."""
+    smallest = 2.0**-14 if kind == "f16" else 2.0**-126
+
+    def flushed(cohort: Cohort) -> Array:
+        values = read(cohort)
+        return np.where(np.abs(values) < smallest, 0.0, values)
+
+    return flushed
 
 
 def _decoder(kind: str, arch: str) -> Callable[[Array], Array]:
@@ -136,7 +150,9 @@ def _scaled(read: Callable[[Cohort], Array], scale: Operand, byte: int, shape: S
     return scaled
 
 
-def _accumulator(c: Operand, destination: Operand, result: str, shape: Shape) -> Callable[[Cohort, Array], None]:
+def _accumulator(
+    c: Operand, destination: Operand, result: str, shape: Shape, flushes: bool
+) -> Callable[[Cohort, Array], None]:
     """Adds C to the product [wave, M, N] and writes D. MFMA does not heed EXEC."""
     dtype = np.dtype({"f32": np.float32, "f64": np.float64, "i32": np.int32}[result])
     words = dtype.itemsize // 4
@@ -158,6 +174,8 @@ def _accumulator(c: Operand, destination: Operand, result: str, shape: Shape) ->
             total = (spread.astype(np.int64) + old).astype(np.int32)
         else:
             total = (spread + old).astype(dtype)
+            if flushes:
+                total = np.where(np.abs(total) < np.finfo(np.float32).tiny, dtype.type(0), total)
         raw = np.ascontiguousarray(total).view(U32).reshape(registers, waves, LANES, words)
         cohort.vector[planes] = raw.transpose(0, 3, 1, 2).reshape(registers * words, waves, LANES)
 

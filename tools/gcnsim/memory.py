@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that know whether they exist and whether anybody wrote them: global memory, LDS and scratch are made of these."""
+"""Bytes that know whether they exist and were written: global memory, LDS and scratch are made of these."""
 
 import bisect
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class ByteStore:
         self.data = data
         self.state = state
         # One typed view of the same bytes for each width of access.
-        self._data_views = {unit: data.view(kind) for unit, kind in UNITS.items()}
-        self._state_views = {unit: state.view(kind) for unit, kind in UNITS.items()}
+        self._data_views: dict[int, Array] = {unit: data.view(kind) for unit, kind in UNITS.items()}
+        self._state_views: dict[int, Array] = {unit: state.view(kind) for unit, kind in UNITS.items()}
 
     def grow(self, size: int) -> None:
         more = -(-size // 16) * 16 - len(self.data)
@@ -74,12 +74,12 @@ class ByteStore:
         state = self._state_views[unit][index].view(np.uint8)
         if not state.all():
             raise self._error(offsets, size, state, exists=False)
-        typed = np.ascontiguousarray(values).view(UNITS[unit])
+        typed: Array = np.ascontiguousarray(values).view(UNITS[unit])
         data = self._data_views[unit]
-        if not self.watched or not np.array_equal(data[index].view(np.uint8), typed.reshape(index.shape).view(np.uint8)):
+        if not self.watched or data[index].tobytes() != typed.tobytes():
             self.changes += 1
         data[index] = typed.reshape(index.shape)
-        written = np.full(unit, WRITTEN, np.uint8).view(UNITS[unit])
+        written: Array = np.full(unit, WRITTEN, np.uint8).view(UNITS[unit])
         self._state_views[unit][index] = written
 
     def _index(self, offsets: Array, size: int) -> tuple[int, Array]:
@@ -140,12 +140,14 @@ class Memory:
         self._allocations.append(allocation)
         return allocation.address
 
-    def read(self, address: int, dtype: DTypeLike, shape: int | tuple[int, ...], require_written: bool = False) -> Array:
+    def read(
+        self, address: int, dtype: DTypeLike, shape: int | tuple[int, ...], require_written: bool = False
+    ) -> Array:
         """A copy of the values at `address`. With `require_written`, a byte nobody wrote raises UninitializedRead."""
         kind = np.dtype(dtype)
         nbytes = int(np.prod(shape)) * kind.itemsize
         start = address - BASE
-        state = self.store.state[start : start + nbytes] if 0 <= start else np.zeros(0, np.uint8)
+        state = self.store.state[start : start + nbytes] if start >= 0 else np.zeros(0, np.uint8)
         if len(state) < nbytes or not state.all():
             raise self.error(AccessError(start + int(np.argmin(state)) if len(state) else start, exists=False), "read")
         if require_written and not (state == WRITTEN).all():
@@ -182,7 +184,8 @@ class Memory:
             return "nothing is allocated"
         place = bisect.bisect([allocation.address for allocation in self._allocations], address)
         around = self._allocations[max(place - 1, 0) : place + 1]
-        return min(around, key=lambda a: max(a.address - address, address - a.address - a.size + 1, 0)).describe(address)
+        nearest = min(around, key=lambda a: max(a.address - address, address - a.address - a.size + 1, 0))
+        return nearest.describe(address)
 
 
 def to_planes(raw: Array) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an instruction names: registers, constants, labels. Parsed once; `registers` says how each is read and written."""
+"""What an instruction names: registers, constants, labels. `registers` says how each is read and written."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 # Architected scalar registers, by their number in the encoding. MODE has no number there; it takes a free one.
 VCC, M0, EXEC, MODE = 106, 124, 126, 128
 SCALAR_REGISTERS = 129
+# MODE's low byte: rounding to nearest even, denormals kept. It is the only setting that is modelled.
+FLOAT_MODE, FLOAT_MODE_BITS = 0xF0, 0xFF
+FP16_OVFL = 1 << 23  # in MODE: what overflows a format of 16 or 8 bits becomes its largest number
 NAMED = {
     "vcc": (VCC, 2),
     "vcc_lo": (VCC, 1),
@@ -22,6 +25,11 @@ NAMED = {
 REGISTER = re.compile(r"([vsa])(?:(\d+)|\[(\d+):(\d+)\]|\[(\d+)\])$")
 # The inline constant the assembler writes as 0.15915494 is 1 / (2 pi) to the width of the operand.
 INVERSE_TWO_PI = 0.15915494309189532
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a list of names."""
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True)

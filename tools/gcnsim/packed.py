@@ -12,7 +12,7 @@ from gcnsim.formats import bf16_to_f32
 from gcnsim.operands import Operand
 from gcnsim.program import Instruction
 from gcnsim.registers import U32, Array, Cohort, Read, Step, read32, write32
-from gcnsim.vector import DTYPES
+from gcnsim.vector import DTYPES, saturate_f16
 
 NONE, ALL = (0, 0, 0), (1, 1, 1)
 HALF = np.uint32(16)
@@ -49,8 +49,6 @@ DOT2 = re.compile(r"v_dot2(c?)_f32_(f16|bf16)$")
 
 def packed(instruction: Instruction) -> Step | None:
     """The step of a packed instruction, None where it is none."""
-    if "clamp" in instruction.flags and instruction.op.startswith("v_pk"):
-        raise UnknownInstruction("clamp is not implemented for packed math")
     if instruction.op == "v_pk_mov_b32":
         return _move(instruction)
     if instruction.op in PAIRS32:
@@ -123,8 +121,13 @@ def _pairs16(instruction: Instruction, kind: str, compute: Function) -> Step:
         halves.append([_half(o, select[n], negate[n], kind) for n, o in enumerate(sources)])
     write = write32(instruction.operands[0])
 
+    def result(cohort: Cohort, sources: list[Array]) -> Array:
+        value = compute(*sources)
+        value = saturate_f16(cohort, value, sources) if kind == "f16" else value
+        return value.view(np.uint16).astype(U32)
+
     def step(cohort: Cohort) -> None:
-        low, high = (compute(*[read(cohort) for read in reads]).view(np.uint16).astype(U32) for reads in halves)
+        low, high = (result(cohort, [read(cohort) for read in reads]) for reads in halves)
         write(cohort, low | high << HALF)
 
     return step
@@ -137,11 +140,12 @@ def _mix(instruction: Instruction, result: str) -> Step:
     write, old = write32(instruction.operands[0]), read32(instruction.operands[0])
 
     def step(cohort: Cohort) -> None:
-        value = fma32(*[read(cohort) for read in reads])
+        sources = [read(cohort) for read in reads]
+        value = fma32(*sources)
         if result == "_f32":
             write(cohort, value.view(U32))
             return
-        half = value.astype(np.float16).view(np.uint16).astype(U32)
+        half = saturate_f16(cohort, value.astype(np.float16), sources).view(np.uint16).astype(U32)
         if result == "lo_f16":
             write(cohort, old(cohort) & np.uint32(0xFFFF0000) | half)
         else:
@@ -165,6 +169,8 @@ def _mixed(operand: Operand, is_half: int, high: int) -> Read:
 
 def _dot2(instruction: Instruction, kind: str, accumulate: bool) -> Step:
     """Two products of halves and an fp32 addend, summed in double and rounded once."""
+    if instruction.modifiers:
+        raise UnknownInstruction("modifiers of dot products are not implemented")
     words = [read32(operand) for operand in instruction.operands[1:3]]
     addend = read32(instruction.operands[0] if accumulate else instruction.operands[3])
     write = write32(instruction.operands[0])

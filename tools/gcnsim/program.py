@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass, field
 
 from gcnsim.errors import AssemblyError
-from gcnsim.operands import Operand, parse_operand
+from gcnsim.operands import Operand, parse_operand, words
 
 ENCODINGS = ("_e32", "_e64", "_sdwa", "_e64_dpp", "_dpp")
 # Words that follow the operands and take no value. The rest of an instruction's modifiers have the form name:value.
-FLAGS = frozenset("offen idxen sc0 sc1 nt glc slc lds gds clamp row_mirror row_half_mirror".split())
+FLAGS = words("offen idxen sc0 sc1 nt glc slc lds gds clamp row_mirror row_half_mirror")
 # Directives of the kernel descriptor that the launch needs; they are integers.
 DESCRIPTOR = re.compile(r"^\s*\.amdhsa_(\w+)\s+(\d+)\s*$", re.MULTILINE)
 LABEL = re.compile(r"([.\w$]+):")
@@ -27,7 +27,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Metadata:
-    """The resources that the compiler reports. Sizes are bytes; `lds` is the static part, without Triton's."""
+    """The resources that the compiler reports. Sizes are bytes; `lds` is the static part, without Triton's;
+    `max_workgroup` counts lanes."""
 
     vgprs: int
     agprs: int
@@ -37,6 +38,7 @@ class Metadata:
     scratch: int
     lds: int
     wave_size: int
+    max_workgroup: int
     kernarg_size: int
     arguments: tuple[Argument, ...]
 
@@ -153,7 +155,14 @@ def parse_instruction(code: str, line: int, source: str | None, agpr_base: int) 
             else:
                 raise AssemblyError(f"cannot read {word!r}", code, line, source)
     return Instruction(
-        op.removesuffix(encoding), encoding.lstrip("_"), tuple(operands), modifiers, frozenset(flags), code, line, source
+        op=op.removesuffix(encoding),
+        encoding=encoding.lstrip("_"),
+        operands=tuple(operands),
+        modifiers=modifiers,
+        flags=frozenset(flags),
+        text=code,
+        line=line,
+        source=source,
     )
 
 
@@ -186,6 +195,7 @@ def _metadata(text: str) -> Metadata:
         scratch=number("private_segment_fixed_size"),
         lds=number("group_segment_fixed_size"),
         wave_size=number("wavefront_size", 64),
+        max_workgroup=number("max_flat_workgroup_size", 1024),
         kernarg_size=number("kernarg_segment_size"),
         arguments=tuple(Argument(int(offset), int(size), kind) for offset, size, kind in ARGUMENT.findall(text)),
     )

@@ -58,7 +58,7 @@ class Cohort:
     def select(self, rows: Array) -> "Cohort":
         """A copy of the waves that the mask `rows` [wave] names."""
         part = Cohort(
-            self.vector[:, rows],
+            np.compress(rows, self.vector, axis=1),
             self.scalar[rows],
             self.scc[rows],
             self.workgroup[rows],
@@ -120,8 +120,7 @@ def pack_mask(mask: Array) -> Array:
 def read_mask(operand: Operand) -> Read:
     """A source that is a lane mask, as booleans [wave, lane]."""
     if operand.kind == "int":
-        bits = np.array([[operand.value & 0xFFFFFFFF, operand.value >> 32 & 0xFFFFFFFF]], U32)
-        constant = unpack_mask(bits)
+        constant = unpack_mask(np.array([[constant_bits(operand, 64)]], U64).view(U32))
         return lambda cohort: constant
     if operand.kind != "s":
         raise UnknownInstruction("a lane mask must be a pair of scalar registers")
@@ -150,8 +149,7 @@ def constant_bits(operand: Operand, bits: int) -> int:
     """The bits of a constant operand as an instruction of that width sees it."""
     if operand.kind == "int":
         return int(operand.value) & ((1 << bits) - 1)
-    kind = {16: np.float16, 32: np.float32, 64: np.float64}[bits]
-    return int(kind(operand.value).view(f"u{bits // 8}"))
+    return int(np.array(operand.value, f"f{bits // 8}").view(f"u{bits // 8}"))
 
 
 def read32(operand: Operand, offset: int = 0, constant_width: int = 32) -> Read:
@@ -215,7 +213,7 @@ def read_scalar32(operand: Operand, offset: int = 0) -> Read:
     if operand.kind in ("int", "float"):
         constant = np.array([constant_bits(operand, 32)], U32)
         return lambda cohort: constant
-    if operand.name == "scc":
+    if operand.name == "src_scc":
         return lambda cohort: cohort.scc.astype(U32)
     raise UnknownInstruction(f"cannot read the scalar operand {operand.name or operand.kind!r}")
 

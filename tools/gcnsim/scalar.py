@@ -4,13 +4,23 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gcnsim.errors import UnknownInstruction
-from gcnsim.integer import COMPARES, bit_reverse, count_ones, field_signed, field_unsigned, first_one_high, first_one_low
+from gcnsim.integer import (
+    COMPARES,
+    bit_reverse,
+    count_ones,
+    field_signed,
+    field_unsigned,
+    first_one_high,
+    first_one_low,
+    first_sign_change,
+)
 from gcnsim.memory import to_planes
-from gcnsim.operands import EXEC_PAIR, MODE
+from gcnsim.operands import EXEC_PAIR, FLOAT_MODE, FLOAT_MODE_BITS, MODE, Operand
 from gcnsim.program import Instruction
 from gcnsim.registers import (
     U32,
@@ -27,26 +37,34 @@ from gcnsim.registers import (
 
 B5, B6 = np.uint32(31), np.uint32(63)
 ONE = np.uint64(1)
-DTYPES = {"b32": U32, "u32": U32, "i32": np.dtype(np.int32), "b64": U64, "u64": U64, "i64": np.dtype(np.int64)}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "b32": U32,
+    "u32": U32,
+    "i32": np.dtype(np.int32),
+    "b64": U64,
+    "u64": U64,
+    "i64": np.dtype(np.int64),
+}
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """`result` and `sources` are types of DTYPES. `scc` is "" (kept), "nonzero" (of the result), or "returned":
-    then `compute` gives the result and SCC. With `reads_scc`, SCC is its last argument."""
+    """`result` and `sources` are types of DTYPES; the source "old" is the destination's value. `scc` is "" (kept),
+    "nonzero" (of the result), or "returned": then `compute` gives the result and SCC. With `reads_scc`, SCC is its last
+    argument."""
 
     result: str
     sources: tuple[str, ...]
-    compute: Callable[..., Array | tuple[Array, Array]]
+    compute: Callable[..., Any]
     scc: str = ""
     reads_scc: bool = False
 
 
-def _entry(result: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]], scc: str = "") -> Scalar:
+def _entry(result: str, sources: str, compute: Callable[..., Any], scc: str = "") -> Scalar:
     return Scalar(result, tuple(sources.split()), compute, scc)
 
 
-def _with_scc(result: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]], scc: str = "") -> Scalar:
+def _with_scc(result: str, sources: str, compute: Callable[..., Any], scc: str = "") -> Scalar:
     return Scalar(result, tuple(sources.split()), compute, scc, reads_scc=True)
 
 
@@ -96,6 +114,17 @@ def _bfe(a: Array, field: Array, extract: Callable[[Array, Array, Array], Array]
 def _bfe64(a: Array, field: Array) -> Array:
     offset, width = (field & B6).astype(U64), (field >> np.uint32(16) & np.uint32(127)).astype(U64)
     return a >> offset & np.where(width >= 64, ~np.uint64(0), (ONE << np.minimum(width, 63)) - ONE)
+
+
+def _bfe64_signed(a: Array, field: Array) -> Array:
+    width = (field >> np.uint32(16) & np.uint32(127)).astype(np.int64).clip(max=64)
+    spare = (64 - width).clip(max=63)
+    value = (a.view(np.int64) >> (field & B6).astype(np.int64)) << spare >> spare
+    return np.where(width == 0, 0, value).view(U64)
+
+
+def _six(x: Array) -> Array:
+    return (x & B6).astype(U64)
 
 
 def _trailing_zeros64(a: Array) -> Array:
@@ -154,17 +183,22 @@ SCALAR: dict[str, Scalar] = {
     "s_bfe_i32": _entry("b32", "b32 b32", lambda a, f: _bfe(a, f, field_signed), "nonzero"),
     "s_bfe_u64": _entry("b64", "b64 b32", _bfe64, "nonzero"),
     "s_bfm_b32": _entry("b32", "b32 b32", lambda a, b: ((np.uint32(1) << (a & B5)) - np.uint32(1)) << (b & B5)),
+    "s_bfe_i64": _entry("b64", "b64 b32", _bfe64_signed, "nonzero"),
+    "s_bfm_b64": _entry("b64", "b32 b32", lambda a, b: ((ONE << _six(a)) - ONE) << _six(b)),
     "s_brev_b32": _entry("b32", "b32", bit_reverse),
     "s_bcnt1_i32_b32": _entry("b32", "b32", count_ones, "nonzero"),
     "s_bcnt1_i32_b64": _entry("b32", "b64", lambda a: np.bitwise_count(a).astype(U32), "nonzero"),
     "s_ff1_i32_b32": _entry("b32", "b32", first_one_low),
     "s_ff1_i32_b64": _entry("b32", "b64", _trailing_zeros64),
     "s_flbit_i32_b32": _entry("b32", "b32", first_one_high),
+    "s_flbit_i32": _entry("b32", "b32", first_sign_change),
     "s_sext_i32_i8": _entry("i32", "i32", lambda a: a << 24 >> 24),
     "s_sext_i32_i16": _entry("i32", "i32", lambda a: a << 16 >> 16),
     "s_pack_ll_b32_b16": _entry("b32", "b32 b32", lambda a, b: a & np.uint32(0xFFFF) | b << np.uint32(16)),
     "s_pack_lh_b32_b16": _entry("b32", "b32 b32", lambda a, b: a & np.uint32(0xFFFF) | b & np.uint32(0xFFFF0000)),
     "s_pack_hh_b32_b16": _entry("b32", "b32 b32", lambda a, b: a >> np.uint32(16) | b & np.uint32(0xFFFF0000)),
+    "s_cmov_b32": _with_scc("b32", "b32 old", lambda a, old, scc: np.where(scc, a, old)),
+    "s_cmov_b64": _with_scc("b64", "b64 old", lambda a, old, scc: np.where(scc, a, old)),
     "s_cselect_b32": _with_scc("b32", "b32 b32", lambda a, b, scc: np.where(scc, a, b)),
     "s_cselect_b64": _with_scc("b64", "b64 b64", lambda a, b, scc: np.where(scc, a, b)),
     "s_not_b32": _logic(np.invert, 1)["b32"],
@@ -202,6 +236,10 @@ def scalar(instruction: Instruction) -> Step | None:
     if op == "s_movk_i32":
         write, constant = write_scalar32(operands[0]), np.array([_short(operands[1].value)], np.int32).view(U32)
         return lambda cohort: write(cohort, constant)
+    if op == "s_cmovk_i32":
+        write, old = write_scalar32(operands[0]), read_scalar32(operands[0])
+        constant = np.array([_short(operands[1].value)], np.int32).view(U32)
+        return lambda cohort: write(cohort, np.where(cohort.scc, constant, old(cohort)))
     if op in CONSTANT_OPERATIONS:
         return _constant_operation(instruction, CONSTANT_OPERATIONS[op])
     if op in ("s_setreg_imm32_b32", "s_setreg_b32"):
@@ -218,9 +256,12 @@ def _typed(instruction: Instruction, position: int, kind: str) -> Read:
 
 
 def _generic(instruction: Instruction, entry: Scalar) -> Step:
-    if len(instruction.operands) != 1 + len(entry.sources):
-        raise UnknownInstruction(f"expected {1 + len(entry.sources)} operands, found {len(instruction.operands)}")
-    reads = [_typed(instruction, 1 + n, kind) for n, kind in enumerate(entry.sources)]
+    named = [kind for kind in entry.sources if kind != "old"]
+    if len(instruction.operands) != 1 + len(named):
+        raise UnknownInstruction(f"expected {1 + len(named)} operands, found {len(instruction.operands)}")
+    reads = [_typed(instruction, 1 + n, kind) for n, kind in enumerate(named)]
+    if "old" in entry.sources:
+        reads.append(_typed(instruction, 0, entry.result))
     dtype = DTYPES[entry.result]
     bits = U64 if dtype.itemsize == 8 else U32
     write = write_scalar64(instruction.operands[0]) if dtype.itemsize == 8 else write_scalar32(instruction.operands[0])
@@ -299,9 +340,9 @@ def _bit_set(instruction: Instruction, value: int) -> Step:
     return step
 
 
-def _constant_operation(instruction: Instruction, combine: Callable[[Array, Array], Array]) -> Step:
+def _constant_operation(instruction: Instruction, combine: Callable[..., Array]) -> Step:
     """s_addk, s_mulk. The overflow that s_addk leaves in SCC is modelled, s_mulk leaves SCC alone."""
-    constant = _short(instruction.operands[1].value)
+    constant = np.int64(_short(instruction.operands[1].value))
     old, write = read_scalar32(instruction.operands[0]), write_scalar32(instruction.operands[0])
     adds = combine is np.add
 
@@ -315,7 +356,7 @@ def _constant_operation(instruction: Instruction, combine: Callable[[Array, Arra
 
 
 def _set_register(instruction: Instruction) -> Step:
-    """Writes a field of MODE, of which the simulator heeds FP16_OVFL; other hardware registers are refused."""
+    """Writes a field of MODE. Of its bits FP16_OVFL is modelled; rounding and denormals must stay as they are."""
     field = SET_REGISTER.match(instruction.operands[0].name.replace(" ", ""))
     if not field:
         raise UnknownInstruction("only the MODE register is implemented")
@@ -325,7 +366,10 @@ def _set_register(instruction: Instruction) -> Step:
 
     def step(cohort: Cohort) -> None:
         mode = cohort.scalar[:, MODE]
-        cohort.scalar[:, MODE] = mode & ~mask | value(cohort) << np.uint32(offset) & mask
+        mode = mode & ~mask | value(cohort) << np.uint32(offset) & mask
+        if ((mode & FLOAT_MODE_BITS) != FLOAT_MODE).any():
+            raise UnknownInstruction("rounding other than to nearest even, and flushing denormals, are not implemented")
+        cohort.scalar[:, MODE] = mode
 
     return step
 
@@ -341,9 +385,14 @@ def _clock(instruction: Instruction) -> Step:
     return step
 
 
+def _offset(operand: Operand) -> Read:
+    """A scalar offset is unsigned, a constant one signed."""
+    return read_scalar64(operand) if operand.kind == "int" else read_scalar32(operand)
+
+
 def _load(instruction: Instruction, count: int) -> Step:
     """Scalar loads, `count` dwords; addresses are rounded down to a dword."""
-    base, offset = read_scalar64(instruction.operands[1]), read_scalar32(instruction.operands[2])
+    base, offset = read_scalar64(instruction.operands[1]), _offset(instruction.operands[2])
     constant = np.uint64(instruction.integer("offset") & (1 << 64) - 1)
     writes = [write_scalar32(instruction.operands[0], n) for n in range(count)]
 

@@ -27,16 +27,18 @@ def run(
     launches: Sequence[Launch],
     memory: Memory,
     resident_waves: int = 256,
-    max_idle_runs: int = 50_000,
+    max_idle_runs: int = 20_000,
+    detect_races: bool = True,
 ) -> None:
     """Runs launches together on one memory, until all of them have ended.
 
     Workgroups of a launch become resident in grid order, as many at a time as `resident_waves` waves hold (one at
     least); waves of resident workgroups all make progress, of all launches. A run is one straight piece of code for
     one cohort: after `max_idle_runs` of them without a change in memory or a wave that ends, the kernels hang, and
-    Deadlock says where. Other errors are those of `gcnsim.errors`.
+    Deadlock says where. With `detect_races`, waves that exchange data through LDS without a barrier between raise
+    LdsRace. Other errors are those of `gcnsim.errors`.
     """
-    executions = [Execution(launch, memory, resident_waves) for launch in launches]
+    executions = [Execution(launch, memory, resident_waves, detect_races) for launch in launches]
     idle = 0
     with np.errstate(all="ignore"):
         while live := [execution for execution in executions if not execution.done]:
@@ -51,9 +53,10 @@ def run(
 class Execution:
     """A launch while it runs."""
 
-    def __init__(self, launch: Launch, memory: Memory, resident_waves: int):
+    def __init__(self, launch: Launch, memory: Memory, resident_waves: int, detect_races: bool):
         self.launch = launch
         self.memory = memory
+        self.detect_races = detect_races
         self.done = False
         self._cohorts: list[Cohort] = []
         self._pending = launch.workgroups()
@@ -107,7 +110,7 @@ class Execution:
         if not workgroups:
             self.done = True
             return
-        self._residents = Residents(self.launch, self.memory, self._kernarg, workgroups)
+        self._residents = Residents(self.launch, self.memory, self._kernarg, workgroups, self.detect_races)
         self._cohorts = [self._residents.start()]
         self._alive = np.full(len(workgroups), self.launch.num_warps)
         self._waiting = np.zeros(len(workgroups), np.int64)
@@ -201,6 +204,7 @@ class Execution:
         complete = (self._waiting == self._alive) & (self._waiting > 0)
         if not complete.any():
             return
+        self._residents.lds.barrier(np.flatnonzero(complete))
         cohorts = []
         for cohort in self._cohorts:
             rows = complete[cohort.workgroup] & cohort.waiting

@@ -5,21 +5,45 @@ The instructions themselves are tables of `Alu` entries (integer.py, floating.py
 modifiers it may carry: -x and |x|, omod and clamp (VOP3), halves (op_sel), bytes and words (SDWA), lanes (DPP).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from gcnsim.dpp import dpp_source
 from gcnsim.errors import UnknownInstruction
-from gcnsim.operands import EXEC_PAIR, MODE, VCC_PAIR, Operand
+from gcnsim.operands import EXEC_PAIR, FP16_OVFL, MODE, VCC_PAIR, Operand, words
 from gcnsim.program import Instruction
-from gcnsim.registers import U32, Array, Cohort, Read, Step, Write, read32, read64, read_mask, write32, write64, write_mask
+from gcnsim.registers import (
+    U32,
+    Array,
+    Cohort,
+    Read,
+    Step,
+    Write,
+    read32,
+    read64,
+    read_mask,
+    write32,
+    write64,
+    write_mask,
+)
 
-DTYPES = {name: np.dtype(f"{name[0]}{int(name[1:]) // 8}") for name in "u16 i16 f16 u32 i32 f32 u64 i64 f64".split()}
-SELECTS = {"DWORD": (32, 0)} | {f"BYTE_{n}": (8, 8 * n) for n in range(4)} | {f"WORD_{n}": (16, 16 * n) for n in range(2)}
+DTYPES = {f"{kind}{bits}": np.dtype(f"{kind}{bits // 8}") for kind in "uif" for bits in (16, 32, 64)}
+# The parts of a register that SDWA names: width and first bit.
+BYTES, WORDS = {f"BYTE_{n}": (8, 8 * n) for n in range(4)}, {f"WORD_{n}": (16, 16 * n) for n in range(2)}
+SELECTS = {"DWORD": (32, 0)} | BYTES | WORDS
 OMOD = {("mul", "2"): 2.0, ("mul", "4"): 4.0, ("div", "2"): 0.5}
-FP16_OVFL = 1 << 23
+# Of the instructions with a 16-bit result most clear the upper half of the register. These came with GFX9 or later,
+# and keep it.
+KEEPS_UPPER_HALF = words(
+    "v_fma_f16 v_fmac_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
+)
+# Integer instructions whose clamp is implemented.
+SATURATING = words(
+    "v_add_u32 v_sub_u32 v_subrev_u32 v_add_i32 v_sub_i32 v_add_u16 v_sub_u16 v_subrev_u16 v_add_i16 v_sub_i16"
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +57,10 @@ class Alu:
 
     results: tuple[str, ...]
     sources: tuple[str, ...]
-    compute: Callable[..., Array | tuple[Array, Array]]
+    compute: Callable[..., Any]
 
 
-def alu(results: str, sources: str, compute: Callable[..., Array | tuple[Array, Array]]) -> Alu:
+def alu(results: str, sources: str, compute: Callable[..., Any]) -> Alu:
     return Alu(tuple(results.split()), tuple(sources.split()), compute)
 
 
@@ -52,7 +76,9 @@ def build(instruction: Instruction, entry: Alu) -> Step:
         reads.append(typed(read32(instruction.operands[0]), entry.results[0]))
     elif implied == "vcc":
         reads.append(read_mask(VCC_PAIR))
-    finish = _finisher(instruction, entry.results[0])
+    if saturates_integer := "clamp" in instruction.flags and instruction.op in SATURATING:
+        entry = replace(entry, compute=_saturating(entry.compute, DTYPES[entry.results[0]]))
+    finish = _finisher(instruction, entry.results[0], saturates_integer)
     compute = entry.compute
     if instruction.encoding.endswith("dpp"):
         return _dpp_step(instruction, entry, reads, finish)
@@ -174,7 +200,13 @@ def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
 # --- results
 
 
-def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
+def _saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
+    """The function without overflow: what is out of the type's range becomes the nearest number in it."""
+    limits = np.iinfo(dtype)
+    return lambda *sources: compute(*(x.astype(np.int64) for x in sources)).clip(limits.min, limits.max)
+
+
+def _finisher(instruction: Instruction, kind: str, saturates_integer: bool) -> Callable[..., Array]:
     """Result modifiers, and the result as the unsigned integers that registers hold."""
     if kind == "mask":
         return lambda cohort, value, sources: value
@@ -182,15 +214,15 @@ def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
     clamp = "clamp" in instruction.flags
     factor = next((f for (name, n), f in OMOD.items() if instruction.modifiers.get(name) == n), None)
     if kind[0] != "f":
-        if clamp or factor:
-            raise UnknownInstruction("clamp and omod are implemented for floating-point results only")
+        if factor or (clamp and not saturates_integer):
+            raise UnknownInstruction("clamp of this instruction, or omod of integers, is not implemented")
         bits = np.dtype(f"u{dtype.itemsize}")
         return lambda cohort, value, sources: value.astype(dtype, copy=False).view(bits)
 
     def finish(cohort: Cohort, value: Array, sources: list[Array]) -> Array:
         value = value.astype(dtype, copy=False)
-        if kind == "f16" and (cohort.scalar[:, MODE] & FP16_OVFL).any():
-            value = _saturate_f16(cohort, value, sources)
+        if kind == "f16":
+            value = saturate_f16(cohort, value, sources)
         if factor:
             value = value * dtype.type(factor)
         if clamp:  # NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with
@@ -200,11 +232,20 @@ def _finisher(instruction: Instruction, kind: str) -> Callable[..., Array]:
     return finish
 
 
-def _saturate_f16(cohort: Cohort, value: Array, sources: list[Array]) -> Array:
-    """MODE.FP16_OVFL: an overflow becomes the largest number, an infinity that was a source stays."""
-    finite = [np.isfinite(x) for x in sources if x.dtype.kind == "f"]
-    overflow = np.isinf(value) & np.logical_and.reduce(np.broadcast_arrays(*finite))
-    overflow &= (cohort.scalar[:, MODE, None] & FP16_OVFL).astype(bool)
+def saturates(cohort: Cohort) -> Array:
+    """[wave, 1]: whether MODE.FP16_OVFL is set."""
+    return (cohort.scalar[:, MODE, None] & np.uint32(FP16_OVFL)).astype(bool)
+
+
+def saturate_f16(cohort: Cohort, value: Array, sources: Sequence[Array]) -> Array:
+    """Under MODE.FP16_OVFL an overflow becomes the largest number; an infinity that was a source stays."""
+    clamped = saturates(cohort)
+    if not clamped.any():
+        return value
+    overflow = np.isinf(value) & clamped
+    for source in sources:
+        if source.dtype.kind == "f":
+            overflow = overflow & np.isfinite(source)
     return np.where(overflow, np.copysign(np.float16(65504), value), value)
 
 
@@ -222,8 +263,9 @@ def _destination(instruction: Instruction, kind: str, sources: int) -> Write:
         return _partial(write, old, width, shift, keep=unused == "UNUSED_PRESERVE")
     if DTYPES[kind].itemsize == 2:
         op_sel = instruction.integers("op_sel", (0,) * (sources + 1))
-        if len(op_sel) > sources and op_sel[sources]:
-            return _partial(write, old, 16, 16, keep=True)
+        upper = len(op_sel) > sources and op_sel[sources]
+        if upper or instruction.op in KEEPS_UPPER_HALF:
+            return _partial(write, old, 16, 16 if upper else 0, keep=True)
         return lambda cohort, value: write(cohort, value.astype(U32))
     return write
 

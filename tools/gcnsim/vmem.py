@@ -11,7 +11,20 @@ from gcnsim.errors import UnknownInstruction
 from gcnsim.memory import from_planes, to_planes
 from gcnsim.operands import M0, OFF, Operand
 from gcnsim.program import Instruction
-from gcnsim.registers import LANE, LANES, U32, U64, Array, Cohort, Read, Step, read32, read64, read_scalar32, read_scalar64
+from gcnsim.registers import (
+    LANE,
+    LANES,
+    U32,
+    U64,
+    Array,
+    Cohort,
+    Read,
+    Step,
+    read32,
+    read64,
+    read_scalar32,
+    read_scalar64,
+)
 
 ACCESS = re.compile(r"(global|flat|buffer|scratch)_(load|store)_(?:lds_)?(\w+)$")
 SWIZZLE_ENABLE = np.uint32(1 << 31)  # in the second word of a buffer resource: per-lane scratch
@@ -70,6 +83,8 @@ def vector_memory(instruction: Instruction) -> Step | None:
     family, direction, width = match[1], match[2], WIDTHS[match[3]]
     operands = instruction.operands
     if "lds" in instruction.flags or "_lds_" in instruction.op:
+        if width.size < 4:
+            raise UnknownInstruction("loads of bytes and shorts to LDS are not implemented")
         return _load_to_lds(instruction, locate(instruction, family, operands, width.size), width.size)
     if family == "buffer" or direction == "load":
         data, address = operands[0], operands[1:]

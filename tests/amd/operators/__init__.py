@@ -3,7 +3,8 @@
 
 A module has the name of its operator's environment variable and defines three things:
 
-    BUDGETS: what the machine code of each of its kernels must be, by the kernel's name (budget.Budget)
+    BUDGETS: what the machine code of each of its kernels must be, by the kernel's name (budget.Budget); a kernel that
+        several operators launch belongs to one of them
     shipped(hardware): cases by name that launch the operator in the shapes of real models; compiled, not executed
     executed(hardware): cases by name that run the operator on small and nasty input and compare it with the reference
 
@@ -13,6 +14,10 @@ A case is a function without arguments, called where the CPU is a virtual GPU wi
 import importlib
 import pkgutil
 from types import ModuleType
+
+# Modules of llm_quant_rocm.kernels that are built for another vendor's matrix unit: they do not compile here, and
+# test_refusals.py shows that the library never comes to them.
+NOT_FOR_AMD = ("nvfp4_wgmma", "nvfp4_wgmma_large")
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 

@@ -68,12 +68,16 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         assert_same(found, codes.float().t() + 0.0)
 
     def broken() -> None:
-        """A row with NaN or inf is NaN all over; the rows beside it are not touched."""
+        """A row with NaN or inf is NaN all over; the rows beside it are not touched.
+
+        Where FP8 is decoded to FP16 a NaN code counts as 480: the row of an inf has a scale of inf, and is inf or NaN.
+        """
         x = torch.cat([broken_rows(64, torch.bfloat16), random_rows(3, 64, torch.bfloat16)])
         codes = *fp8.quantize_rows(x, fmt), *fp8.quantize_rows(random_rows(32, 64, torch.bfloat16, seed=2), fmt)
         found = ops.ptpc_gemm(*codes, None, torch.float32)
         expected = product64(*codes, None)
-        assert torch.equal(found.isnan(), expected.isnan()) and found[:6].isnan().any(dim=1).all()
+        assert expected[:6].isnan().all()
+        assert (found[:6].isnan() if hardware.fp8_units else ~found[:6].isfinite()).all()
         torch.testing.assert_close(found[6:].double(), expected[6:], rtol=1e-4, atol=1e-4 * expected[6:].abs().max())
 
     def views() -> None:

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import torch
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import routing as kernels
 from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
 from tests.inputs import DTYPE_IDS, DTYPES
 from tests.moe_inputs import experts, relative_error
 
-BUDGETS = {
-    "per_token_quant_kernel": Budget(uses=FP8_CAST),
+BUDGETS = {  # per_token_quant_kernel and those of routing, which it launches too, are proven on their own
     "grouped_gemm_kernel": Budget(matrix=FP8_MATRIX),
     "activation_quant_kernel": Budget(uses=FP8_CAST),
 }
@@ -67,6 +68,10 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         given |= {name: given[name][expert_map >= 0] for name in ("w13", "w13_scale", "w2", "w2_scale")}
         check(given, expert_map=expert_map)
 
+    def counted_in_parts() -> None:
+        with patch.object(kernels, "MANY_SLOTS", 1):
+            absent_experts()
+
     def nan() -> None:
         """A token with NaN spoils its own row and no other."""
         given = arguments(hardware, 5, 4, 2, 64, 32)
@@ -90,6 +95,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, activation=name) for name in ("gelu", "gelu_tanh")},
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, dtype=d) for d, name in zip(DTYPES, DTYPE_IDS, strict=True)},
         "absent experts": absent_experts,
+        "many slots, counted in parts": counted_in_parts,
         "NaN": nan,
         "the other flavour is refused": other_flavour,
     }

@@ -12,8 +12,9 @@ from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, code_distance, nasty_rows, random_rows
 
-BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST)}
-WIDTHS = (4096, 5120, 16384, 65536)  # hidden sizes of Llama 3 8B, Qwen3 32B and Llama 3 405B, and the widest row
+# The widest row there may be spills with Triton 3.9. No model has it: the widest hidden size, Llama 3 405B's, is 16384.
+BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST, may_spill=frozenset({"65536 columns"}))}
+WIDTHS = (4096, 5120, 16384, 32768)  # hidden sizes of Llama 3 8B, Qwen3 32B and Llama 3 405B, and twice that
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
@@ -45,7 +46,19 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         assert distance.max() <= 1
         same_scale = torch.isclose(found[1], scale, rtol=1e-6, atol=0, equal_nan=True).flatten()
         assert (~same_scale).sum() <= 1
-        assert (distance[same_scale] != 0).float().mean() <= 2e-3
+        codes = distance[same_scale]
+        assert (codes != 0).sum() <= 1 + codes.numel() // 1000
+
+    def every_bit(width: int, dtype: torch.dtype) -> None:
+        """Rows of +-2**k: their mean square is 4**k in any order of summation, so there is one right result."""
+        sign = torch.where(random_rows(12, width, torch.float32) < 0, -1.0, 1.0)
+        x = (sign * torch.arange(-6, 6).float().exp2()[:, None]).to(dtype)
+        weight = random_rows(1, width, dtype, seed=1)[0]
+        for residual in (None, x):
+            found = ops.rms_norm_quant_fp8(x, weight, 0.0, residual)
+            expected = reference.rms_norm_quant_fp8(x, weight, 0.0, residual, fmt)
+            for result, value in zip(found, expected, strict=False):  # without a residual the operator returns no sum
+                assert_same(result, value)
 
     def dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
         x, weight = nasty_rows(width, dtype), torch.linspace(-2, 2, width).to(weight_dtype)
@@ -71,8 +84,13 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
             for width in (1, 7, 1000)
         },
+        **{
+            f"{width} columns of {name}, every bit": partial(every_bit, width, dtype)
+            for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
+            for width in (7, 1025, 5120)
+        },
         "an fp32 weight": partial(dtypes, torch.bfloat16, torch.float32, 96),
-        **{f"{width} columns": partial(random, width) for width in WIDTHS},
+        **{f"{width} columns": partial(random, width) for width in (*WIDTHS, 65536)},
         "strided views": strided,
         "eps": eps,
     }

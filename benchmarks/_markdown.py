@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the report's sections share: reading results/*.json and writing tables."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def measured_on(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    versions = f"torch {environment['torch']}, triton {environment['triton']}"
+    return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 in a whole vLLM on one GPU: bf16, vLLM's own Marlin, and this project's kernels, offline, in one run.
+
+    python benchmarks/nvfp4_engine.py llama-3-70b
+    python benchmarks/nvfp4_engine.py qwen3-30b-a3b
+
+The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 10 and 64 prompts of 1024 random tokens, 256
+tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the better of two
+runs. All load one random ModelOpt checkpoint without a flag (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it
+to vLLM, which takes Marlin for it on Hopper. bf16 loads what it decodes to where a router looks at it, and dummy
+weights (which take the same time and less disk) where none does. `difference` is the mean absolute difference of a
+prompt's log probabilities from the first method's with the same weights: rounding makes some, a wrong layer about 1.
+
+Each method runs in a process of its own, and figures are written after each. It takes about 8 minutes, 19 GB of disk
+or memory for files, and 64 GB of a GPU. vLLM need only be importable (PYTHONPATH); the plugin is found in this
+repository even where it is not installed.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import vllm_engine
+
+ROOT = Path(__file__).parent.parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-70b": {**vllm_engine.LLAMA, "head_dim": 128, "num_hidden_layers": 16},
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+# By method, what it sets in the environment.
+METHODS = {
+    "bf16": {},
+    "marlin": {"LLM_QUANT_ROCM_NVFP4": "0"},
+    "ours": {},
+    "ours_prefill_fp8": {"LLM_QUANT_ROCM_NVFP4_PREFILL": "fp8"},
+}
+
+
+def run(method: str, folder: str) -> dict[str, Any]:
+    """In a process of its own: figures of the model in `folder`, and log probabilities of one prompt's tokens."""
+    from vllm import SamplingParams
+
+    load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
+    llm = vllm_engine.engine(
+        folder, "none", load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
+        gpu_memory_utilization=0.8, enable_prefix_caching=False,
+    )  # fmt: skip
+    random.seed(1)
+    prompt = [random.randrange(3, 31999) for _ in range(128)]
+    ask = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    candidates = llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)[0].prompt_logprobs[1:]
+    logprobs = [found[token].logprob for token, found in zip(prompt[1:], candidates, strict=True)]
+    served_by = llm.model_config.quantization or "none"
+    return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, 256)}
+
+
+def plugin_path(scratch: Path) -> str:
+    """PYTHONPATH with this repository and, unless it is installed, its entry point."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if not entry_points(group="vllm.general_plugins", name="llm_quant_rocm"):
+        info = scratch / "entry" / "llm_quant_rocm-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-quant-rocm\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nllm_quant_rocm = llm_quant_rocm_vllm:register\n"
+        )
+        paths.insert(0, str(info.parent))
+    return os.pathsep.join(paths)
+
+
+def scratch_folder() -> str:
+    """Memory, where it has the room: a checkpoint is written once and read up to three times."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 24 * 2**30 else tempfile.gettempdir()
+
+
+def measure(shape: str, methods: list[str]) -> None:
+    """Run `methods` one after the other over one checkpoint, and write what they took."""
+    import torch
+    import vllm
+
+    from benchmarks import _harness as harness
+    from benchmarks import _random_checkpoint
+
+    config = SHAPES[shape]
+    routed = "num_experts" in config
+    found: dict[str, Any] = {"vllm": vllm.__version__, "shape": config, "methods": {}}
+    expected: list[float] = []
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
+        dense, quantized = Path(scratch) / "dense", Path(scratch) / "nvfp4"
+        _random_checkpoint.write(quantized, config)
+        if routed:
+            _random_checkpoint.write(dense, config, decoded=True)
+        else:
+            dense.mkdir()
+            (dense / "config.json").write_text(json.dumps(config))
+        torch.cuda.empty_cache()
+        path = plugin_path(Path(scratch))
+        for method in methods:
+            folder = dense if method == "bf16" else quantized
+            arguments = shape, "--run", method, str(folder)
+            try:
+                result = vllm_engine.in_a_process(__file__, *arguments, PYTHONPATH=path, **METHODS[method])
+                logprobs = result.pop("logprobs")
+                if not all(map(math.isfinite, logprobs)):
+                    raise ArithmeticError("log probabilities that are not finite")
+                if folder == quantized or routed:
+                    expected = expected or logprobs
+                    gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+                    result["difference"] = round(sum(gaps) / len(gaps), 4)
+            except (ArithmeticError, RuntimeError) as error:
+                result = {"failed": harness.first_line(error)}
+            found["methods"][method] = result
+            print(json.dumps({method: result}), flush=True)
+            written = harness.write(f"nvfp4_engine_{shape}_sm_90", found)
+    print("written to", written)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--run", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(run(*args.run)))
+    else:
+        measure(args.shape, args.methods)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of many rows of 16-bit activations and NVFP4 weights on Hopper, its warps specialized.
+
+As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
+units. Here a multiprocessor has one program all the time. Four warps each, two consumers multiply one half of a tile's
+rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of x's
+tiles and the L2 cache with codes. The consumers do not wait for each other, and each has two steps queued, so that the
+matrix units run while codes are decoded and, for as long as the ring lasts, while one consumer stores its result.
+
+Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
+tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE
+from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, prefetch
+from llm_quant_rocm.kernels.pdl import pdl_option
+
+RING_BYTES = 192 * 1024
+# Steps in a row without a branch. Tiles are cut at multiples of it.
+UNROLL = 4
+# Registers of a consumer's threads. The four warps of the producer have what is left of 504.
+REGISTERS = 240
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the product is cut.
+
+    Attributes:
+        block_m, block_n: rows of x, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
+        cut: whether tiles may be cut, so that their sums are of parts.
+    """
+
+    block_m: int = 256
+    block_n: int = 128
+    cut: bool = True
+
+
+def default_config(m: int) -> Config:
+    """A sound choice for shapes that nobody has measured."""
+    return Config(128, 128) if m <= 128 else Config()
+
+
+@gluon.jit
+def _begin(program, groups):
+    """Where the program's stretch of all `groups` begins; it ends where the next one's begins."""
+    programs = gl.num_programs(0)
+    return program * (groups // programs) + gl.minimum(program, groups % programs)
+
+
+@gluon.jit
+def _pieces(tiles, whole, tile_groups):
+    """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
+    and what it has of the others."""
+    program = gl.program_id(0)
+    begin = _begin(program, (tiles - whole) * tile_groups)
+    end = _begin(program + 1, (tiles - whole) * tile_groups)
+    cut_tiles = gl.where(end > begin, (end - 1) // tile_groups - begin // tile_groups + 1, 0)
+    return begin, end, gl.cdiv(whole - program, gl.num_programs(0)) + cut_tiles
+
+
+@gluon.jit
+def _piece(index, begin, end, whole, tile_groups):
+    """Tile, first group and end of groups of the program's piece of work `index`."""
+    program = gl.program_id(0)
+    whole_tiles = gl.cdiv(whole - program, gl.num_programs(0))
+    cut_tile = begin // tile_groups + index - whole_tiles
+    is_whole = index < whole_tiles
+    tile = gl.where(is_whole, program + index * gl.num_programs(0), whole + cut_tile)
+    first = gl.where(is_whole, 0, gl.maximum(begin - cut_tile * tile_groups, 0))
+    last = gl.where(is_whole, tile_groups, gl.minimum(end - cut_tile * tile_groups, tile_groups))
+    return tile, first, last
+
+
+@gluon.jit
+def _advance(stage, phase, STAGES: gl.constexpr):
+    wrapped = stage == STAGES - 1
+    return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _leave(value):
+    """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
+    not keep products in flight from one turn of an inner loop to the next (C7512)."""
+    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _producer(
+    x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    PDL: gl.constexpr
+):  # fmt: skip
+    """Fills the ring with tiles of x, in the order in which the consumers take them."""
+    BLOCK_K: gl.constexpr = DEPTH * 64
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    end_step = gl.cdiv(K, BLOCK_K) - 1
+    tile_groups = gl.cdiv(end_step + 1, UNROLL)
+    row_tiles = gl.cdiv(N, 128) * 8
+    begin, end, pieces = _pieces(tiles_m * gl.cdiv(N, BLOCK_N), whole, tile_groups)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    stage = 0
+    phase = 1
+    for index in range(0, pieces):
+        tile, first, last = _piece(index, begin, end, whole, tile_groups)
+        row_tile = tile // tiles_m * (BLOCK_N // 16)
+        count = gl.minimum(BLOCK_N // 16, row_tiles - row_tile)
+        for step in range(first * UNROLL, last * UNROLL):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2)
+            load_tile(x, [tile % tiles_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+            # The consumers load these codes when the stages before this one are used up.
+            piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
+            for _ in gl.static_range(DEPTH):
+                prefetch(words + piece * 128, count * 512, "%laneid")
+                prefetch(scale_bytes + piece * 32, count * 64, "%laneid")
+                piece += row_tiles
+            stage, phase = _advance(stage, phase, STAGES)
+    _leave(stage)
+
+
+@gluon.jit
+def _part_pointers(part, COLUMNS: gl.constexpr):
+    """A part [128, COLUMNS], a row for each thread of a consumer, in memory four values of each thread side by side."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return (part + thread * 4)[:, None] + (column // 4 * 512 + column % 4)[None, :]
+
+
+@gluon.jit
+def _store_part(acc, part):
+    """Stores acc [N, M] as it lies in registers."""
+    N: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    COLUMNS: gl.constexpr = N * M // 128
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    # 64 rows, warp, row half, row, column tile, lane % 4, column
+    values = acc.reshape(N // 64, 4, 2, 8, M // 8, 4, 2).permute(1, 3, 5, 0, 4, 2, 6).reshape(128, COLUMNS)
+    gl.store(_part_pointers(part, COLUMNS), gl.convert_layout(values, layout, assert_trivial=True))
+
+
+@gluon.jit
+def _add_part(acc, part, acc_layout: gl.constexpr):
+    """acc plus what another program stored with `_store_part`."""
+    N: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    values = gl.load(_part_pointers(part, N * M // 128), cache_modifier=".cg")
+    values = values.reshape(4, 8, 4, N // 64, M // 8, 2, 2).permute(3, 0, 5, 1, 4, 2, 6).reshape(N, M)
+    return acc + gl.convert_layout(values, acc_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _load_codes(words, scale_bytes, row_tile, step, row_tiles, word_offset, scale_offset, DEPTH: gl.constexpr):
+    """Words and scale pairs of a step."""
+    piece = (step * DEPTH * row_tiles + row_tile).to(gl.int64)
+    return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+
+
+@gluon.jit
+def _consumer(
+    half, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    FP16: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
+    ROWS: gl.constexpr = BLOCK_N // 2
+    NT: gl.constexpr = ROWS // 16
+    BLOCK_K: gl.constexpr = DEPTH * 64
+    dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+
+    program = gl.program_id(0)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles = tiles_m * gl.cdiv(N, BLOCK_N)
+    end_step = gl.cdiv(K, BLOCK_K) - 1
+    tile_groups = gl.cdiv(end_step + 1, UNROLL)
+    row_tiles = gl.cdiv(N, 128) * 8
+    begin, end, pieces = _pieces(tiles, whole, tile_groups)
+
+    piece = gl.arange(0, DEPTH * NT, layout=gl.SliceLayout(1, word_layout))
+    piece = (piece // NT) * row_tiles + piece % NT
+    word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
+    word_offset = piece[:, None] * 128 + word[None, :]
+    pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
+    scale_offset = piece[:, None] * 32 + pair[None, :]
+
+    # Steps beyond K multiply zeros: the accelerator reads x as zero there. A half of a tile beyond the stored rows
+    # multiplies the last ones, for nothing.
+    next_tile, next_first, _ = _piece(0, begin, end, whole, tile_groups)
+    next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+    step = gl.minimum(next_first * UNROLL, end_step)
+    codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
+    operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
+    step = gl.minimum(next_first * UNROLL + 1, end_step)
+    codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
+    stage = 0
+    phase = 0
+    for index in range(0, pieces):
+        tile, first, last = _piece(index, begin, end, whole, tile_groups)
+        tile_m = tile % tiles_m
+        tile_n = tile // tiles_m
+        row = next_row
+        next_tile, next_first, _ = _piece(gl.minimum(index + 1, pieces - 1), begin, end, whole, tile_groups)
+        next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+        acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
+        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+        for turn in range(0, gl.maximum(last - first, 1)):
+            for i in gl.static_range(UNROLL):
+                mbarrier.wait(ready.index(stage), phase)
+                acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+                # Now the step before is finished, and its stage free.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                free = gl.where(stage == 0, STAGES - 1, stage - 1)
+                mbarrier.arrive(empty.index(free), count=1, pred=turn > 0 if i == 0 else True)
+                load_row = row
+                load_step = (first + turn) * UNROLL + i + 2
+                if i >= UNROLL - 2:
+                    leaving = turn == last - first - 1
+                    load_row = gl.where(leaving, next_row, row)
+                    load_step = gl.where(leaving, next_first * UNROLL + i + 2 - UNROLL, load_step)
+                next_codes, next_pairs = _load_codes(
+                    words, scale_bytes, load_row, gl.minimum(load_step, end_step), row_tiles, word_offset, scale_offset,
+                    DEPTH,
+                )  # fmt: skip
+                operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
+                codes = next_codes
+                pairs = next_pairs
+                stage, phase = _advance(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+
+        if parts is not None:
+            if first > 0:
+                _store_part(acc, parts + (program * 2 + half).to(gl.int64) * (ROWS * BLOCK_M))
+                cta_barrier()
+                gl.atomic_xchg(flags + program * 2 + half, 1, sem="release", scope="gpu")
+            elif last < tile_groups:
+                source = program + 1
+                while _begin(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
+                    while gl.atomic_add(flags + source * 2 + half, 0, sem="acquire", scope="gpu") == 0:
+                        pass
+                    acc = _add_part(acc, parts + (source * 2 + half).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
+                    source += 1
+        if first == 0:
+            _store_tile(
+                acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
+                BLOCK_M, ROWS, dtype, UNSCALE, None, acc_layout, 4,
+            )  # fmt: skip
+    _leave(stage)
+
+
+# The number of rows changes with every batch: specializing on it would compile in the middle of serving.
+@gluon.jit(do_not_specialize=["M", "whole"])
+def nvfp4_wgmma_large_kernel(
+    x, words, scale_bytes, global_scale, bias, out, parts, flags, M, N, K, whole,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """A program's share of the tiles of out, one of as many programs as run together.
+
+    x is a descriptor of [M, K]. N is the number of rows of the weight that are stored; the packed weight has them
+    padded. The first `whole` tiles are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each
+    program, and `flags`, two zeros for each, say which are there.
+    """
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    # The last two are the rest of the producer's four warps.
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                0, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
+                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+            )),
+            (_consumer, (
+                1, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
+                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+            )),
+            (_producer, (
+                x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
+                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, PDL,
+            )),
+            (_leave, (M,)),
+            (_leave, (M,)),
+        ],
+        [4, 1, 1, 2],
+        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+    )  # fmt: skip
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _whole_tiles(tiles: int, groups: int, programs: int) -> int:
+    """How many of the tiles, of so many groups of steps each, not to cut."""
+    # Parts cost about as much time as three groups of steps.
+    if -tiles % programs * groups <= 3 * programs:
+        return tiles
+    # One to two tiles for each program are left: stretches of less make for more parts.
+    return max(tiles // programs - 1, 0) * programs
+
+
+def gemm_large(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+    config: Config,
+) -> torch.Tensor:
+    """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
+
+    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
+    """
+    m, k = x.shape
+    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
+        x = x.clone(memory_format=torch.contiguous_format)  # the tensor memory accelerator reads lines of 16 bytes
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    programs = _multiprocessors(x.device)
+    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    whole = _whole_tiles(tiles, triton.cdiv(k, COLUMNS * UNROLL), programs) if config.cut else tiles
+    parts = flags = None
+    if whole < tiles:
+        parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
+        flags = torch.zeros((programs, 2), dtype=torch.int32, device=x.device)
+    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, COLUMNS], gl.bfloat16)
+    fp16 = x.dtype == torch.float16
+    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, COLUMNS], layout)
+    nvfp4_wgmma_large_kernel[(programs,)](
+        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, parts, flags, m, n, k, whole,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=1, STAGES=RING_BYTES // (config.block_m * COLUMNS * 2),
+        UNROLL=UNROLL, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4,
+        **pdl_option(hardware),
+    )  # fmt: skip
+    return out

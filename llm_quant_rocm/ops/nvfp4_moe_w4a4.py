@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts with weights and activations in NVFP4, as hardware with NVFP4 units computes them: to evaluate."""
+
+import torch
+
+from llm_quant_rocm import reference
+from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.ops._register import check
+from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
+
+NAME = "nvfp4_moe_w4a4"
+
+
+def nvfp4_moe_w4a4(
+    x: torch.Tensor,
+    w13: NvFp4Weight,
+    w2: NvFp4Weight,
+    input_scales: tuple[torch.Tensor, torch.Tensor],
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`nvfp4_moe` with the inputs of both products rounded to NVFP4: [T, H] in x's dtype.
+
+    `input_scales` are fp32 [E] each, the encoding scales (2688 / amax) of every expert's input and of its activation.
+    The reference runs it: slow, and not for CUDA graphs, as the host reads which experts have tokens.
+
+    Raises:
+        TypeError: a dtype.
+        ValueError: shapes, devices, the activation, or a router weight on the input with k > 1.
+    """
+    experts = w13.codes.shape[0]
+    check(
+        x.dim() == 2 and w13.k == w2.n == x.shape[1] and w13.n == 2 * w2.k and w2.codes.shape[0] == experts,
+        ValueError,
+        lambda: f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.codes.shape)} and w2 {tuple(w2.codes.shape)} do not fit",
+    )
+    for scale in input_scales:
+        check(scale.shape == (experts,), ValueError, lambda: f"{NAME}: input_scales must be [{experts}] each")
+        check_device(NAME, "input_scales", scale, x)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
+    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    return reference.nvfp4_moe(x, w13, w2, weights, local_ids(ids, expert_map), activation, input_scales)

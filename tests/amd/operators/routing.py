@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators of routed experts share: the schedule is a plain Python program's, and rows are gathered and added
+as torch does it."""
+
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import routing
+from tests.amd.budget import Budget
+from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+
+BUDGETS = {
+    # Ids are four bytes each, and only those of the batch may be read.
+    "count_kernel": Budget(wide=False),
+    "scan_kernel": Budget(wide=False),
+    "schedule_kernel": Budget(wide=False),
+    "gather_rows_kernel": Budget(),
+    "sum_rows_kernel": Budget(),
+}
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def launch(tokens: int, experts: int, hidden: int, block_m: int) -> None:
+        ids = torch.zeros(tokens, 8, dtype=torch.int32)
+        schedule = routing.schedule(ids, None, experts, block_m, hardware, torch.empty(tokens, 8))
+        x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+        routing.gather_rows(x, schedule.row_map, 8, hardware)
+        routing.sum_rows(torch.empty(tokens * 8, hidden, dtype=torch.bfloat16), ids, None, experts, hardware)
+
+    return {
+        f"{tokens} tokens of {name}": partial(launch, tokens, *shape, block_m)
+        for name, shape in {"Qwen3-30B-A3B": (128, 2048), "DeepSeek-V3": (256, 7168)}.items()
+        for tokens, block_m in ((1, 16), (64, 16), (4096, 128))
+    }
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def in_parts(given: Routing) -> None:
+        with patch.object(routing, "MANY_SLOTS", 1):
+            check_schedule(given, hardware)
+
+    many = Routing(random_ids(600, 8, 24), None, 24, 64)
+    return {
+        **{name: partial(check_schedule, given, hardware) for name, given in routings().items()},
+        **{f"{name}, in parts": partial(in_parts, given) for name, given in routings().items()},
+        "many slots": partial(check_schedule, many, hardware),
+        "gather": partial(check_gather, hardware),
+        **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
+    }

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What served layers hold and do, and which layers are refused; without an engine."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from llm_quant_rocm import ops
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
+from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
+from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
+from llm_quant_rocm_vllm.nvfp4_tensors import keep, kept
+
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "*q_a_proj", "*kv_a_proj_with_mqa"],
+}
+FUSED = {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"], "gate_up_proj": ["gate_proj", "up_proj"]}
+N, K = 96, 128
+
+
+def weight(rows: int = N, columns: int = K) -> nvfp4.NvFp4Weight:
+    return nvfp4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)))
+
+
+def method(prefix: str, **settings: Any) -> NvFp4LinearMethod:
+    with set_current_vllm_config(VllmConfig()):
+        return NvFp4LinearMethod(NvFp4Config.from_config(MODELOPT | settings), prefix)
+
+
+def linear_layer() -> LinearBase:
+    """Enough of one to be recognized."""
+    return LinearBase.__new__(LinearBase)
+
+
+def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels arrange codes in other shapes and dtypes; vLLM's MLA attention wants to see bytes."""
+    words = torch.arange(6 * 128, dtype=torch.int32).view(6, 128)
+    scales, global_scale = torch.zeros(7, 9, dtype=torch.uint8), torch.ones(N)
+    prepared = ops.PreparedNvFp4Weight(words, scales, global_scale, "another", N, K)
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", lambda given, gate_up: prepared)
+    layer = torch.nn.Module()
+    keep(layer, weight(), "w13_")
+    assert layer.w13_weight.dtype == torch.uint8
+    assert {name for name, _ in layer.named_parameters()} == {
+        f"w13_weight{end}" for end in ("", "_scale", "_global_scale")
+    }
+    again = kept(layer, "w13_")
+    assert (again.layout, again.n, again.k) == ("another", N, K)
+    assert again.codes.dtype == torch.int32
+    for name in ("codes", "scales", "global_scale"):
+        assert torch.equal(getattr(again, name), getattr(prepared, name))
+        assert getattr(again, name).data_ptr() == getattr(prepared, name).data_ptr()
+
+
+def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the kernels have a layout of their own, no layer holds a weight twice."""
+
+    def arrange(given: nvfp4.NvFp4Weight, gate_up: bool = False) -> ops.PreparedNvFp4Weight:
+        return ops.PreparedNvFp4Weight(
+            given.codes.clone(), given.scales.clone(), given.global_scale.clone(), "another", given.n, given.k
+        )
+
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
+    served, layer, given = method("o_proj"), torch.nn.Module(), weight()
+    served.checkpoint = SimpleNamespace(refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))])
+    tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
+    for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    expected = given.codes.clone()
+    del given, tensors, tensor
+    served.process_weights_after_loading(layer)
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+    assert set(layer._parameters) == {"weight", "weight_scale", "weight_global_scale"}
+    assert torch.equal(kept(layer).codes, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"activations": "nvfp4"}], ids=["16bit", "nvfp4"])
+def test_a_layer_is_one_graph_with_one_operator(settings: dict[str, str]) -> None:
+    layer = torch.nn.Module()
+    keep(layer, weight())
+    layer.input_global_scale = torch.nn.Parameter(torch.tensor(500.0), requires_grad=False)
+    served = method("model.layers.0.self_attn.o_proj", **settings)
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("llm_quant_rocm."))
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: served.apply(layer, x), fullgraph=True, dynamic=True, backend=backend)
+    for rows in (3, 7, 70):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        assert torch.equal(compiled(x), served.apply(layer, x))
+    assert calls == ["llm_quant_rocm.nvfp4_gemm.default"], "one operator, compiled once for any number of rows"
+
+
+def test_the_layer_that_mla_reads_is_exact() -> None:
+    """It is served an identity matrix, in which FP8 or 4-bit activations would round the weight."""
+    layer, given = torch.nn.Module(), weight()
+    keep(layer, given)
+    identity = torch.eye(K, dtype=torch.bfloat16)
+    options = {"prefill": "fp8", "activations": "nvfp4"}
+    served = method("model.layers.0.self_attn.kv_b_proj", **options).apply(layer, identity)
+    assert torch.equal(served, given.dequantize(torch.bfloat16).t())
+    rounded = method("model.layers.0.self_attn.o_proj", prefill="fp8").apply(layer, identity)
+    assert not torch.equal(rounded, served)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "excluded"),
+    [
+        ("model.layers.0.self_attn.fused_qkv_a_proj", True),
+        ("model.layers.0.mlp.gate_up_proj", False),
+        ("model.layers.0.self_attn.q_a_proj", True),
+        ("model.layers.0.self_attn.q_b_proj", False),
+        ("lm_head", True),
+    ],
+)
+def test_wildcards_name_the_shards_of_fused_layers(prefix: str, excluded: bool) -> None:
+    config = NvFp4Config.from_config(MODELOPT)
+    config.packed_modules_mapping = FUSED
+    assert config.is_layer_excluded(prefix) is excluded
+    with set_current_vllm_config(VllmConfig()):
+        served = config.get_quant_method(linear_layer(), prefix)
+    assert isinstance(served, UnquantizedLinearMethod if excluded else NvFp4LinearMethod)
+
+
+def test_half_a_fused_layer_cannot_be_excluded() -> None:
+    config = NvFp4Config.from_config(MODELOPT | {"ignore": ["*up_proj"]})
+    config.packed_modules_mapping = FUSED
+    with pytest.raises(ValueError, match=r"keeps mlp\.up_proj in 16 bits, but not all of mlp\.gate_proj, mlp\.up_proj"):
+        config.is_layer_excluded("mlp.gate_up_proj")
+
+
+def test_an_algorithm_that_nobody_knows_is_refused() -> None:
+    """vLLM would load the layer as one in 16 bits."""
+    layers = {"model.a": {"quant_algo": "W4A8_AWQ"}, "model.b": {"quant_algo": "NVFP4"}}
+    config = NvFp4Config.from_config(
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    )
+    assert isinstance(config.get_quant_method(linear_layer(), "model.c"), UnquantizedLinearMethod)
+    with pytest.raises(ValueError, match=r"^quant_algo W4A8_AWQ of model\.a is known neither to nvfp4_triton"):
+        config.get_quant_method(linear_layer(), "model.a")
+
+
+def test_prefill_in_fp8_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    NvFp4Config.from_config(MODELOPT).maybe_update_config("absent")
+    with pytest.raises(ValueError, match="LLM_QUANT_ROCM_NVFP4_PREFILL=fp8 chooses .* by batch size"):
+        NvFp4Config.from_config(MODELOPT | {"prefill": "fp8"}).maybe_update_config("absent")
+
+
+def fp8_layer(codes: torch.Tensor, scales: torch.Tensor) -> tuple[Fp8LinearMethod, torch.nn.Module]:
+    """A layer of FP8 shards a and b, 2 rows each, as loading leaves it."""
+    with set_current_vllm_config(VllmConfig()):
+        served = Fp8LinearMethod(NvFp4Config.from_config(MODELOPT), "ab")
+    served.checkpoint = SimpleNamespace(
+        refuse_missing=lambda: None, pieces=lambda: [("a.weight", slice(0, 2)), ("b.weight", slice(2, 4))]
+    )
+    layer = torch.nn.Module()
+    for name, tensor in (("weight", codes), ("weight_scale", scales), ("input_scale", torch.empty(0))):
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return served, layer
+
+
+def test_fp8_rows_keep_the_scale_of_their_shard() -> None:
+    codes = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    served, layer = fp8_layer(codes, torch.tensor([0.5, 4.0]))
+    served.process_weights_after_loading(layer)
+    expected = codes.float() * torch.tensor([0.5, 0.5, 4.0, 4.0]).unsqueeze(1)
+    got = served.apply(layer, torch.eye(32, dtype=torch.bfloat16))
+    # 1 / 448 * 448: an identity's row is exact in FP8 but for its scale.
+    torch.testing.assert_close(got.float(), expected.t(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("code", "scale", "words"),
+    [
+        (1.0, 0.0, "b.weight_scale is 0; a scale is positive and finite"),
+        (1.0, float("nan"), "b.weight_scale is nan"),
+        (float("nan"), 1.0, "b.weight holds NaN"),
+    ],
+    ids=["zero", "nan-scale", "nan-code"],
+)
+def test_broken_fp8_layers_are_named(code: float, scale: float, words: str) -> None:
+    codes = torch.ones(4, 32)
+    codes[3, 5] = code
+    served, layer = fp8_layer(codes.to(torch.float8_e4m3fn), torch.tensor([1.0, scale]))
+    with pytest.raises(ValueError, match=words):
+        served.process_weights_after_loading(layer)
+
+
+PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_proj", "ckpt_up_proj_name": "up_proj"}
+
+
+def moe_method() -> NvFp4MoEMethod:
+    """One without a model around it."""
+    served = NvFp4MoEMethod.__new__(NvFp4MoEMethod)
+    served.config, served.prefix, served.is_dummy = NvFp4Config.from_config(MODELOPT), "model.experts", False
+    served._arrived, served._input_scales = set(), {}
+    return served
+
+
+def test_experts_in_one_tensor_are_refused() -> None:
+    layer = SimpleNamespace(**PROJECTIONS)
+    load = moe_method()._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
+    with pytest.raises(NotImplementedError, match=r"^model\.experts has one tensor for all experts"):
+        load(None, torch.zeros(8, 96, 64, dtype=torch.uint8), "w13_weight", "w1", 0)
+
+
+def test_input_scales_of_experts() -> None:
+    """Those of this rank's experts (here 2 and 3 of 4), and of gate and up the one under which neither saturates."""
+    layer = SimpleNamespace(**PROJECTIONS, _expert_map=torch.tensor([-1, -1, 0, 1]))
+    layer.w13_weight_global_scale, layer.w2_weight_global_scale = torch.ones(2, 32), torch.ones(2, 16)
+    served = moe_method()
+    load = served._input_scale_loader(layer)
+    for expert in range(4):
+        for shard, value in (("w1", 0.25), ("w3", 0.5), ("w2", 2.0)):
+            assert load(None, torch.tensor([value * 2**expert]), "input_scale", shard, expert, True) is True
+    assert torch.equal(served._input_global_scales(layer, "w13_"), torch.tensor([0.5, 0.25]))
+    assert torch.equal(served._input_global_scales(layer, "w2_"), torch.tensor([0.125, 0.0625]))
+    del served._input_scales[3, "w2"]
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is missing from the checkpoint"):
+        served._input_global_scales(layer, "w2_")
+    load(None, torch.tensor(0.0), "input_scale", "w2", 3)
+    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is not positive and finite"):
+        served._input_global_scales(layer, "w2_")
+    with pytest.raises(ValueError, match=r"^model\.experts\.1\.up_proj\.input_scale has shape \(2,\); it is one value"):
+        load(None, torch.ones(2), "input_scale", "w3", 1)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing kernels on a GPU: every nasty routing, as many tokens as there may be, and in a graph."""
+
+import pytest
+import torch
+
+from llm_quant_rocm import hardware
+from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+from tests.routing_inputs import kernels as routing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def device() -> hardware.Hardware:
+    return hardware.detect(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("many_slots", [routing.MANY_SLOTS, 1], ids=["one launch", "in parts"])
+@pytest.mark.parametrize("name", routings())
+def test_nasty_routings(name: str, many_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MANY_SLOTS", many_slots)
+    check_schedule(routings()[name], device(), "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", routings())
+def test_sums(name: str, dtype: torch.dtype) -> None:
+    check_sum(routings()[name], device(), "cuda", dtype)
+
+
+def test_gathered_rows() -> None:
+    check_gather(device(), "cuda")
+
+
+def sorted_by_torch(given: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row_map, tile_expert) without the spare tiles, for as many slots as plain Python has no patience for."""
+    ids = given.topk_ids.flatten().cuda()
+    order, row_map, tile_expert = ids.argsort(stable=True), [], []
+    for expert, slots in enumerate(order.split(ids.bincount(minlength=given.experts).tolist())):
+        tiles = -(-len(slots) // given.block_m)
+        row_map.append(torch.nn.functional.pad(slots, (0, tiles * given.block_m - len(slots)), value=-1))
+        tile_expert += [expert] * tiles
+    return torch.cat(row_map).int(), torch.tensor(tile_expert, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "one expert has most"])
+@pytest.mark.parametrize("experts", [8, 128, 256])
+@pytest.mark.parametrize("tokens", [511, 512, 4096, 65536])
+def test_many_tokens(tokens: int, experts: int, skewed: bool) -> None:
+    ids = random_ids(tokens, 8, experts)
+    if skewed:
+        ids[: tokens * 7 // 8] = 5
+    given = Routing(ids, None, experts, 128)
+    found = routing.schedule(ids.cuda(), None, experts, 128, device())
+    row_map, tile_expert = sorted_by_torch(given)
+    assert torch.equal(found.row_map[: len(row_map)], row_map)
+    assert torch.equal(found.tile_expert[: len(tile_expert)], tile_expert)
+    assert (found.row_map[len(row_map) :] == -1).all()
+    assert (found.tile_expert[len(tile_expert) :] == -1).all()
+
+
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_in_a_graph_with_new_ids(tokens: int) -> None:
+    ids = random_ids(tokens, 8, 64).cuda()
+    routing.schedule(ids, None, 64, 16, device())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = routing.schedule(ids, None, 64, 16, device())
+    for seed in (1, 2):
+        ids.copy_(random_ids(tokens, 8, 64, seed))
+        graph.replay()
+        expected = routing.schedule(ids, None, 64, 16, device())
+        assert torch.equal(found.row_map, expected.row_map)
+        assert torch.equal(found.tile_expert, expected.tile_expert)

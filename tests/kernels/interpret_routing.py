@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every routing of tests/routing_inputs.py through Triton's interpreter. Prints what went wrong, by case, as JSON.
+
+Interpreted or not is decided for a whole process, when a kernel is defined: so this is a program of its own.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import triton
+
+from llm_quant_rocm.hardware import CPU
+from llm_quant_rocm.kernels import routing
+from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+
+
+def in_parts(given: Routing) -> None:
+    with patch.object(routing, "MANY_SLOTS", 1):
+        check_schedule(given, CPU)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    for name, given in routings().items():
+        yield f"{name}", partial(check_schedule, given, CPU)
+        yield f"{name}, in parts", partial(in_parts, given)
+        # Not bf16: the interpreter truncates what it converts to it.
+        yield f"sum, {name}", partial(check_sum, given, CPU, dtype=torch.float16)
+    many = routing.MANY_SLOTS // 8
+    for tokens in (many - 1, many):
+        yield f"{tokens * 8} slots", partial(check_schedule, Routing(random_ids(tokens, 8, 9), None, 9, 128), CPU)
+    yield "gather", partial(check_gather, CPU)
+
+
+def main() -> None:
+    assert triton.knobs.runtime.interpret
+    failures = {}
+    for name, check in cases():
+        try:
+            check()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    json.dump(failures, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routings that break a schedule of tiles, and what the schedule must be, in plain Python."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from llm_quant_rocm.hardware import Hardware
+from tests.inputs import assert_same
+
+kernels = pytest.importorskip("llm_quant_rocm.kernels.routing", reason="needs Triton")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Arguments of kernels.routing.schedule on the CPU."""
+
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    experts: int
+    block_m: int
+
+
+def random_ids(tokens: int, topk: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """Distinct experts for every token, int32 [tokens, topk]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).topk(topk).indices.int()
+
+
+def routings() -> dict[str, Routing]:
+    """Small routings by name, each of another kind."""
+    some = torch.arange(-1, 5, dtype=torch.int32)
+    cases = {f"k = {topk}": Routing(random_ids(9, topk, 12), None, 12, 16) for topk in range(1, 9)}
+    return cases | {
+        "one token": Routing(random_ids(1, 8, 128), None, 128, 16),
+        "one slot of one expert": Routing(torch.zeros(1, 1, dtype=torch.int64), None, 1, 16),
+        "one expert": Routing(torch.zeros(40, 1, dtype=torch.int32), None, 1, 16),
+        "3 experts": Routing(random_ids(50, 2, 3), None, 3, 16),
+        "256 experts": Routing(random_ids(20, 8, 256), None, 256, 16),
+        "one expert gets all": Routing(torch.full((70, 2), 77, dtype=torch.int32), None, 128, 32),
+        "the last expert gets all": Routing(torch.full((70, 2), 127, dtype=torch.int64), None, 128, 32),
+        "whole tiles": Routing(torch.arange(64, dtype=torch.int32).view(16, 4) // 16, None, 4, 16),
+        "a slot more than whole tiles": Routing(torch.arange(66, dtype=torch.int32).view(-1, 1) // 33, None, 2, 16),
+        "the most tiles there can be": Routing(torch.arange(-32, 5).clamp_min(0).view(-1, 1), None, 5, 16),
+        "descending": Routing(torch.arange(119, -1, -1, dtype=torch.int32).view(-1, 4) % 30, None, 30, 16),
+        "no expert at all": Routing(torch.full((5, 3), -1, dtype=torch.int32), None, 7, 16),
+        "some ids are -1": Routing(some.repeat(7).view(-1, 2), None, 5, 16),
+        "ids out of range": Routing(torch.tensor([[0, 5], [2**31 + 1, 4], [-(2**31), 1]]), None, 5, 16),
+        "a tall tile": Routing(random_ids(33, 4, 8), None, 8, 256),
+        "mapped away": Routing(some.repeat(7).view(-1, 2), torch.tensor([1, -1, 0, -1, 2, 3]), 4, 16),
+        "all mapped away": Routing(random_ids(6, 2, 8), torch.full((8,), -1, dtype=torch.int32), 2, 16),
+        "ids beyond the map": Routing(torch.tensor([[0, 3], [2, 9], [-1, 1]]), torch.tensor([0, -1, 1]).int(), 2, 16),
+        "most experts elsewhere": Routing(
+            random_ids(40, 8, 64), torch.where(torch.arange(64) % 8 == 3, torch.arange(64) // 8, -1).int(), 8, 16
+        ),
+        "more than one chunk": Routing(random_ids(131, 8, 32), None, 32, 64),
+    }  # fmt: skip
+
+
+def local_id(routing: Routing, slot: int) -> int | None:
+    """The expert of a slot among this rank's, or None."""
+    expert = int(routing.topk_ids.flatten()[slot])
+    if routing.expert_map is not None:
+        expert = int(routing.expert_map[expert]) if 0 <= expert < len(routing.expert_map) else -1
+    return expert if 0 <= expert < routing.experts else None
+
+
+def expected(routing: Routing, tiles: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(row_map, tile_expert) in `tiles` tiles, which are at least as many as this routing needs."""
+    row_map, tile_expert = [], []
+    ids = [local_id(routing, slot) for slot in range(routing.topk_ids.numel())]
+    for expert in range(routing.experts):
+        slots = [slot for slot, found in enumerate(ids) if found == expert]
+        while slots:
+            rows, slots = slots[: routing.block_m], slots[routing.block_m :]
+            row_map += rows + [-1] * (routing.block_m - len(rows))
+            tile_expert.append(expert)
+    assert len(tile_expert) <= tiles, "the bound is too low"
+    spare = tiles - len(tile_expert)
+    return row_map + [-1] * (spare * routing.block_m), tile_expert + [-1] * spare
+
+
+def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") -> None:
+    """kernels.routing.schedule gives what `expected` says, and each row the weight of its slot."""
+    ids, expert_map = _on(routing, device)
+    weights = torch.rand(ids.shape, device=device)
+    found = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, weights)
+    row_map, tile_expert = expected(routing, kernels.max_tiles(ids.numel(), routing.experts, routing.block_m))
+    assert found.tile_expert.dtype == found.row_map.dtype == torch.int32
+    assert found.tile_expert.tolist() == tile_expert
+    assert found.row_map.tolist() == row_map
+    assert found.row_weight is not None
+    slots = found.row_map.long()
+    row_weight = torch.where(slots < 0, 0, weights.flatten()[slots.clamp_min(0)])
+    assert_same(found.row_weight, row_weight)
+
+
+def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
+    """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other."""
+    ids, expert_map = _on(routing, device)
+    tokens, topk = ids.shape
+    rows = torch.randn(tokens * topk, 100, device=device).to(dtype)
+    absent = torch.tensor([local_id(routing, slot) is None for slot in range(tokens * topk)], device=device)
+    rows[absent] = torch.nan
+    for weights in (None, torch.rand(tokens, topk, device=device)):
+        found = kernels.sum_rows(rows, ids, expert_map, routing.experts, hardware, weights)
+        parts = torch.where(absent[:, None], 0, rows.float()).view(tokens, topk, -1)
+        total = torch.zeros(tokens, 100, device=device)
+        for j in range(topk):
+            total += parts[:, j] if weights is None else parts[:, j] * weights[:, j, None]
+        if weights is None:
+            assert_same(found, total.to(dtype))
+        else:  # a product may be rounded before it is added
+            torch.testing.assert_close(found, total.to(dtype), rtol=2**-7, atol=1e-6)
+
+
+def check_gather(hardware: Hardware, device: str = "cpu") -> None:
+    """kernels.routing.gather_rows copies the rows of the map, wherever they are in it."""
+    row_map = torch.full((48,), -1, dtype=torch.int32, device=device)
+    row_map[[0, 5, 6, 31, 40]] = torch.tensor([20, 0, 3, 8, 20], dtype=torch.int32, device=device)
+    real = row_map >= 0
+    for dtype, columns in ((torch.bfloat16, 256), (torch.float32, 77), (torch.float16, 1000), (torch.bfloat16, 2064)):
+        x = torch.randn(7, columns, device=device).to(dtype)
+        found = kernels.gather_rows(x, row_map, 3, hardware)
+        assert found.shape == (48, columns)
+        assert_same(found[real], x[row_map[real] // 3])
+
+
+def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    expert_map = routing.expert_map
+    return routing.topk_ids.to(device), None if expert_map is None else expert_map.to(device)
