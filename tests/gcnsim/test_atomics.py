@@ -180,6 +180,12 @@ def test_in_a_buffer_and_by_address(arch):
     assert now[:, 0].tolist() == [122, 100 + 21 + 64, 100]
 
 
+def test_a_buffer_out_of_reach_of_every_lane():
+    code = FIRST + "s_mov_b32 s6, 0\ns_mov_b32 s7, 0x27000\nbuffer_atomic_add v2, v1, s[4:7], 0 offen sc0"
+    inputs = {"v0": np.zeros(64, np.uint32), "v1": np.zeros(64, np.uint32), "v2": np.ones(64, np.uint32)}
+    assert (execute("gfx942", code, inputs, "v2") == 0).all()
+
+
 def test_many_waves_on_one_counter():
     inputs = {"v0": np.zeros(4096, np.uint32), "v1": np.zeros(4096, np.uint32), "v2": np.ones(4096, np.uint32)}
     old = execute("gfx942", FIRST + "global_atomic_add v8, v1, v2, s[4:5] sc0", inputs, "v8")

@@ -88,6 +88,17 @@ def test_dpp_in_arithmetic():
     same_floats(result, expected.ravel())
 
 
+def test_dpp_of_half():
+    x = (A & 0xFFFF).astype(np.uint16).view(np.float16)
+    y = (B & 0xFFFF).astype(np.uint16).view(np.float16)
+    code = "v_add_f16_dpp v0, v1, v2 row_ror:8 row_mask:0xf bank_mask:0xf bound_ctrl:1"
+    result = execute("gfx942", code, {"v0": OLD, "v1": x, "v2": y}, "v0")
+    turned = by_wave(x)[:, LANE // 16 * 16 + (LANE - 8) % 16].ravel()
+    with np.errstate(all="ignore"):
+        same_floats(result.astype(np.uint16), turned + y)
+    assert (result >> 16 == 0).all()
+
+
 def test_dpp_reduction():
     """The six steps by which LLVM sums a wave."""
     steps = [

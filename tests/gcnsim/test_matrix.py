@@ -18,6 +18,7 @@ DTYPES = {
     ("any", "bf16"): ml_dtypes.bfloat16,
     ("any", "i8"): np.int8,
     ("any", "f32"): np.float32,
+    ("any", "xf32"): np.float32,
     ("any", "f64"): np.float64,
     ("gfx942", "fp8"): ml_dtypes.float8_e4m3fnuz,
     ("gfx942", "bf8"): ml_dtypes.float8_e5m2fnuz,
@@ -52,6 +53,8 @@ FLAVOURS = {
         ("v_mfma_f32_16x16x32_bf8_fp8", 16, 32, "bf8", "fp8"),
         ("v_mfma_f32_32x32x16_bf8_bf8", 32, 16, "bf8", "bf8"),
         ("v_mfma_f32_32x32x16_fp8_fp8", 32, 16, "fp8", "fp8"),
+        ("v_mfma_f32_16x16x8_xf32", 16, 8, "xf32", "xf32"),
+        ("v_mfma_f32_32x32x4_xf32", 32, 4, "xf32", "xf32"),
     ],
     "gfx950": [
         ("v_mfma_f32_16x16x32_f16", 16, 32, "f16", "f16"),
@@ -65,7 +68,19 @@ FLAVOURS = {
     ],
 }
 CASES = [(arch, *flavour) for arch, flavours in FLAVOURS.items() for flavour in flavours]
-BITS = {"f16": 16, "bf16": 16, "i8": 8, "f32": 32, "f64": 64, "fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
+BITS = {
+    "f16": 16,
+    "bf16": 16,
+    "i8": 8,
+    "f32": 32,
+    "xf32": 32,
+    "f64": 64,
+    "fp8": 8,
+    "bf8": 8,
+    "fp6": 6,
+    "bf6": 6,
+    "fp4": 4,
+}
 F8F6F4 = {"fp8": 0, "bf8": 1, "fp6": 2, "bf6": 3, "fp4": 4}
 
 
@@ -79,6 +94,12 @@ def random_matrix(arch, kind, rows, columns, seed):
     if kind == "i8":
         return random.integers(-128, 128, (WAVES, rows, columns)).astype(np.int8)
     return (random.standard_normal((WAVES, rows, columns)) * 2).astype(dtype_of(arch, kind))
+
+
+def with_ten_bits(values):
+    """Rounded to eleven significant bits, to nearest even."""
+    mantissa, exponent = np.frexp(values.astype(np.float64))
+    return np.ldexp(np.rint(mantissa * 2**11), exponent - 11)
 
 
 def codes(values):
@@ -175,6 +196,8 @@ def test_flavour(arch, op, side, k, kind_a, kind_b):
     random = np.random.default_rng(3)
     c = (random.standard_normal((WAVES, side, side)) * 100).astype(result)
     registers_a, registers_b = packed(a, BITS[kind_a], k), packed(b, BITS[kind_b], k)
+    if kind_a == "xf32":
+        a, b = with_ten_bits(a), with_ten_bits(b)
     exact = np.einsum("wik,wjk->wij", a.astype(np.float64), b.astype(np.float64))
     if kind_a == "f64":
         zeros = np.zeros((8, WAVES * 64), np.uint32)

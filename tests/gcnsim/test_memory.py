@@ -150,6 +150,17 @@ def test_memory_keeps_copies_and_reads_them_back():
     assert place % 256 == other % 256 == 0
 
 
+def test_memory_may_be_written_between_launches():
+    memory = gcnsim.Memory()
+    place = memory.allocate_empty(16, "room")
+    memory.write(place + 4, np.uint32([5, 6]))
+    assert memory.read(place + 4, np.uint32, 2, require_written=True).tolist() == [5, 6]
+    with pytest.raises(gcnsim.UninitializedRead, match="byte 0 of 'room'"):
+        memory.read(place, np.uint32, 3, require_written=True)
+    with pytest.raises(gcnsim.MemoryFault, match="write out of bounds .* 0 bytes behind the end of 'room'"):
+        memory.write(place + 12, np.uint32([1, 2]))
+
+
 def test_memory_read_may_insist_on_written_bytes():
     memory = gcnsim.Memory()
     place = memory.allocate_empty(8, "room")

@@ -85,6 +85,7 @@ WORDS = {
     "s_pack_ll_b32_b16 s4, s5, s6": lambda a, b, c: (a & 0xFFFF | b << 16, c),
     "s_pack_lh_b32_b16 s4, s5, s6": lambda a, b, c: (a & 0xFFFF | b & 0xFFFF0000, c),
     "s_pack_hh_b32_b16 s4, s5, s6": lambda a, b, c: (a >> 16 | b & 0xFFFF0000, c),
+    "s_absdiff_i32 s4, s5, s6": lambda a, b, c: nonzero(abs(signed(signed(a) - signed(b)))),
     "s_bitset1_b32 s4, s5": lambda a, b, c: (12345 | 1 << (a & 31), c),
     "s_bitset0_b32 s4, s5": lambda a, b, c: (12345 & ~(1 << (a & 31)), c),
     "s_movk_i32 s4, 0x8000": lambda a, b, c: (-32768, c),
@@ -103,6 +104,9 @@ PAIRS = {
     "s_xor_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(a ^ b, 64),
     "s_andn2_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(a & ~b, 64),
     "s_xnor_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(~(a ^ b), 64),
+    "s_orn2_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(a | ~b, 64),
+    "s_nand_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(~(a & b), 64),
+    "s_nor_b64 s[4:5], s[8:9], s[10:11]": lambda a, b, c: nonzero(~(a | b), 64),
     "s_not_b64 s[4:5], s[8:9]": lambda a, b, c: nonzero(~a, 64),
     "s_lshl_b64 s[4:5], s[8:9], s10": lambda a, b, c: nonzero(a << (b & 63), 64),
     "s_lshr_b64 s[4:5], s[8:9], s10": lambda a, b, c: nonzero(a >> (b & 63), 64),
@@ -115,10 +119,12 @@ PAIRS = {
 }
 COUNTS = {
     "s_bcnt1_i32_b64 s4, s[8:9]": lambda a: nonzero(a.bit_count()),
+    "s_flbit_i32_b64 s4, s[8:9]": lambda a: (64 - a.bit_length() if a else -1, None),
     "s_ff1_i32_b64 s4, s[8:9]": lambda a: ((a & -a).bit_length() - 1, None),
 }
 A, B = random_bits(400, np.uint32, 1), random_bits(400, np.uint32, 2)
 WIDE_A, WIDE_B = random_bits(400, np.uint64, 3), random_bits(400, np.uint64, 4)
+WIDE_A[:64] = 1 << np.arange(64, dtype=np.uint64)
 SCC = np.arange(400, dtype=np.uint32) % 2
 TRIPLES = list(zip(A.tolist(), B.tolist(), SCC.tolist(), strict=True))
 WIDE_TRIPLES = list(zip(WIDE_A.tolist(), WIDE_B.tolist(), SCC.tolist(), strict=True))
@@ -183,7 +189,17 @@ def test_compare_of_pairs_and_bits():
 
 
 @pytest.mark.parametrize(
-    "name, combine", [("and", "a & e"), ("or", "a | e"), ("xor", "a ^ e"), ("andn2", "a & ~e"), ("orn2", "a | ~e")]
+    "name, combine",
+    [
+        ("and", "a & e"),
+        ("or", "a | e"),
+        ("xor", "a ^ e"),
+        ("andn2", "a & ~e"),
+        ("orn2", "a | ~e"),
+        ("andn1", "~a & e"),
+        ("orn1", "~a | e"),
+        ("xnor", "~(a ^ e)"),
+    ],
 )
 def test_save_exec(name, combine):
     mask = 0x00FF00FF12345678

@@ -200,19 +200,19 @@ def test_number_of_programs(arch):
 
 
 def exchange_of_two(arch, name):
-    memory, random = gcnsim.Memory(), np.random.default_rng(2)
-    sent = random.integers(0, 1000, (2, 512)).astype(np.int32)
-    buffers = [memory.allocate(np.zeros(16 + 1024, np.int32), f"buffer of rank {rank}") for rank in range(2)]
+    """Two ranks on one memory: each buffer has its flag, 16 words on what the other sends, behind it what it sends."""
+    memory = gcnsim.Memory()
+    sent = np.random.default_rng(2).integers(0, 1000, (2, 512)).astype(np.int32)
+    buffers, outputs = [], []
     for rank in range(2):
-        memory.store.data.view(np.uint8)[buffers[rank] - gcnsim.memory.BASE + 4 * 528 :][: 4 * 512] = sent[rank].view(
-            np.uint8
-        )
-    outputs = [memory.allocate_empty(4 * 512, f"output of rank {rank}") for rank in range(2)]
+        buffers.append(memory.allocate_empty(4 * (16 + 1024), f"buffer of rank {rank}"))
+        memory.write(buffers[rank], np.zeros(16, np.int32))
+        memory.write(buffers[rank] + 4 * (16 + 512), sent[rank])
+        outputs.append(memory.allocate_empty(4 * 512, f"output of rank {rank}"))
     kernel = compiled(arch, name)
-    launches = [
-        kernel.launch((1, 1, 1), [buffers[rank], buffers[1 - rank], outputs[rank]], f"rank {rank}") for rank in range(2)
-    ]
-    gcnsim.run(launches, memory, max_idle_runs=3000)
+    arguments = [[buffers[rank], buffers[1 - rank], outputs[rank]] for rank in range(2)]
+    launches = [kernel.launch((1, 1, 1), given, f"rank {rank}") for rank, given in enumerate(arguments)]
+    gcnsim.run(launches, memory)
     for output in outputs:
         assert np.array_equal(memory.read(output, np.int32, 512, require_written=True), sent.sum(axis=0))
 
@@ -231,6 +231,13 @@ def test_a_rank_that_never_signals_is_a_deadlock(arch):
         exchange_of_two(arch, "exchange_without_signal")
     assert "rank 0: workgroup (0, 0, 0)" in str(caught.value)
     assert "triton_kernels.py:" in str(caught.value)
+
+
+@arch_by_arch
+def test_a_missing_wait_between_ranks_reads_what_nobody_wrote(arch):
+    with pytest.raises(gcnsim.UninitializedRead, match="nobody wrote: byte 64 of 'buffer of rank 0'") as caught:
+        exchange_of_two(arch, "exchange_without_wait")
+    assert "triton_kernels.py:" in caught.value.source
 
 
 @arch_by_arch

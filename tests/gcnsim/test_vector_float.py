@@ -180,12 +180,24 @@ def test_fused_multiply_add_rounds_once():
 
 
 def test_fused_multiply_add_of_doubles():
-    a, b, c = (random_bits(1024, F64, seed) for seed in (1, 2, 3))
+    a, b, c = (random_bits(2048, F64, seed) for seed in (1, 2, 3))
+    tie = F64(2.0**-53)
+    rows = [
+        (1 + tie * 2, 1 - tie, F64(1)),
+        (tie, 1 + tie * 2, F64(1)),
+        (tie, 1 - tie, 1 + tie * 2),
+        (-tie, 1 - tie, 1 + tie * 2),
+    ]
+    a, b, c = (np.concatenate([x, np.resize(np.array(rows)[:, n], 64)]) for n, x in enumerate((a, b, c)))
     result = run("v_fma", "f64", a, b, c).view(F64)
     moderate = [n for n in range(len(a)) if all(1e-100 < abs(x[n]) < 1e100 for x in (a, b, c))]
-    assert len(moderate) > 300
+    assert len(moderate) > 500
     exact = [Fraction(a[n]) * Fraction(b[n]) + Fraction(c[n]) for n in moderate]
     same_floats(result[moderate], np.array([rounded(value, F64) for value in exact]))
+    accumulated = execute(
+        "gfx90a", "v_fmac_f64 v[6:7], v[2:3], v[4:5]", {"v[2:3]": a, "v[4:5]": b, "v[6:7]": c}, "v[6:7]"
+    )
+    same_floats(accumulated, result)
 
 
 MULTIPLY_ADDS = {
@@ -203,6 +215,27 @@ def test_forms_of_multiply_add(code):
     old = {"v0": c} if "fmac" in code else {}
     result = execute("gfx942", code, {"v1": a, "v2": b, "v3": c, "s4": 0x40400000} | old, "v0")
     same_floats(result, MULTIPLY_ADDS[code](a, b, c))
+
+
+UNFUSED = {
+    "v_mad_f32 v0, v1, -v2, v3": lambda a, b, c: (a, -b, c),
+    "v_mac_f32 v3, v1, v2": lambda a, b, c: (a, b, c),
+    "v_madak_f32 v0, v1, v2, 0x40490fdb": lambda a, b, c: (a, b, F32(np.pi)),
+    "v_madmk_f32 v0, v1, 0x40490fdb, v2": lambda a, b, c: (a, F32(np.pi), b),
+}
+
+
+@pytest.mark.parametrize("code", UNFUSED)
+def test_unfused_multiply_add(code):
+    """gfx90a alone: rounds twice, and knows no denormals."""
+
+    def flush(x):
+        return np.where(np.abs(x) < np.finfo(F32).tiny, np.copysign(F32(0), x), x)
+
+    a, b, c = hard_triples(F32, 512)
+    x, y, z = (flush(value) for value in UNFUSED[code](a, b, c))
+    result = execute("gfx90a", code, {"v1": a, "v2": b, "v3": c}, "v3" if "mac" in code else "v0")
+    same_floats(result, flush(flush(x * y) + z))
 
 
 def test_sixteen_bit_results_and_the_upper_half():
@@ -324,10 +357,24 @@ def test_exponents():
         execute("gfx942", "v_ldexp_f32 v0, v1, v2", {"v1": a, "v2": exponent.astype(np.int32)}, "v0"),
         expected.astype(F32),
     )
+    halves, _ = pairs(F16)
+    shift = np.resize(np.arange(-40, 41), len(halves)).astype(np.int16)
+    same_floats(run("v_ldexp", "f16", halves, shift), np.ldexp(halves.astype(F64), shift).astype(F16))
+    doubles, _ = pairs(F64)
+    code, inputs = "v_ldexp_f64 v[0:1], v[2:3], v4", {"v[2:3]": doubles, "v4": shift.astype(np.int32)}
+    same_floats(execute("gfx942", code, inputs, "v[0:1]"), np.ldexp(doubles, shift.astype(int)))
     finite = np.isfinite(a)
     mantissa = execute("gfx942", "v_frexp_mant_f32 v0, v1", {"v1": a}, "v0").view(F32)
     power = execute("gfx942", "v_frexp_exp_i32_f32 v0, v1", {"v1": a}, "v0").view(np.int32)
     same_floats(np.ldexp(mantissa[finite].astype(F64), power[finite]).astype(F32), a[finite])
+    of_half = execute("gfx942", "v_frexp_mant_f16 v0, v1\nv_frexp_exp_i16_f16 v2, v1", {"v1": halves}, "v0 v2")
+    finite_halves = np.isfinite(halves)
+    back = np.ldexp(of_half[0].astype(np.uint16).view(F16).astype(F64), of_half[1].astype(np.uint16).view(np.int16))
+    same_floats(back[finite_halves].astype(F16), halves[finite_halves])
+    code = "v_frexp_mant_f64 v[0:1], v[2:3]\nv_frexp_exp_i32_f64 v4, v[2:3]"
+    of_double = execute("gfx942", code, {"v[2:3]": doubles}, "v[0:1] v4")
+    back = np.ldexp(of_double[0].view(F64), of_double[1].view(np.int32))
+    same_floats(back[np.isfinite(doubles)], doubles[np.isfinite(doubles)])
     assert ((np.abs(mantissa) >= 0.5) & (np.abs(mantissa) < 1))[finite & (a != 0)].all()
 
 
@@ -354,6 +401,19 @@ def test_approximations(op):
     same_floats(result[~np.isfinite(expected)], expected[~np.isfinite(expected)])
     halves, _ = pairs(F16)
     same_floats(run(op, "f16", halves), APPROXIMATE[op](halves.astype(F64)).astype(F16))
+
+
+def test_approximations_of_doubles():
+    """Within an ulp here; the hardware's are coarse, and refined by the code around them."""
+    a, _ = pairs(F64)
+    same_floats(run("v_rcp", "f64", a), 1 / a)
+    same_floats(run("v_sqrt", "f64", a), np.sqrt(a))
+    same_floats(run("v_rsq", "f64", a), 1 / np.sqrt(a))
+
+
+def test_reciprocal_for_integers():
+    a, _ = pairs(F32)
+    assert np.array_equal(run("v_rcp_iflag", "f32", a), run("v_rcp", "f32", a))
 
 
 def test_sine_and_cosine_count_turns():
@@ -389,3 +449,38 @@ def test_division_is_correctly_rounded(arch):
     tiny = np.ldexp(fractions[0], powers).astype(F32)
     divisor = np.ldexp(fractions[1], random.integers(-20, 21, 16384)).astype(F32)
     same_floats(execute(arch, DIVISION, {"v1": tiny, "v2": divisor}, "v0"), tiny / divisor)
+
+
+DIVISION_OF_DOUBLES = """
+  v_div_scale_f64 v[8:9], s[4:5], v[4:5], v[4:5], v[2:3]
+  v_div_scale_f64 v[10:11], vcc, v[2:3], v[4:5], v[2:3]
+  v_rcp_f64 v[12:13], v[8:9]
+  v_fma_f64 v[14:15], -v[8:9], v[12:13], 1.0
+  v_fma_f64 v[12:13], v[12:13], v[14:15], v[12:13]
+  v_fma_f64 v[14:15], -v[8:9], v[12:13], 1.0
+  v_fma_f64 v[12:13], v[12:13], v[14:15], v[12:13]
+  v_mul_f64 v[14:15], v[10:11], v[12:13]
+  v_fma_f64 v[16:17], -v[8:9], v[14:15], v[10:11]
+  v_div_fmas_f64 v[16:17], v[16:17], v[12:13], v[14:15]
+  v_div_fixup_f64 v[0:1], v[16:17], v[4:5], v[2:3]
+"""
+
+
+def test_division_of_doubles():
+    """Correctly rounded but for denormal quotients, where scaling back rounds a second time."""
+    a, b = pairs(F64, 8192)
+    result = execute("gfx942", DIVISION_OF_DOUBLES, {"v[2:3]": a, "v[4:5]": b}, "v[0:1]").view(F64)
+    expected = a / b
+    denormal = (np.abs(expected) < np.finfo(F64).tiny) & (expected != 0)
+    same_floats(result[~denormal], expected[~denormal])
+    assert (np.abs(result[denormal] - expected[denormal]) <= np.finfo(F64).smallest_subnormal).all()
+
+
+def test_fixup_of_half():
+    """The division of fp16 goes by fp32; the last step sees to zeros, infinities and NaN, and keeps the upper half."""
+    a, b = pairs(F16)
+    quotient = (a.astype(F32) / b.astype(F32)).astype(F16)
+    inputs = {"v1": np.abs(quotient), "v2": b, "v3": a, "v0": np.full(64, 0xABCD0000, np.uint32)}
+    result = execute("gfx942", "v_div_fixup_f16 v0, v1, v2, v3", inputs, "v0")
+    assert (result >> 16 == 0xABCD).all()
+    same_floats(result.astype(np.uint16), a / b)

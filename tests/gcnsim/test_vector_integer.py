@@ -84,6 +84,12 @@ WORDS = {
     "v_mad_u32_u16 v0, v1, v2, v3": lambda a, b, c: (a & M16) * (b & M16) + c,
     "v_mad_i32_i16 v0, v1, v2, v3": lambda a, b, c: signed(a, 16) * signed(b, 16) + c,
     "v_sad_u8 v0, v1, v2, v3": lambda a, b, c: sum(abs(x - y) for x, y in zip(octets(a), octets(b), strict=True)) + c,
+    "v_sad_u32 v0, v1, v2, v3": lambda a, b, c: abs(a - b) + c,
+    "v_mul_hi_i32_i24 v0, v1, v2": lambda a, b, c: signed(a, 24) * signed(b, 24) >> 32,
+    "v_dot4_u32_u8 v0, v1, v2, v3": lambda a, b, c: sum(x * y for x, y in zip(octets(a), octets(b), strict=True)) + c,
+    "v_dot2_i32_i16 v0, v1, v2, v3": lambda a, b, c: (
+        signed(a, 16) * signed(b, 16) + signed(a >> 16, 16) * signed(b >> 16, 16) + c
+    ),
     "v_dot4_i32_i8 v0, v1, v2, v3": dot4,
     "v_dot4c_i32_i8 v0, v1, v2": lambda a, b, c: dot4(a, b, 7),
     "v_max_u32 v0, v1, v2": lambda a, b, c: max(a, b),
@@ -309,6 +315,13 @@ def test_inactive_lanes_keep_their_values(arch):
     active = np.tile([bool(mask >> lane & 1) for lane in range(64)], COUNT // 64)
     assert np.array_equal(result[0], np.where(active, A + B, 0x70007))
     assert np.array_equal(result[1], np.where(active, 5, WIDE_A.astype(np.uint32)))
+
+
+def test_swap():
+    first, second = execute("gfx942", "v_swap_b32 v1, v2", INPUTS, "v1 v2", exec_mask=0xFFFF)
+    low = np.arange(COUNT) % 64 < 16
+    assert np.array_equal(first, np.where(low, B, A))
+    assert np.array_equal(second, np.where(low, A, B))
 
 
 def test_accumulation_registers():

@@ -104,16 +104,17 @@ def scaled_gemm(
 
 
 @triton.jit
-def exchange(mine, other, out, SIGNAL: tl.constexpr, BLOCK: tl.constexpr):
+def exchange(mine, other, out, SIGNAL: tl.constexpr, WAIT: tl.constexpr, BLOCK: tl.constexpr):
     """Two ranks: send a block to the other, raise its flag, wait for one's own. Word 0 of each buffer is the flag."""
     i = tl.arange(0, BLOCK)
     tl.store(other + 16 + i, tl.load(mine + 16 + BLOCK + i))
     tl.debug_barrier()
     if SIGNAL:
         tl.atomic_xchg(other, 1, sem="release", scope="sys")
-    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") < 1:
-        pass
-    tl.debug_barrier()
+    if WAIT:
+        while tl.atomic_add(mine, 0, sem="acquire", scope="sys") < 1:
+            pass
+        tl.debug_barrier()
     tl.store(out + i, tl.load(mine + 16 + i, volatile=True) + tl.load(mine + 16 + BLOCK + i))
 
 
@@ -142,6 +143,10 @@ def matmul(kind: str, result: str, constants: dict[str, Any], **options: Any) ->
     return Kernel(gemm, (f"*{kind}", f"*{kind}", f"*{result}", "i32", "i32", "i32"), constants, options)
 
 
+def between_ranks(signal: bool, wait: bool) -> Kernel:
+    return Kernel(exchange, ("*i32", "*i32", "*i32"), {"SIGNAL": signal, "WAIT": wait, "BLOCK": 512})
+
+
 FP8 = {"gfx942": "fp8e4b8", "gfx950": "fp8e4nv"}
 
 
@@ -162,8 +167,9 @@ def kernels(arch: str) -> dict[str, Kernel]:
         "gemm_int8_plain": matmul("i8", "i32", tile(128, 64, 64, tl.int32, False), num_warps=8, **square),
         "gemm_fp32": matmul("fp32", "fp32", tile(32, 32, 32, tl.float32, False), num_warps=1),
         "gemm_that_spills": matmul("fp16", "fp32", tile(256, 256, 64, tl.float32, True), num_warps=4, num_stages=1),
-        "exchange": Kernel(exchange, ("*i32", "*i32", "*i32"), {"SIGNAL": True, "BLOCK": 512}),
-        "exchange_without_signal": Kernel(exchange, ("*i32", "*i32", "*i32"), {"SIGNAL": False, "BLOCK": 512}),
+        "exchange": between_ranks(signal=True, wait=True),
+        "exchange_without_signal": between_ranks(signal=False, wait=True),
+        "exchange_without_wait": between_ranks(signal=True, wait=False),
         "programs": Kernel(programs, ("*i32",)),
     }
     if kind := FP8.get(arch):

@@ -149,6 +149,7 @@ def data_of(operand: Operand, count: int, size: int, cohort: Cohort, lanes: Arra
 
 
 def write_back(cohort: Cohort, destination: Operand, lanes: Array, old: Array) -> None:
+    """The old bytes [n, size] of the lanes of the mask to a register; 0 to other active lanes."""
     for word, plane in enumerate(to_planes(old)):
         full = np.zeros(cohort.active.shape, U32)
         full[lanes] = plane
@@ -176,6 +177,8 @@ def global_atomic(instruction: Instruction) -> Step | None:
         target = find(cohort)
         lanes = reaching(cohort, target)
         if not lanes.any():
+            if destination:
+                write_back(cohort, destination, lanes, np.zeros((0, operation.dtype.itemsize), np.uint8))
             return
         memory = cohort.residents.memory
         places = np.broadcast_to(target.addresses, lanes.shape)[lanes]

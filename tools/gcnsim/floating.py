@@ -7,6 +7,8 @@ results here are correctly rounded, which the hardware's are not: it is within 1
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +24,7 @@ TINY = F32(2.0**-126)
 
 def sum_to_odd(a: Array, b: Array) -> Array:
     """a + b of doubles, rounded to odd: rounding that once more, to any narrower format, is rounding once."""
-    total = a + b
-    back = total - a
-    error = (a - (total - back)) + (b - back)
+    total, error = _two_sum(a, b)
     bits = total.view(U64)
     inexact = (error != 0) & np.isfinite(total)
     # Where the last bit is even the true sum lies between two neighbours of which the odd one is on the error's side.
@@ -49,17 +49,39 @@ def fma16(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c of doubles by error-free transformations: correctly rounded but for ties between neighbours."""
+    """Correctly rounded a * b + c of doubles, by Boldo and Melquiond's sum that rounds to odd first, near 1, where
+    nothing over- or underflows. A denormal result is rounded twice."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    (a_mantissa, a_exponent), (b_mantissa, b_exponent), (c_mantissa, c_exponent) = (np.frexp(x) for x in (a, b, c))
+    exponent = a_exponent + b_exponent
+    largest = np.where((a == 0) | (b == 0), c_exponent, np.where(c == 0, exponent, np.maximum(exponent, c_exponent)))
+    product, error = (np.ldexp(x, exponent - largest) for x in _two_product(a_mantissa, b_mantissa))
+    addend, addend_error = _two_sum(np.ldexp(c_mantissa, c_exponent - largest), error)
+    total, total_error = _two_sum(product, addend)
+    exact = np.ldexp(total + sum_to_odd(addend_error, total_error), largest)
+    return np.where(np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (exact != 0), exact, a * b + c)
+
+
+def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded product, and what rounding took from it (Dekker)."""
     product = a * b
-    split = F64(134217729)
+    split = F64(2**27 + 1)
     a_high, b_high = a * split - (a * split - a), b * split - (b * split - b)
     a_low, b_low = a - a_high, b - b_high
-    product_error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
-    total = product + c
-    back = total - product
-    sum_error = (product - (total - back)) + (c - back)
-    better = total + (product_error + sum_error)
-    return np.where(np.isfinite(better), better, total)
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded sum, and what rounding took from it."""
+    total = a + b
+    back = total - a
+    return total, (a - (total - back)) + (b - back)
+
+
+def multiply_add(a: Array, b: Array, c: Array) -> Array:
+    """gfx90a's v_mad_f32, which rounds the product and the sum, and takes and gives denormals as zeros."""
+    a, b, c = (_flushed(x) for x in (a, b, c))
+    return _flushed(_flushed(a * b) + c)
 
 
 # --- minimum and maximum: a NaN loses (min, max) or wins (minimum, maximum), and -0 is less than 0
@@ -171,78 +193,117 @@ def in_class(x: Array, wanted: Array) -> Array:
 # --- division: v_div_scale, v_div_fmas and v_div_fixup, the pieces of an exact quotient
 
 
-def _biased_exponent(x: Array) -> Array:
-    return (x.view(U32) >> np.uint32(23) & np.uint32(255)).astype(np.int32)
+@dataclass(frozen=True)
+class Division:
+    """The division of one width. Quotients from 2^`large` on, and numerators of a biased exponent up to `tiny`, are
+    scaled by 2^`shift`; where the exponents are more than `limit` apart, the quotient over- or underflows."""
+
+    kind: type[np.floating]
+    large: int
+    tiny: int
+    shift: int
+    limit: int
+
+    @property
+    def bits(self) -> np.dtype[Any]:
+        return np.dtype(f"u{np.dtype(self.kind).itemsize}")
+
+    def exponent(self, x: Array) -> Array:
+        """The biased exponent."""
+        info = np.finfo(self.kind)
+        mask = self.bits.type((1 << info.nexp) - 1)
+        return (x.view(self.bits) >> self.bits.type(info.nmant) & mask).astype(np.int32)
+
+    def is_denormal(self, x: Array) -> Array:
+        return (x != 0) & (np.abs(x) < np.finfo(self.kind).tiny)
+
+    def scale(self, value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+        """v_div_scale: the numerator or the denominator (`value` is one of them) scaled so that the steps neither over-
+        nor underflow, and whether v_div_fmas has to scale back.
+
+        AMD's manuals multiply a denominator whose reciprocal is denormal, which overflows; here it is divided, which is
+        the only way to the correctly rounded quotients that LLVM builds on this instruction."""
+        value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
+        is_denominator = value.view(self.bits) == denominator.view(self.bits)
+        is_numerator = value.view(self.bits) == numerator.view(self.bits)
+        reciprocal_denormal = self.is_denormal(1 / denominator)
+        quotient_denormal = self.is_denormal(numerator / denominator)
+        up, down, one = self.kind(2.0**self.shift), self.kind(2.0**-self.shift), self.kind(1)
+        # Each condition with the factor it asks for, and whether v_div_fmas scales back. The first that holds counts.
+        cases: list[tuple[Array, Any, bool]] = [
+            ((numerator == 0) | (denominator == 0), self.kind(np.nan), False),
+            (
+                self.exponent(numerator) - self.exponent(denominator) >= self.large,
+                np.where(is_denominator, up, one),
+                True,
+            ),
+            (self.is_denormal(denominator), up, False),
+            (reciprocal_denormal & quotient_denormal, np.where(is_denominator, down, one), True),
+            (reciprocal_denormal, down, False),
+            (quotient_denormal, np.where(is_numerator, up, one), True),
+            (self.exponent(numerator) <= self.tiny, up, False),
+        ]
+        conditions, factors, scaled = ([case[n] for case in cases] for n in range(3))
+        return value * np.select(conditions, factors, one), np.select(conditions, scaled, False)
+
+    def fmas(self, a: Array, b: Array, c: Array, scale_back: Array) -> Array:
+        """v_div_fmas: a * b + c, times a power of two where the quotient was scaled; in fp32 rounded once."""
+        bias = np.finfo(self.kind).maxexp - 1
+        factor = np.where(self.exponent(c) > bias, 2.0**self.shift, 2.0**-self.shift)
+        if self.kind is F32:
+            total = sum_to_odd(*np.broadcast_arrays(a.astype(F64) * b, c.astype(F64)))
+        else:
+            total = fma64(a, b, c)
+        return np.where(scale_back, total * factor, total).astype(self.kind)
+
+    def fixup(self, quotient: Array, denominator: Array, numerator: Array) -> Array:
+        """v_div_fixup: the quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN. Where the
+        exponents alone say that it over- or underflows, it does not count: the steps to it may have been infinite."""
+        negative = np.signbit(denominator) != np.signbit(numerator)
+        invalid = (numerator == 0) & (denominator == 0) | np.isinf(numerator) & np.isinf(denominator)
+        apart = self.exponent(numerator) - self.exponent(denominator)
+        numbers = np.isfinite(numerator) & np.isfinite(denominator) & (numerator != 0) & (denominator != 0)
+        infinite = (denominator == 0) | np.isinf(numerator) | numbers & (apart > self.limit)
+        zero = (numerator == 0) | np.isinf(denominator) | numbers & (apart < -self.limit)
+        magnitude = np.select([infinite, zero], [self.kind(np.inf), self.kind(0)], np.abs(quotient))
+        result = np.where(negative, -magnitude, magnitude)
+        result = np.where(invalid, self.kind(np.nan), result)
+        return np.where(np.isnan(numerator), numerator, np.where(np.isnan(denominator), denominator, result))
 
 
-def _is_denormal(x: Array) -> Array:
-    return (x != 0) & (np.abs(x) < TINY)
-
-
-def divide_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """The numerator or the denominator (`value` is one of them) scaled so that the steps neither over- nor underflow,
-    and whether v_div_fmas has to scale back.
-
-    AMD's manuals multiply a denominator above 2^126 by 2^64, which overflows; here it is divided by 2^64, which is the
-    only way to the correctly rounded quotients that LLVM builds on this instruction."""
-    value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
-    is_denominator = value.view(U32) == denominator.view(U32)
-    is_numerator = value.view(U32) == numerator.view(U32)
-    quotient_range = _biased_exponent(numerator) - _biased_exponent(denominator)
-    reciprocal_denormal = _is_denormal((1 / denominator.astype(F64)).astype(F32))
-    quotient_denormal = _is_denormal((numerator.astype(F64) / denominator).astype(F32))
-    cases = [
-        (numerator == 0) | (denominator == 0),
-        quotient_range >= 96,
-        _is_denormal(denominator),
-        reciprocal_denormal & quotient_denormal,
-        reciprocal_denormal,
-        quotient_denormal,
-        _biased_exponent(numerator) <= 23,
-    ]
-    up, down = F32(2.0**64), F32(2.0**-64)
-    one = F32(1)
-    factor = np.select(
-        cases,
-        [
-            F32(np.nan),
-            np.where(is_denominator, up, one),
-            up,
-            np.where(is_denominator, down, one),
-            down,
-            np.where(is_numerator, up, one),
-            up,
-        ],
-        one,
-    )
-    scale_back = np.select(cases, [False, True, False, True, False, True, False], False)
-    return value * factor, scale_back
-
-
-def divide_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
-    """a * b + c, times a power of two where the quotient was scaled; rounded once."""
-    total = sum_to_odd(*np.broadcast_arrays(a.astype(F64) * b, c.astype(F64)))
-    factor = np.where(_biased_exponent(c) > 127, 2.0**64, 2.0**-64)
-    return np.where(scale_back, total * factor, total).astype(F32)
-
-
-def divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with its sign, or what IEEE 754 says of zeros, infinities and NaN. Where the exponents alone say
-    that it over- or underflows, the quotient does not count: the steps to it may have been infinite."""
-    negative = np.signbit(denominator) != np.signbit(numerator)
-    invalid = (numerator == 0) & (denominator == 0) | np.isinf(numerator) & np.isinf(denominator)
-    exponent = _biased_exponent(numerator) - _biased_exponent(denominator)
-    both_numbers = np.isfinite(numerator) & np.isfinite(denominator) & (numerator != 0) & (denominator != 0)
-    infinite = (denominator == 0) | np.isinf(numerator) | both_numbers & (exponent > 150)
-    zero = (numerator == 0) | np.isinf(denominator) | both_numbers & (exponent < -150)
-    magnitude = np.select([infinite, zero], [F32(np.inf), F32(0)], np.abs(quotient))
-    result = np.where(negative, -magnitude, magnitude)
-    result = np.where(invalid, F32(np.nan), result)
-    return np.where(np.isnan(numerator), numerator, np.where(np.isnan(denominator), denominator, result))
+DIVISION16 = Division(F16, large=0, tiny=0, shift=0, limit=64)  # of which only v_div_fixup exists
+DIVISION32 = Division(F32, large=96, tiny=23, shift=64, limit=150)
+DIVISION64 = Division(F64, large=768, tiny=53, shift=128, limit=1075)
 
 
 def _three(function: Callable[..., Array], kind: str) -> Alu:
     return alu(kind, f"{kind} {kind} {kind}", lambda a, b, c: function(function(a, b), c))
+
+
+def _every_width(kind: str) -> dict[str, Alu]:
+    return {
+        f"v_add_{kind}": alu(kind, f"{kind} {kind}", np.add),
+        f"v_mul_{kind}": alu(kind, f"{kind} {kind}", np.multiply),
+        f"v_max_{kind}": alu(kind, f"{kind} {kind}", maximum_number),
+        f"v_min_{kind}": alu(kind, f"{kind} {kind}", minimum_number),
+        f"v_floor_{kind}": alu(kind, kind, np.floor),
+        f"v_ceil_{kind}": alu(kind, kind, np.ceil),
+        f"v_trunc_{kind}": alu(kind, kind, np.trunc),
+        f"v_rndne_{kind}": alu(kind, kind, np.rint),
+        f"v_fract_{kind}": alu(kind, kind, _fraction),
+        f"v_cmp_class_{kind}": alu("mask", f"{kind} u32", in_class),
+        f"v_cmpx_class_{kind}": alu("mask", f"{kind} u32", in_class),
+    }
+
+
+def _up_to_32_bits(kind: str) -> dict[str, Alu]:
+    return {
+        f"v_sub_{kind}": alu(kind, f"{kind} {kind}", np.subtract),
+        f"v_subrev_{kind}": alu(kind, f"{kind} {kind}", lambda a, b: b - a),
+        f"v_max3_{kind}": _three(maximum_number, kind),
+        f"v_min3_{kind}": _three(minimum_number, kind),
+        f"v_med3_{kind}": alu(kind, f"{kind} {kind} {kind}", median),
+    }
 
 
 FLOATING: dict[str, Alu] = {
@@ -250,17 +311,29 @@ FLOATING: dict[str, Alu] = {
     "v_fmac_f32": alu("f32", "f32 f32 accumulate", fma32),
     "v_fmaak_f32": alu("f32", "f32 f32 f32", fma32),
     "v_fmamk_f32": alu("f32", "f32 f32 f32", fma32),
+    "v_mad_f32": alu("f32", "f32 f32 f32", multiply_add),
+    "v_mac_f32": alu("f32", "f32 f32 accumulate", multiply_add),
+    "v_madak_f32": alu("f32", "f32 f32 f32", multiply_add),
+    "v_madmk_f32": alu("f32", "f32 f32 f32", multiply_add),
     "v_fma_f16": alu("f16", "f16 f16 f16", fma16),
-    "v_fmac_f16": alu("f16", "f16 f16 accumulate", fma16),
     "v_fma_f64": alu("f64", "f64 f64 f64", fma64),
+    "v_fmac_f64": alu("f64", "f64 f64 accumulate", fma64),
     "v_ldexp_f32": alu("f32", "f32 i32", scale_by_exponent),
     "v_ldexp_f16": alu("f16", "f16 i16", scale_by_exponent),
     "v_ldexp_f64": alu("f64", "f64 i32", np.ldexp),
+    "v_frexp_mant_f16": alu("f16", "f16", _mantissa),
     "v_frexp_mant_f32": alu("f32", "f32", _mantissa),
+    "v_frexp_mant_f64": alu("f64", "f64", _mantissa),
+    "v_frexp_exp_i16_f16": alu("i16", "f16", _exponent),
     "v_frexp_exp_i32_f32": alu("i32", "f32", _exponent),
-    "v_div_scale_f32": alu("f32 mask", "f32 f32 f32", divide_scale),
-    "v_div_fmas_f32": alu("f32", "f32 f32 f32 vcc", divide_fmas),
-    "v_div_fixup_f32": alu("f32", "f32 f32 f32", divide_fixup),
+    "v_frexp_exp_i32_f64": alu("i32", "f64", _exponent),
+    "v_div_scale_f32": alu("f32 mask", "f32 f32 f32", DIVISION32.scale),
+    "v_div_scale_f64": alu("f64 mask", "f64 f64 f64", DIVISION64.scale),
+    "v_div_fmas_f32": alu("f32", "f32 f32 f32 vcc", DIVISION32.fmas),
+    "v_div_fmas_f64": alu("f64", "f64 f64 f64 vcc", DIVISION64.fmas),
+    "v_div_fixup_f16": alu("f16", "f16 f16 f16", DIVISION16.fixup),
+    "v_div_fixup_f32": alu("f32", "f32 f32 f32", DIVISION32.fixup),
+    "v_div_fixup_f64": alu("f64", "f64 f64 f64", DIVISION64.fixup),
     "v_rcp_f32": approximate(_reciprocal),
     "v_rcp_iflag_f32": approximate(_reciprocal),
     "v_rsq_f32": approximate(_reciprocal_root),
@@ -279,26 +352,9 @@ FLOATING: dict[str, Alu] = {
     "v_sqrt_f64": approximate64(np.sqrt),
     "v_maximum3_f32": _three(maximum, "f32"),
     "v_minimum3_f32": _three(minimum, "f32"),
-    **{
-        name.replace("K", kind): entry
-        for kind in ("f16", "f32", "f64")
-        for name, entry in {
-            "v_add_K": alu(kind, f"{kind} {kind}", np.add),
-            "v_sub_K": alu(kind, f"{kind} {kind}", np.subtract),
-            "v_subrev_K": alu(kind, f"{kind} {kind}", lambda a, b: b - a),
-            "v_mul_K": alu(kind, f"{kind} {kind}", np.multiply),
-            "v_max_K": alu(kind, f"{kind} {kind}", maximum_number),
-            "v_min_K": alu(kind, f"{kind} {kind}", minimum_number),
-            "v_max3_K": _three(maximum_number, kind),
-            "v_min3_K": _three(minimum_number, kind),
-            "v_med3_K": alu(kind, f"{kind} {kind} {kind}", median),
-            "v_floor_K": alu(kind, kind, np.floor),
-            "v_ceil_K": alu(kind, kind, np.ceil),
-            "v_trunc_K": alu(kind, kind, np.trunc),
-            "v_rndne_K": alu(kind, kind, np.rint),
-            "v_fract_K": alu(kind, kind, _fraction),
-            "v_cmp_class_K": alu("mask", f"{kind} u32", in_class),
-            "v_cmpx_class_K": alu("mask", f"{kind} u32", in_class),
-        }.items()
-    },
+    **_every_width("f16"),
+    **_every_width("f32"),
+    **_every_width("f64"),
+    **_up_to_32_bits("f16"),
+    **_up_to_32_bits("f32"),
 }

@@ -134,6 +134,18 @@ def _dot4_signed(a: Array, b: Array, c: Array) -> Array:
     return total
 
 
+def _dot4_unsigned(a: Array, b: Array, c: Array) -> Array:
+    total = c
+    for byte in range(4):
+        x, y = (v >> np.uint32(8 * byte) & np.uint32(255) for v in (a, b))
+        total = total + x * y
+    return total
+
+
+def _dot2_signed(a: Array, b: Array, c: Array) -> Array:
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16) + c
+
+
 def bit_operation(table: int, kind: str) -> Alu:
     """v_bitop3: any function of three bits, by its truth table; `kind` is the type of all operands."""
 
@@ -148,7 +160,6 @@ def bit_operation(table: int, kind: str) -> Alu:
 
 
 COMPARES: dict[str, Callable[[Array, Array], Array]] = {
-    "f": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
     "lt": np.less,
     "eq": np.equal,
     "le": np.less_equal,
@@ -164,8 +175,13 @@ COMPARES: dict[str, Callable[[Array, Array], Array]] = {
     "nle": lambda a, b: ~(a <= b),
     "neq": lambda a, b: a != b,
     "nlt": lambda a, b: ~(a < b),
-    "tru": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
-    "t": lambda a, b: np.ones(np.broadcast(a, b).shape, bool),
+}
+
+# The conditions that each kind of number has.
+CONDITIONS = {
+    "u": "lt eq le gt ne ge",
+    "i": "lt eq le gt ne ge",
+    "f": "lt eq le gt lg ge o u nge nlg ngt nle neq nlt",
 }
 
 INTEGER: dict[str, Alu] = {
@@ -196,7 +212,11 @@ INTEGER: dict[str, Alu] = {
     "v_mul_i32_i24": alu("i32", "i32 i32", lambda a, b: _signed24(a) * _signed24(b)),
     "v_mad_u32_u24": alu("u32", "u32 u32 u32", lambda a, b, c: (a & M24) * (b & M24) + c),
     "v_mad_i32_i24": alu("i32", "i32 i32 i32", lambda a, b, c: _signed24(a) * _signed24(b) + c),
+    "v_mul_hi_i32_i24": alu("i32", "i32 i32", lambda a, b: _multiply_high_signed(_signed24(a), _signed24(b))),
+    "v_sad_u32": alu("u32", "u32 u32 u32", lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c),
     "v_sad_u8": alu("u32", "u32 u32 u32", _sum_of_differences),
+    "v_dot4_u32_u8": alu("u32", "u32 u32 u32", _dot4_unsigned),
+    "v_dot2_i32_i16": alu("i32", "i32 i32 i32", _dot2_signed),
     "v_dot4_i32_i8": alu("i32", "i32 i32 i32", _dot4_signed),
     "v_dot4c_i32_i8": alu("i32", "i32 i32 accumulate", _dot4_signed),
     "v_max_u32": alu("u32", "u32 u32", np.maximum),
@@ -267,9 +287,10 @@ INTEGER: dict[str, Alu] = {
     "v_mad_u32_u16": alu("u32", "u16 u16 u32", lambda a, b, c: a.astype(U32) * b.astype(U32) + c),
     "v_mad_i32_i16": alu("i32", "i16 i16 i32", lambda a, b, c: a.astype(np.int32) * b.astype(np.int32) + c),
     **{
-        f"v_{prefix}_{condition}_{kind}": alu("mask", f"{kind} {kind}", compare)
+        f"v_{prefix}_{condition}_{kind}{width}": alu("mask", f"{kind}{width} {kind}{width}", COMPARES[condition])
         for prefix in ("cmp", "cmpx")
-        for condition, compare in COMPARES.items()
-        for kind in ("u16", "i16", "f16", "u32", "i32", "f32", "u64", "i64", "f64")
+        for kind, conditions in CONDITIONS.items()
+        for condition in conditions.split()
+        for width in (16, 32, 64)
     },
 }

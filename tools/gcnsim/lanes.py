@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instructions that move values between the lanes of a wave, or between a lane and a scalar register."""
+"""Instructions that move values between the lanes of a wave, between a lane and a scalar register, or both ways."""
 
 import re
 from collections.abc import Callable
@@ -47,6 +47,19 @@ def _write_lane(instruction: Instruction) -> Step:
 
     def step(cohort: Cohort) -> None:
         cohort.vector[plane][np.arange(cohort.waves), lane(cohort) & np.uint32(63)] = value(cohort)
+
+    return step
+
+
+def _swap_registers(instruction: Instruction) -> Step:
+    """v_swap_b32: two registers change places."""
+    first, second = instruction.operands
+    reads, writes = [read32(first), read32(second)], [write32(first), write32(second)]
+
+    def step(cohort: Cohort) -> None:
+        kept = reads[0](cohort).copy()
+        writes[0](cohort, reads[1](cohort))
+        writes[1](cohort, kept)
 
     return step
 
@@ -158,6 +171,7 @@ BUILDERS: dict[str, Callable[[Instruction], Step]] = {
     "v_readfirstlane_b32": _read_first_lane,
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,
+    "v_swap_b32": _swap_registers,
     "v_permlane16_swap_b32": _swap(16),
     "v_permlane32_swap_b32": _swap(32),
     "v_mbcnt_lo_u32_b32": _count_below(0),

@@ -21,7 +21,19 @@ from gcnsim.registers import LANES, U32, Array, Cohort, Step, constant_bits, rea
 
 MFMA = re.compile(r"v_mfma_(scale_)?(f32|f64|i32)_(\d+)x(\d+)x(\d+)_?([a-z0-9_]+)$")
 F8F6F4 = {0: "fp8", 1: "bf8", 2: "fp6", 3: "bf6", 4: "fp4"}
-BITS = {"f16": 16, "bf16": 16, "i8": 8, "f32": 32, "f64": 64, "fp8": 8, "bf8": 8, "fp6": 6, "bf6": 6, "fp4": 4}
+BITS = {
+    "f16": 16,
+    "bf16": 16,
+    "i8": 8,
+    "f32": 32,
+    "xf32": 32,
+    "f64": 64,
+    "fp8": 8,
+    "bf8": 8,
+    "fp6": 6,
+    "bf6": 6,
+    "fp4": 4,
+}
 BLOCK = 32  # elements along K that share a scale
 TURN = 16  # 8-bit elements of f8f6f4 that follow each other in one lane
 
@@ -125,6 +137,8 @@ def _decoder(kind: str, arch: str) -> Callable[[Array], Array]:
         return lambda raw: raw.view(dtype)
     if kind == "bf16":
         return lambda raw: bf16_to_f32(raw.view(np.uint16))
+    if kind == "xf32":
+        return lambda raw: _rounded_to_xf32(raw.view(np.float32))
     fmt = small_floats(arch)[kind]
     if fmt.bits == 8:
         return fmt.decode
@@ -136,6 +150,13 @@ def _decoder(kind: str, arch: str) -> Callable[[Array], Array]:
         return fmt.decode(bits[..., : count * fmt.bits].reshape(*bits.shape[:-1], count, fmt.bits) @ weights)
 
     return decode
+
+
+def _rounded_to_xf32(x: Array) -> Array:
+    """fp32 with the ten bits of mantissa that XF32 has, to nearest even: how the hardware rounds is not documented."""
+    bits = x.view(U32)
+    rounded = bits + np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded, bits).view(np.float32)
 
 
 def _scaled(read: Callable[[Cohort], Array], scale: Operand, byte: int, shape: Shape) -> Callable[[Cohort], Array]:

@@ -122,11 +122,8 @@ class Memory:
 
     def allocate(self, array: Array, name: str = "") -> int:
         """The address of a copy of `array`, in C order; all its bytes count as written."""
-        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-        address = self.allocate_empty(raw.size, name)
-        start = address - BASE
-        self.store.data[start : start + raw.size] = raw
-        self.store.state[start : start + raw.size] = WRITTEN
+        address = self.allocate_empty(array.nbytes, name)
+        self.write(address, array)
         return address
 
     def allocate_empty(self, nbytes: int, name: str = "") -> int:
@@ -140,6 +137,14 @@ class Memory:
         self._allocations.append(allocation)
         return allocation.address
 
+    def write(self, address: int, array: Array) -> None:
+        """Copies `array`, in C order, to `address`, which must lie in an allocation with room for it."""
+        raw = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        start = address - BASE
+        self._check_bounds(start, raw.size, "write")
+        self.store.data[start : start + raw.size] = raw
+        self.store.state[start : start + raw.size] = WRITTEN
+
     def read(
         self, address: int, dtype: DTypeLike, shape: int | tuple[int, ...], require_written: bool = False
     ) -> Array:
@@ -147,12 +152,16 @@ class Memory:
         kind = np.dtype(dtype)
         nbytes = int(np.prod(shape)) * kind.itemsize
         start = address - BASE
-        state = self.store.state[start : start + nbytes] if start >= 0 else np.zeros(0, np.uint8)
-        if len(state) < nbytes or not state.all():
-            raise self.error(AccessError(start + int(np.argmin(state)) if len(state) else start, exists=False), "read")
+        self._check_bounds(start, nbytes, "read")
+        state = self.store.state[start : start + nbytes]
         if require_written and not (state == WRITTEN).all():
             raise self.error(AccessError(start + int(np.argmax(state != WRITTEN)), exists=True), "read")
         return self.store.data[start : start + nbytes].copy().view(kind).reshape(shape)
+
+    def _check_bounds(self, start: int, nbytes: int, what: str) -> None:
+        state = self.store.state[start : start + nbytes] if start >= 0 else np.zeros(0, np.uint8)
+        if len(state) < nbytes or not state.all():
+            raise self.error(AccessError(start + int(np.argmin(state)) if len(state) else start, exists=False), what)
 
     def load(self, addresses: Array, size: int) -> Array:
         """The bytes [n, size] at `addresses` [n] (uint64). Raises MemoryFault or UninitializedRead."""

@@ -9,10 +9,10 @@ import numpy as np
 from gcnsim.errors import UnknownInstruction
 from gcnsim.floating import fma16, fma32, maximum, maximum_number, minimum, minimum_number
 from gcnsim.formats import bf16_to_f32
-from gcnsim.operands import Operand
+from gcnsim.operands import Operand, words
 from gcnsim.program import Instruction
 from gcnsim.registers import U32, Array, Cohort, Read, Step, read32, write32
-from gcnsim.vector import DTYPES, saturate_f16
+from gcnsim.vector import DTYPES, clamped, saturate_f16, saturating
 
 NONE, ALL = (0, 0, 0), (1, 1, 1)
 HALF = np.uint32(16)
@@ -43,6 +43,8 @@ PAIRS16: dict[str, tuple[str, Function]] = {
     "v_pk_lshrrev_b16": ("u16", lambda a, b: b >> (a & np.uint16(15))),
     "v_pk_ashrrev_i16": ("i16", lambda a, b: b >> (a & np.int16(15))),
 }
+# Integer instructions whose clamp is implemented.
+SATURATING_PAIRS = words("v_pk_add_u16 v_pk_add_i16 v_pk_sub_u16 v_pk_sub_i16")
 MIX = re.compile(r"v_(?:fma|mad)_mix(lo_f16|hi_f16|_f32)$")
 DOT2 = re.compile(r"v_dot2(c?)_f32_(f16|bf16)$")
 
@@ -68,6 +70,8 @@ def _register_half(operand: Operand, high: int) -> Read:
 
 def _move(instruction: Instruction) -> Step:
     """The low result is a register of source 0, the high one of source 1; op_sel names which of the pair."""
+    if "clamp" in instruction.flags:
+        raise UnknownInstruction("clamp of a move is not implemented")
     low, high = instruction.integers("op_sel", NONE)[:2]
     read_low = _register_half(instruction.operands[1], low)
     read_high = _register_half(instruction.operands[2], high)
@@ -90,13 +94,18 @@ def _pairs32(instruction: Instruction, compute: Function) -> Step:
         sources = instruction.operands[1:]
         halves.append([_float32(_register_half(o, select[n]), negate[n]) for n, o in enumerate(sources)])
     writes = [write32(instruction.operands[0], n) for n in range(2)]
+    finish = clamped if "clamp" in instruction.flags else _unchanged
 
     def step(cohort: Cohort) -> None:
-        results = [compute(*[read(cohort) for read in reads]).view(U32) for reads in halves]
+        results = [finish(compute(*[read(cohort) for read in reads])).view(U32) for reads in halves]
         for write, result in zip(writes, results, strict=True):
             write(cohort, result)
 
     return step
+
+
+def _unchanged(value: Array) -> Array:
+    return value
 
 
 def _float32(read: Read, negate: int) -> Read:
@@ -120,10 +129,17 @@ def _pairs16(instruction: Instruction, kind: str, compute: Function) -> Step:
         sources = instruction.operands[1:]
         halves.append([_half(o, select[n], negate[n], kind) for n, o in enumerate(sources)])
     write = write32(instruction.operands[0])
+    clamp = "clamp" in instruction.flags
+    if clamp and kind != "f16":
+        if instruction.op not in SATURATING_PAIRS:
+            raise UnknownInstruction("clamp of this instruction is not implemented")
+        compute = saturating(compute, DTYPES[kind])
 
     def result(cohort: Cohort, sources: list[Array]) -> Array:
-        value = compute(*sources)
-        value = saturate_f16(cohort, value, sources) if kind == "f16" else value
+        value = compute(*sources).astype(DTYPES[kind], copy=False)
+        if kind == "f16":
+            value = saturate_f16(cohort, value, sources)
+            value = clamped(value) if clamp else value
         return value.view(np.uint16).astype(U32)
 
     def step(cohort: Cohort) -> None:
@@ -138,10 +154,11 @@ def _mix(instruction: Instruction, result: str) -> Step:
     is_half, select = instruction.integers("op_sel_hi", NONE), instruction.integers("op_sel", NONE)
     reads = [_mixed(o, is_half[n], select[n]) for n, o in enumerate(instruction.operands[1:])]
     write, old = write32(instruction.operands[0]), read32(instruction.operands[0])
+    finish = clamped if "clamp" in instruction.flags else _unchanged
 
     def step(cohort: Cohort) -> None:
         sources = [read(cohort) for read in reads]
-        value = fma32(*sources)
+        value = finish(fma32(*sources))
         if result == "_f32":
             write(cohort, value.view(U32))
             return
@@ -169,7 +186,7 @@ def _mixed(operand: Operand, is_half: int, high: int) -> Read:
 
 def _dot2(instruction: Instruction, kind: str, accumulate: bool) -> Step:
     """Two products of halves and an fp32 addend, summed in double and rounded once."""
-    if instruction.modifiers:
+    if instruction.modifiers or instruction.flags:
         raise UnknownInstruction("modifiers of dot products are not implemented")
     words = [read32(operand) for operand in instruction.operands[1:3]]
     addend = read32(instruction.operands[0] if accumulate else instruction.operands[3])

@@ -37,6 +37,7 @@ from gcnsim.registers import (
 
 B5, B6 = np.uint32(31), np.uint32(63)
 ONE = np.uint64(1)
+NO_ONE = np.uint32(0xFFFFFFFF)
 DTYPES: dict[str, np.dtype[Any]] = {
     "b32": U32,
     "u32": U32,
@@ -116,6 +117,11 @@ def _bfe64(a: Array, field: Array) -> Array:
     return a >> offset & np.where(width >= 64, ~np.uint64(0), (ONE << np.minimum(width, 63)) - ONE)
 
 
+def _leading_zeros64(a: Array) -> Array:
+    high, low = (a >> np.uint64(32)).astype(U32), a.astype(U32)
+    return np.where(high != 0, first_one_high(high), np.where(low != 0, np.uint32(32) + first_one_high(low), NO_ONE))
+
+
 def _bfe64_signed(a: Array, field: Array) -> Array:
     width = (field >> np.uint32(16) & np.uint32(127)).astype(np.int64).clip(max=64)
     spare = (64 - width).clip(max=63)
@@ -129,7 +135,7 @@ def _six(x: Array) -> Array:
 
 def _trailing_zeros64(a: Array) -> Array:
     lowest = (a & (~a + ONE)) - ONE
-    return np.where(a == 0, np.uint32(0xFFFFFFFF), np.bitwise_count(lowest).astype(U32))
+    return np.where(a == 0, NO_ONE, np.bitwise_count(lowest).astype(U32))
 
 
 def _pick(function: Callable[[Array, Array], Array], first_wins: Callable[[Array, Array], Array], kind: str) -> Scalar:
@@ -149,10 +155,9 @@ LOGIC: dict[str, Callable[[Array, Array], Array]] = {
     "nand": lambda a, b: ~(a & b),
     "nor": lambda a, b: ~(a | b),
     "xnor": lambda a, b: ~(a ^ b),
-    # The mirrored forms negate source 0; they exist with saveexec only.
-    "andn1": lambda a, b: ~a & b,
-    "orn1": lambda a, b: ~a | b,
 }
+# With saveexec also the mirrored forms, which negate source 0.
+SAVE_EXEC_LOGIC = LOGIC | {"andn1": lambda a, b: ~a & b, "orn1": lambda a, b: ~a | b}
 
 SCALAR: dict[str, Scalar] = {
     "s_mov_b32": _entry("b32", "b32", lambda a: a),
@@ -191,6 +196,7 @@ SCALAR: dict[str, Scalar] = {
     "s_ff1_i32_b32": _entry("b32", "b32", first_one_low),
     "s_ff1_i32_b64": _entry("b32", "b64", _trailing_zeros64),
     "s_flbit_i32_b32": _entry("b32", "b32", first_one_high),
+    "s_flbit_i32_b64": _entry("b32", "b64", _leading_zeros64),
     "s_flbit_i32": _entry("b32", "b32", first_sign_change),
     "s_sext_i32_i8": _entry("i32", "i32", lambda a: a << 24 >> 24),
     "s_sext_i32_i16": _entry("i32", "i32", lambda a: a << 16 >> 16),
@@ -226,7 +232,7 @@ def scalar(instruction: Instruction) -> Step | None:
     if match := COMPARE.match(op):
         return _compare(instruction, COMPARES["ne" if match[2] == "lg" else match[2]], match[3], bool(match[1]))
     if match := SAVE_EXEC.match(op):
-        return _save_exec(instruction, LOGIC[match[1]])
+        return _save_exec(instruction, SAVE_EXEC_LOGIC[match[1]])
     if match := BIT_COMPARE.match(op):
         return _bit_compare(instruction, int(match[1]), match[2])
     if match := BIT_SET.match(op):

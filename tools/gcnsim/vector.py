@@ -38,7 +38,7 @@ OMOD = {("mul", "2"): 2.0, ("mul", "4"): 4.0, ("div", "2"): 0.5}
 # Of the instructions with a 16-bit result most clear the upper half of the register. These came with GFX9 or later,
 # and keep it.
 KEEPS_UPPER_HALF = words(
-    "v_fma_f16 v_fmac_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
+    "v_fma_f16 v_div_fixup_f16 v_mad_u16 v_mad_i16 v_add_i16 v_sub_i16 v_max3_f16 v_min3_f16 v_med3_f16 v_bitop3_b16"
 )
 # Integer instructions whose clamp is implemented.
 SATURATING = words(
@@ -73,11 +73,11 @@ def build(instruction: Instruction, entry: Alu) -> Step:
         raise UnknownInstruction(f"expected {count + len(kinds)} operands, found {len(instruction.operands)}")
     reads = [source(instruction, count + n, n, kind) for n, kind in enumerate(kinds)]
     if implied == "accumulate":
-        reads.append(typed(read32(instruction.operands[0]), entry.results[0]))
+        reads.append(_register(instruction.operands[0], entry.results[0]))
     elif implied == "vcc":
         reads.append(read_mask(VCC_PAIR))
     if saturates_integer := "clamp" in instruction.flags and instruction.op in SATURATING:
-        entry = replace(entry, compute=_saturating(entry.compute, DTYPES[entry.results[0]]))
+        entry = replace(entry, compute=saturating(entry.compute, DTYPES[entry.results[0]]))
     finish = _finisher(instruction, entry.results[0], saturates_integer)
     compute = entry.compute
     if instruction.encoding.endswith("dpp"):
@@ -117,8 +117,8 @@ def _compare_step(instruction: Instruction, entry: Alu, reads: list[Read]) -> St
 
 
 def _dpp_step(instruction: Instruction, entry: Alu, reads: list[Read], finish: Callable[..., Array]) -> Step:
-    if entry.results[0] not in ("u32", "i32", "f32") or len(entry.results) != 1:
-        raise UnknownInstruction("DPP is implemented for 32-bit results only")
+    if entry.results == ("mask",) or DTYPES[entry.results[0]].itemsize > 4 or len(entry.results) != 1:
+        raise UnknownInstruction("DPP is implemented for results of 32 and 16 bits only")
     permute = dpp_source(instruction)
     first, others = reads[0], reads[1:]
     old, write = read32(instruction.operands[0]), write32(instruction.operands[0])
@@ -127,7 +127,8 @@ def _dpp_step(instruction: Instruction, entry: Alu, reads: list[Read], finish: C
     def step(cohort: Cohort) -> None:
         value, enabled = permute(cohort, first(cohort))
         values = [value, *(read(cohort) for read in others)]
-        write(cohort, np.where(enabled, finish(cohort, compute(*values), values), old(cohort)))
+        result = finish(cohort, compute(*values), values).astype(U32, copy=False)
+        write(cohort, np.where(enabled, result, old(cohort)))
 
     return step
 
@@ -143,22 +144,28 @@ def typed(read: Read, kind: str) -> Read:
     return lambda cohort: read(cohort).astype(np.uint16).view(dtype)
 
 
+def _register(operand: Operand, kind: str) -> Read:
+    """A register, a pair or a constant as an array of `kind`."""
+    dtype = DTYPES[kind]
+    if dtype.itemsize < 8:
+        return typed(read32(operand, constant_width=16 if kind == "f16" else 32), kind)
+    raw = read64(double_literal(operand) if kind == "f64" else operand)
+    return raw if kind == "u64" else lambda cohort: raw(cohort).view(dtype)
+
+
 def source(instruction: Instruction, position: int, number: int, kind: str) -> Read:
     """Source `number` (operand `position`) as an array of `kind`, with its modifiers."""
     operand = instruction.operands[position]
     if kind == "mask":
         return read_mask(operand)
     dtype = DTYPES[kind]
-    if dtype.itemsize == 8:
-        raw64 = read64(double_literal(operand) if kind == "f64" else operand)
-        read: Read = (lambda cohort: raw64(cohort).view(dtype)) if kind != "u64" else raw64
+    if instruction.encoding == "sdwa":
+        select = instruction.modifiers.get(f"src{number}_sel", "DWORD")
+        read = typed(_selected(read32(operand), select, operand.sign_extend), kind)
+    elif dtype.itemsize == 2 and instruction.integers("op_sel", (0, 0, 0, 0))[number]:
+        read = typed(_selected(read32(operand), "WORD_1", False), kind)
     else:
-        raw = read32(operand, constant_width=16 if kind == "f16" else 32)
-        if instruction.encoding == "sdwa":
-            raw = _selected(raw, instruction.modifiers.get(f"src{number}_sel", "DWORD"), operand.sign_extend)
-        elif dtype.itemsize == 2 and instruction.integers("op_sel", (0, 0, 0, 0))[number]:
-            raw = _selected(raw, "WORD_1", False)
-        read = typed(raw, kind)
+        read = _register(operand, kind)
     return _signed(read, dtype, operand.negate, operand.absolute)
 
 
@@ -200,7 +207,7 @@ def _signed(read: Read, dtype: np.dtype, negate: bool, absolute: bool) -> Read:
 # --- results
 
 
-def _saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
+def saturating(compute: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Array]:
     """The function without overflow: what is out of the type's range becomes the nearest number in it."""
     limits = np.iinfo(dtype)
     return lambda *sources: compute(*(x.astype(np.int64) for x in sources)).clip(limits.min, limits.max)
@@ -225,11 +232,16 @@ def _finisher(instruction: Instruction, kind: str, saturates_integer: bool) -> C
             value = saturate_f16(cohort, value, sources)
         if factor:
             value = value * dtype.type(factor)
-        if clamp:  # NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with
-            value = np.where(value > 0, np.minimum(value, dtype.type(1)), dtype.type(0))
+        if clamp:
+            value = clamped(value)
         return value.view(f"u{dtype.itemsize}")
 
     return finish
+
+
+def clamped(value: Array) -> Array:
+    """A number between 0 and 1; NaN becomes 0, as MODE.DX10_CLAMP has it, which compute kernels run with."""
+    return np.where(value > 0, np.minimum(value, value.dtype.type(1)), value.dtype.type(0))
 
 
 def saturates(cohort: Cohort) -> Array:
