@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
@@ -129,16 +130,6 @@ def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout:
 
 
 @gluon.jit
-def _activate(gate, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + gl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh: x * sigmoid(2u) is x/2 * (1 + tanh u)
-        return gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-
-
-@gluon.jit
 def _store_tile(
     acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -152,7 +143,7 @@ def _store_tile(
     WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     if ACTIVATION is not None:
         gate, up = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1).split()
-        gate = _activate(gate.to(dtype).to(gl.float32), ACTIVATION)
+        gate = activate(gate.to(dtype).to(gl.float32), ACTIVATION)
         acc = (gate * up.to(dtype).to(gl.float32)).reshape(WIDTH, BLOCK_M)
         N = N // 2
     if row_weight is not None:

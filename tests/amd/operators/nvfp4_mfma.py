@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
+from llm_quant_rocm import ops
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
+from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 from tests.amd import isa
 from tests.amd.budget import Budget
 from tests.inputs import DTYPES, assert_same, broken_rows
-from tests.nvfp4_inputs import nasty_weight, weight64
+from tests.moe_inputs import relative_error
+from tests.nvfp4_inputs import experts as nvfp4_experts
+from tests.nvfp4_inputs import moe64, nasty_weight, weight64
 from tests.ops.test_nvfp4_gemm import exact_operands
 
 MATRIX = {
@@ -236,6 +240,25 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         # gate and up are rounded where float64 may round the other way: two steps of bf16 at the most.
         torch.testing.assert_close(found.double(), expected, rtol=2.0**-6, atol=2.0**-8)
 
+    def operator(dtype: torch.dtype) -> None:
+        """As an engine calls it: the weight arranged at load, the backend and the configuration chosen."""
+        x, weight, bias = exact_operands(33, 70, 272, dtype)
+        prepared = ops.prepare_nvfp4_weight(weight)
+        assert prepared.layout == nvfp4_mfma.layout(arch)
+        for batch_invariant in (False, True):
+            found = ops.nvfp4_gemm(x, prepared, bias, batch_invariant=batch_invariant)
+            assert_same(found, (x.double() @ weight64(weight).t() + bias.double()).float().to(dtype))
+
+    def routed(dtype: torch.dtype) -> None:
+        """Experts as an engine calls them; one of them is on another rank, one has no token."""
+        arguments = nvfp4_experts(21, 5, 2, 96, 48, dtype)
+        expected = moe64(arguments)
+        for name in ("w13", "w2"):
+            rows = rows_of_weight(arguments[name])
+            arguments[name] = ops.prepare_nvfp4_weight(rows, gate_up=name == "w13")
+        found = ops.nvfp4_moe(**arguments)
+        assert relative_error(found, expected) < (6e-3 if dtype == torch.bfloat16 else 8e-4)
+
     def expanded(dtype: torch.dtype) -> None:
         """The second tile of rows and a third that ends early, columns that end early."""
         weight = nasty_weight(300, 400)
@@ -264,6 +287,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             f"views, {dtype}": partial(views, dtype),
             f"other rows, {dtype}": partial(other_rows, dtype),
             f"experts, {dtype}": partial(experts, dtype, 1),
+            f"operator, {dtype}": partial(operator, dtype),
+            f"operator of experts, {dtype}": partial(routed, dtype),
         }
     base = Config(16)
     return cases | {
