@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 
+from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
+from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
+from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+
+# From so many rows of x on it is faster to expand a weight to FP8 in memory and to have cuBLAS multiply.
+EXPANDING_ROWS = 1536
+# So much of a weight is expanded at a time.
+EXPANDED_BYTES = 64 * 2**20
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 
@@ -46,3 +55,50 @@ def gemm(
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config)
     return nvfp4_wgmma_large.gemm_large(*operands, config)
+
+
+def gemm_fp8(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`."""
+    m = x.shape[0]
+    codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    cublas = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0
+    if m >= EXPANDING_ROWS and cublas:
+        return _gemm_expanded(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware)
+    config = nvfp4_wgmma_large.default_config(m)
+    operands = (words, scale_bytes, global_scale, bias)
+    return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
+
+
+def _gemm_expanded(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The product by cuBLAS, some rows of the weight at a time, all slices of about the same size."""
+    n, k = out.shape[1], codes.shape[1]
+    slices = -(-n * k // EXPANDED_BYTES)
+    step = -(-n // (128 * slices)) * 128
+    row_scale = (global_scale * UNSCALE_FP8).unsqueeze(0)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        weight = expand_fp8(words, scale_bytes, first, rows.stop - first, n, k, hardware)
+        torch._scaled_mm(
+            codes, weight.t(), x_scale, row_scale[:, rows], bias=None if bias is None else bias[rows],
+            out_dtype=out.dtype, use_fast_accum=True, out=out[:, rows],
+        )  # fmt: skip
+    return out

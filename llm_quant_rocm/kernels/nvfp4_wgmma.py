@@ -42,6 +42,8 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 # Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
 PREFETCH = gl.constexpr(3)
+# Tiles of M that are multiplied with all tiles of N before the next ones are.
+GROUP = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,19 @@ def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH:
     """Words and scale pairs [DEPTH * NT, 128] of step `step` over K."""
     piece = (step * DEPTH * row_tiles).to(gl.int64)
     return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n):
+    """tile_m and tile_n of the program or step number `tile`: a few tiles of M at a time with all tiles of N.
+
+    Programs that run together then share both x and the weight in the L2 cache. A tile of x, in 16 bits, takes about
+    four times the room of one of the weight, hence only a few.
+    """
+    group = tile // (GROUP * tiles_n)
+    rest = tile - group * (GROUP * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+    return group * GROUP + rest % rows, rest // rows
 
 
 @gluon.jit
@@ -186,12 +201,9 @@ def nvfp4_wgmma_kernel(
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
 
-    # Tiles of M that share a tile of the weight run together and find it in the L2 cache.
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tile = gl.program_id(0) // SPLIT_K
+    tile_m, tile_n = place(gl.program_id(0) // SPLIT_K, tiles_m, gl.cdiv(N, BLOCK_N))
     split = gl.program_id(0) % SPLIT_K
-    tile_m = tile % tiles_m
-    tile_n = tile // tiles_m
     row_tiles = (N + 127) // 128 * 8
     if tile_expert is not None:
         expert = gl.load(tile_expert + tile_m)
@@ -268,7 +280,7 @@ def nvfp4_wgmma_kernel(
         mbarrier.invalidate(ready.index(stage))
 
     if SPLIT_K > 1:
-        slot = gl.program_id(0).to(gl.int64) * (BLOCK_M * BLOCK_N)
+        slot = ((tile_n * tiles_m + tile_m) * SPLIT_K + split).to(gl.int64) * (BLOCK_M * BLOCK_N)
         _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
     else:
         _store_tile(

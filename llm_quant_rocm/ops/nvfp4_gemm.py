@@ -10,7 +10,7 @@ from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose, missing
 from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_wgmma
 from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_of
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
 
 NAME = "nvfp4_gemm"
@@ -58,10 +58,13 @@ def _run_triton(
 ) -> torch.Tensor:
     from llm_quant_rocm.kernels import nvfp4_hopper as kernel
 
+    tensors = (weight.codes, weight.scales, weight.global_scale)
+    if call.fp8 and call.k <= MAX_COLUMNS:
+        return kernel.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
         config = kernel.batch_invariant(config)
-    return kernel.gemm(x, weight.codes, weight.scales, weight.global_scale, bias, call.n, call.hardware, config)
+    return kernel.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
 @cache
@@ -171,7 +174,7 @@ def nvfp4_gemm(
             want another layout refuse.
         bias: bf16, fp16 or fp32 [N].
         prefill: "exact", or "fp8" for FP8's speed in calls of more than `DECODE_ROWS` rows: the weight then becomes
-            FP8 with a scale a row, and x with a scale a token (formats/fp8.py); both round to 3 mantissa bits.
+            FP8 (`formats.nvfp4.to_fp8`), and x FP8 with a scale a token (formats/fp8.py); both keep 3 mantissa bits.
         batch_invariant: a row's bits do not depend on the rows beside it.
 
     Raises:

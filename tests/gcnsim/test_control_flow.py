@@ -299,7 +299,7 @@ def test_a_barrier_that_a_wave_never_reaches():
       s_barrier
     """
     with pytest.raises(gcnsim.Deadlock) as caught:
-        run("gfx942", body, 2, 1, np.zeros(4, np.uint32), max_idle_runs=2000)
+        run("gfx942", body, 2, 1, np.zeros(4, np.uint32))
     message = str(caught.value)
     assert "workgroup (0, 0, 0) wave [0] waits at" in message and "s_barrier" in message
     assert "workgroup (0, 0, 0) wave [1] runs at" in message and "s_cbranch_scc1 forever" in message
@@ -308,8 +308,27 @@ def test_a_barrier_that_a_wave_never_reaches():
 def test_work_without_end_is_found_although_it_writes():
     """A loop that stores the same value again and again changes nothing."""
     body = "v_mov_b32 v5, 1\nforever:\n global_store_dword v1, v5, s[8:9]\n s_branch forever"
-    with pytest.raises(gcnsim.Deadlock, match="no progress"):
-        run("gfx942", body, 1, 1, np.zeros(64, np.uint32), max_idle_runs=2000)
+    with pytest.raises(gcnsim.Deadlock, match="the same instructions again and again"):
+        run("gfx942", body, 1, 1, np.zeros(64, np.uint32))
+
+
+def test_a_loop_that_counts_without_end_has_a_limit():
+    body = "forever:\n s_add_u32 s20, s20, 1\n s_branch forever"
+    with pytest.raises(gcnsim.Deadlock, match="no change of memory in 5... straight pieces"):
+        run("gfx942", body, 1, 1, np.zeros(64, np.uint32), max_idle_runs=5000)
+
+
+def test_long_work_without_a_change_of_memory_is_no_deadlock():
+    """Every wave counts to a number of its own, so that they part, for 40 000 pieces of code."""
+    code = """
+      s_mov_b32 s4, 0
+    again:
+      s_add_u32 s4, s4, 1
+      s_cmp_lt_u32 s4, s5
+      s_cbranch_scc1 again
+    """
+    turns = np.arange(40, dtype=np.uint32) * 1000 + 1
+    assert execute("gfx942", code, {"s5": turns}, "s4").tolist() == turns.tolist()
 
 
 # --- several launches
@@ -348,7 +367,7 @@ def ranks(arch, bodies):
         program = assemble(arch, body, 3)
         other = places[(rank + 1) % len(places)]
         launches.append(gcnsim.Launch(program, (1, 1, 1), 1, [places[rank], other, rank + 1], name=f"rank {rank}"))
-    gcnsim.run(launches, memory, max_idle_runs=4000)
+    gcnsim.run(launches, memory)
     return [memory.read(place, np.uint32, 192)[128:] for place in places]
 
 

@@ -20,34 +20,51 @@ from gcnsim.registers import Array, Cohort, join
 # A cohort that has waited for this many runs of others goes first; it then runs for at most as many.
 FAIRNESS = 256
 # Until this many runs every write counts as progress; from then on only one that changes memory.
-UNWATCHED_RUNS = 5000
+UNWATCHED_RUNS = 1000
 
 
 def run(
     launches: Sequence[Launch],
     memory: Memory,
     resident_waves: int = 256,
-    max_idle_runs: int = 20_000,
+    max_idle_runs: int = 200_000,
     detect_races: bool = True,
 ) -> None:
     """Runs launches together on one memory, until all of them have ended.
 
     Workgroups of a launch become resident in grid order, as many at a time as `resident_waves` waves hold (one at
-    least); waves of resident workgroups all make progress, of all launches. A run is one straight piece of code for
-    one cohort: after `max_idle_runs` of them without a change in memory or a wave that ends, the kernels hang, and
-    Deadlock says where. With `detect_races`, waves that exchange data through LDS without a barrier between raise
-    LdsRace. Other errors are those of `gcnsim.errors`.
+    least); waves of resident workgroups all make progress, of all launches.
+
+    Raises:
+        Deadlock: every wave waits, or all have come back to a state they were in before, with memory unchanged since;
+            or memory has not changed, and no wave ended, for `max_idle_runs` straight pieces of code.
+        LdsRace: with `detect_races`, waves exchange data through LDS without a barrier between.
+        GcnSimError: the other errors of `gcnsim.errors`.
     """
     executions = [Execution(launch, memory, resident_waves, detect_races) for launch in launches]
     idle = 0
+    seen: dict[int, list[int]] = {}  # states since memory changed last, and the runs of each execution by then
     with np.errstate(all="ignore"):
         while live := [execution for execution in executions if not execution.done]:
             before = sum(execution.progress for execution in live)
             runs = sum(execution.turn(FAIRNESS) for execution in live)
-            idle = 0 if sum(execution.progress for execution in live) != before else idle + runs
-            if runs == 0 or idle > max_idle_runs:
-                reason = "every wave waits" if runs == 0 else f"no progress in {idle} straight runs of code"
-                raise Deadlock("\n".join([f"deadlock: {reason}", *(line for e in live for line in e.report())]))
+            if runs == 0:
+                raise _deadlock("every wave waits", live)
+            if sum(execution.progress for execution in live) != before:
+                idle = 0
+                seen.clear()
+                continue
+            idle += runs
+            state = hash(tuple(execution.fingerprint() for execution in live))
+            then = seen.setdefault(state, [execution.runs for execution in live])
+            if all(execution.all_ran_since(runs) for execution, runs in zip(live, then, strict=True)):
+                raise _deadlock("the same instructions again and again, on the same registers and memory", live)
+            if idle > max_idle_runs:
+                raise _deadlock(f"no change of memory in {idle} straight pieces of code", live)
+
+
+def _deadlock(reason: str, executions: Sequence["Execution"]) -> Deadlock:
+    return Deadlock("\n".join([f"deadlock: {reason}", *(line for e in executions for line in e.report())]))
 
 
 class Execution:
@@ -70,6 +87,22 @@ class Execution:
     def progress(self) -> int:
         """Grows whenever memory changes or waves end."""
         return self.memory.store.changes + self._residents.lds.store.changes + self._ended
+
+    @property
+    def runs(self) -> int:
+        """How many straight pieces of code have run."""
+        return self._runs
+
+    def all_ran_since(self, runs: int) -> bool:
+        """Has every cohort that does not wait at a barrier had its turn since so many pieces of code had run?"""
+        return all(cohort.waiting or cohort.last_run > runs for cohort in self._cohorts)
+
+    def fingerprint(self) -> int:
+        """A hash of all that waves do not share: registers, places in the code, scratch."""
+        parts = [self._residents.scratch.store.data.tobytes()]
+        for cohort in self._cohorts:
+            parts += [cohort.vector.tobytes(), cohort.scalar.tobytes(), cohort.scc.tobytes(), b"%d" % cohort.pc]
+        return hash(tuple(parts))
 
     def turn(self, limit: int) -> int:
         """Runs up to `limit` straight pieces of code and returns how many; 0 where every wave waits."""
