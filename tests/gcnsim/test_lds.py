@@ -176,6 +176,33 @@ def test_load_that_goes_to_lds(arch, width):
         assert np.array_equal(result[word], expected)
 
 
+@pytest.mark.parametrize("arch, suffix, words", [("gfx942", "", 1), ("gfx950", "x4", 4)])
+def test_load_from_an_address_that_goes_to_lds(arch, suffix, words):
+    """The constant offset counts for the address and for the place in LDS; inactive lanes leave a hole."""
+    registers = "v[16:19]" if words == 4 else "v16"
+    code = f"""
+      s_load_dwordx2 s[4:5], s[60:61], 0x0
+      s_movk_i32 m0, 0x40
+      v_mov_b32 v4, -1
+      v_mov_b32 v5, -1
+      v_mov_b32 v6, -1
+      v_mov_b32 v7, -1
+      v_lshlrev_b32 v3, {4 if words == 4 else 2}, v9
+      ds_write_b{32 * words} v3, {"v[4:7]" if words == 4 else "v4"} offset:80
+      s_mov_b32 exec_lo, 0xffffff0f
+      global_load_lds_dword{suffix} v10, s[4:5] offset:16
+      s_mov_b32 exec_lo, -1
+      ds_read_b{32 * words} {registers}, v3 offset:80
+    """
+    source = np.arange(1000, 1064, dtype=np.uint32)
+    start = LANE[::-1] // 5 * 4
+    inputs = {"v20": source, "v9": LANE.astype(np.uint32), "v10": (start * 4).astype(np.uint32)}
+    result = np.atleast_2d(execute(arch, code, inputs, registers, lds=LDS))
+    hole = (LANE >= 4) & (LANE < 8)
+    for word in range(words):
+        assert np.array_equal(result[word], np.where(hole, 0xFFFFFFFF, source[start + 4 + word]))
+
+
 def test_bytes_straight_to_lds_are_refused():
     with pytest.raises(gcnsim.UnknownInstruction, match="bytes and shorts to LDS"):
         execute("gfx942", "buffer_load_ubyte v2, s[4:7], 0 offen lds", {}, "v2", lds=LDS)

@@ -201,6 +201,14 @@ def test_dot_products(arch, kind, dtype):
     same_floats(execute(arch, f"v_dot2c_f32_{kind} v0, v1, v2", inputs, "v0"), expected)
 
 
+@pytest.mark.parametrize("arch, flushes", [("gfx90a", True), ("gfx942", False)])
+def test_dot_products_flush_denormals_on_gfx90a_alone(arch, flushes):
+    tiny = np.full(64, np.float16([2.0**-20, 0]).view(np.uint32)[0])
+    large = np.full(64, np.float16([2.0**10, 0]).view(np.uint32)[0])
+    result = execute(arch, "v_dot2_f32_f16 v0, v1, v2, v3", {"v1": tiny, "v2": large, "v3": np.zeros(64, F32)}, "v0")
+    assert (result.view(F32) == (0 if flushes else 2.0**-10)).all()
+
+
 def clamped(x):
     return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
 

@@ -156,7 +156,7 @@ FAMILIES: tuple[tuple[Callable[[Instruction, str], Step | None], frozenset[str]]
     (lambda instruction, arch: vector_memory(instruction), MEMORY_MODIFIERS),
     (lambda instruction, arch: lds(instruction), frozenset({"offset", "offset0", "offset1"})),
     (lambda instruction, arch: cross_lane(instruction), frozenset({"offset"})),
-    (lambda instruction, arch: packed(instruction), words("op_sel op_sel_hi neg_lo neg_hi clamp")),
+    (packed, words("op_sel op_sel_hi neg_lo neg_hi clamp")),
     (matrix, frozenset({"cbsz", "abid", "blgp", "op_sel", "op_sel_hi"})),
     (small_conversion, frozenset({"op_sel", "src0_sel"})),
     (lambda instruction, arch: global_atomic(instruction), MEMORY_MODIFIERS),

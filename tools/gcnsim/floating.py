@@ -80,8 +80,8 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 def multiply_add(a: Array, b: Array, c: Array) -> Array:
     """gfx90a's v_mad_f32, which rounds the product and the sum, and takes and gives denormals as zeros."""
-    a, b, c = (_flushed(x) for x in (a, b, c))
-    return _flushed(_flushed(a * b) + c)
+    a, b, c = (flushed(x) for x in (a, b, c))
+    return flushed(flushed(a * b) + c)
 
 
 # --- minimum and maximum: a NaN loses (min, max) or wins (minimum, maximum), and -0 is less than 0
@@ -121,15 +121,16 @@ def median(a: Array, b: Array, c: Array) -> Array:
 # --- approximations
 
 
-def _flushed(x: Array) -> Array:
-    return np.where(np.abs(x) < TINY, np.copysign(F32(0), x), x)
+def flushed(x: Array) -> Array:
+    """Denormals as zeros of their sign."""
+    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(x.dtype.type(0), x), x)
 
 
 def approximate(function: Callable[..., Array]) -> Alu:
     """A function computed in double and rounded once, denormal sources and results flushed."""
 
     def compute(x: Array) -> Array:
-        return _flushed(np.asarray(function(_flushed(x).astype(F64)), F64).astype(F32))
+        return flushed(np.asarray(function(flushed(x).astype(F64)), F64).astype(F32))
 
     return alu("f32", "f32", compute)
 

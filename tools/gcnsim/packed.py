@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gcnsim.errors import UnknownInstruction
-from gcnsim.floating import fma16, fma32, maximum, maximum_number, minimum, minimum_number
+from gcnsim.floating import flushed, fma16, fma32, maximum, maximum_number, minimum, minimum_number
 from gcnsim.formats import bf16_to_f32
 from gcnsim.operands import Operand, words
 from gcnsim.program import Instruction
@@ -49,7 +49,7 @@ MIX = re.compile(r"v_(?:fma|mad)_mix(lo_f16|hi_f16|_f32)$")
 DOT2 = re.compile(r"v_dot2(c?)_f32_(f16|bf16)$")
 
 
-def packed(instruction: Instruction) -> Step | None:
+def packed(instruction: Instruction, arch: str) -> Step | None:
     """The step of a packed instruction, None where it is none."""
     if instruction.op == "v_pk_mov_b32":
         return _move(instruction)
@@ -60,7 +60,7 @@ def packed(instruction: Instruction) -> Step | None:
     if match := MIX.match(instruction.op):
         return _mix(instruction, match[1])
     if match := DOT2.match(instruction.op):
-        return _dot2(instruction, match[2], accumulate=bool(match[1]))
+        return _dot2(instruction, match[2], accumulate=bool(match[1]), flushes=arch == "gfx90a")
     return None
 
 
@@ -184,8 +184,8 @@ def _mixed(operand: Operand, is_half: int, high: int) -> Read:
     return value
 
 
-def _dot2(instruction: Instruction, kind: str, accumulate: bool) -> Step:
-    """Two products of halves and an fp32 addend, summed in double and rounded once."""
+def _dot2(instruction: Instruction, kind: str, accumulate: bool, flushes: bool) -> Step:
+    """Two products of halves and an fp32 addend, summed in double and rounded once. gfx90a flushes denormals."""
     if instruction.modifiers or instruction.flags:
         raise UnknownInstruction("modifiers of dot products are not implemented")
     words = [read32(operand) for operand in instruction.operands[1:3]]
@@ -195,11 +195,11 @@ def _dot2(instruction: Instruction, kind: str, accumulate: bool) -> Step:
     def halves(word: Array) -> list[Array]:
         parts = [(word >> np.uint32(shift)).astype(np.uint16) for shift in (0, 16)]
         numbers = [bf16_to_f32(part) if kind == "bf16" else part.view(np.float16) for part in parts]
-        return [number.astype(np.float64) for number in numbers]
+        return [(flushed(number) if flushes else number).astype(np.float64) for number in numbers]
 
     def step(cohort: Cohort) -> None:
         (a, b), (c, d) = (halves(read(cohort)) for read in words)
-        total = a * c + b * d + addend(cohort).view(np.float32)
-        write(cohort, total.astype(np.float32).view(U32))
+        total = (a * c + b * d + addend(cohort).view(np.float32)).astype(np.float32)
+        write(cohort, (flushed(total) if flushes else total).view(U32))
 
     return step
