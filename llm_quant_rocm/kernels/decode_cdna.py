@@ -11,7 +11,7 @@ A word holds eight codes of one row and one block. The order of its bits is that
 What the mask leaves is the code's value times 2^-14 as an fp16, 2^-15 as gfx942's bf8. A bf8 whose sign alone is set is
 NaN on gfx942; there are no such codes, since packing makes -0 codes +0.
 
-Vector instructions for 8 codes and their share of the scales, as compiled:
+Vector instructions for 8 codes and their share of the scales, as compiled by Triton 3.9:
 
     gfx942  bf16  15.5   reverse, 2 masks, 4 conversions of bf8 pairs, 4 products of pairs, 4 packs
             fp16  12     reverse, 2 shifts, 4 masks, 4 products of pairs

@@ -21,7 +21,7 @@ def test_it_keeps_its_distance(triton: str, arch: str) -> None:
     them, except where inline assembly writes: so that writes neither operands nor, ever, accumulation registers, and
     all sums are in these. And subnormals must not be flushed."""
     proof = prove(triton, arch, "nvfp4_mfma", execute=False)
-    for case, launch in proof.variants:
+    for case, launch in proof.kernels:
         if launch.kernel != "nvfp4_mfma_kernel":
             continue
         assert ".amdhsa_float_denorm_mode_16_64 3" in launch.assembly, case
