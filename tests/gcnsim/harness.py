@@ -150,7 +150,11 @@ def assembles(arch: str, code: str) -> bool:
     except ImportError:
         return True
     llvm.init_targets()
-    return len(amd.assemble_amdgcn(code + "\n", "amdgcn-amd-amdhsa", arch, "")) > 0
+    try:
+        binary = amd.assemble_amdgcn(code + "\n", "amdgcn-amd-amdhsa", arch, "")
+    except TypeError:  # Triton 3.6 knows the triple itself
+        binary = amd.assemble_amdgcn(code + "\n", arch, "")
+    return len(binary) > 0
 
 
 def random_bits(count: int, dtype: Any, seed: int = 0) -> Array:

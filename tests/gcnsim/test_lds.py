@@ -134,17 +134,21 @@ def test_workgroups_have_their_own():
     )
 
 
-@pytest.mark.parametrize("bits, rows", [(16, 4), (8, 8)])
+@pytest.mark.parametrize("bits, rows", [(16, 4), (8, 8), (4, 16)])
 def test_transposing_read(bits, rows):
     """Of each sixteen lanes, lane n gets column n of a matrix whose rows lie in LDS one after the other."""
-    kind = f"u{bits // 8}"
-    matrix = np.random.default_rng(1).integers(0, 1 << bits, (4, rows, 16)).astype(kind)
-    raw = np.ascontiguousarray(matrix).reshape(64, -1).view(np.uint32)
-    inputs = {"v1": (LANE * 8).astype(np.uint32), "v4": raw[:, 0].copy(), "v5": raw[:, 1].copy()}
+    matrix = np.random.default_rng(1).integers(0, 1 << bits, (4, rows, 16))
+    inputs = {"v1": (LANE * 8).astype(np.uint32)} | {f"v{4 + n}": w for n, w in enumerate(packed_words(matrix, bits))}
     code = f"ds_write_b64 v1, v[4:5]\nds_read_b64_tr_b{bits} v[2:3], v1"
-    result = execute("gfx950", code, inputs, "v[2:3]", lds=LDS)
-    columns = result.view(kind).reshape(4, 16, rows)
-    assert np.array_equal(columns, matrix.transpose(0, 2, 1))
+    result = execute("gfx950", code, inputs, "v2 v3", lds=LDS)
+    assert np.array_equal(result, packed_words(matrix.transpose(0, 2, 1), bits))
+
+
+def packed_words(values, bits):
+    """Numbers of `bits` bits, 64 bits a lane, as the words of two registers."""
+    rows = values.reshape(64, -1).tolist()
+    whole = [sum(value << bits * n for n, value in enumerate(row)) for row in rows]
+    return [np.array([lane >> 32 * word & 0xFFFFFFFF for lane in whole], np.uint32) for word in range(2)]
 
 
 @pytest.mark.parametrize("arch, width", [("gfx90a", 1), ("gfx942", 1), ("gfx950", 1), ("gfx950", 4)])

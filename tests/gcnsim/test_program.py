@@ -257,6 +257,13 @@ def test_arguments_that_the_runtime_fills_in():
     assert hidden["hidden_grid_dims"] == 2
 
 
+def test_registers_are_undefined_at_first():
+    """NaN in every format, so that a kernel that reads what it never wrote does not come out right by luck."""
+    word, scalar = execute("gfx942", "v_mov_b32 v9, v8\nv_mov_b32 v10, s9", {}, "v9 v10")
+    assert np.isnan(word.view(np.float32)).all() and np.isnan(word.view(np.float16)).all()
+    assert np.array_equal(word, scalar)
+
+
 def test_arguments_in_registers():
     """Kernels for gfx942 may ask for their first arguments in the registers behind the pointer to them."""
     body = """

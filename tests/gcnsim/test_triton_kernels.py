@@ -172,24 +172,46 @@ MX = {
 }
 
 
+def mx_matrix(random, kind, count, k):
+    """Codes, scales that differ from block to block, and the numbers they mean."""
+    dtype, codes_of = MX[kind]
+    codes = random.integers(0, codes_of, (count, k)).astype(np.uint8)
+    codes = np.where(np.isfinite(codes.view(dtype).astype(np.float32)), codes, 1).astype(np.uint8)
+    scales = random.integers(118, 136, (count, k // 32)).astype(np.uint8)
+    return codes, scales, codes.view(dtype).astype(np.float64) * np.repeat(2.0 ** (scales - 127.0), 32, axis=1)
+
+
+def in_pairs(codes):
+    """FP4 codes two a byte, the first one low."""
+    return np.ascontiguousarray(codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def assert_product(result, a, b):
+    bound = np.abs(a) @ np.abs(b).T * 2.0**-20
+    assert (np.abs(result - a @ b.T) <= bound).all()
+
+
 @pytest.mark.parametrize("shape", ["16x16", "32x32"])
 @pytest.mark.parametrize("kinds", [("e2m1", "e2m1"), ("e4m3", "e2m1"), ("e5m2", "e4m3")], ids="-".join)
 def test_scaled_gemm(kinds, shape, random):
-    """gfx950's scaled matrix instructions. Scales differ from block to block, so that the layouts must be right."""
-    rows, k, inputs, values = (32, 64), 256, [], []
-    for kind, count in zip(kinds, rows, strict=True):
-        dtype, codes_of = MX[kind]
-        codes = random.integers(0, codes_of, (count, k)).astype(np.uint8)
-        codes = np.where(np.isfinite(codes.view(dtype).astype(np.float32)), codes, 1).astype(np.uint8)
-        scales = random.integers(118, 136, (count, k // 32)).astype(np.uint8)
-        packed = codes[:, ::2] | codes[:, 1::2] << 4 if kind == "e2m1" else codes
-        inputs += [np.ascontiguousarray(packed), scales]
-        values.append(codes.view(dtype).astype(np.float64) * np.repeat(2.0 ** (scales - 127.0), 32, axis=1))
+    """gfx950's scaled matrix instructions."""
+    inputs, values = [], []
+    for kind, count in zip(kinds, (32, 64), strict=True):
+        codes, scales, numbers = mx_matrix(random, kind, count, 256)
+        inputs += [in_pairs(codes) if kind == "e2m1" else codes, scales]
+        values.append(numbers)
     name = f"mx_{kinds[0]}_{kinds[1]}_{shape}"
     assert "v_mfma_scale_f32" in compile_all("gfx950")[name]["assembly"]
-    result = run("gfx950", name, (1, 1, 1), [*inputs, OUTPUT], {4: (np.float32, rows)})
-    bound = np.abs(values[0]) @ np.abs(values[1]).T * 2.0**-20
-    assert (np.abs(result - values[0] @ values[1].T) <= bound).all()
+    result = run("gfx950", name, (1, 1, 1), [*inputs, OUTPUT], {4: (np.float32, (32, 64))})
+    assert_product(result, *values)
+
+
+def test_scaled_gemm_with_transposing_reads(random):
+    (a, a_scales, left), (b, b_scales, right) = (mx_matrix(random, "e2m1", count, 256) for count in (32, 64))
+    assert "ds_read_b64_tr_b4" in compile_all("gfx950")["mx_by_rows"]["assembly"]
+    inputs = [in_pairs(a), a_scales, in_pairs(np.ascontiguousarray(b.T)), b_scales]
+    result = run("gfx950", "mx_by_rows", (1, 1, 1), [*inputs, OUTPUT], {4: (np.float32, (32, 64))})
+    assert_product(result, left, right)
 
 
 @arch_by_arch

@@ -104,6 +104,18 @@ def scaled_gemm(
 
 
 @triton.jit
+def scaled_gemm_by_rows(a, a_scale, b, b_scale, c, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """FP4 by FP4, with b [K, N] packed along N, which the matrix instructions want transposed."""
+    row, column, blocks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, K // 32)
+    left = tl.load(a + row[:, None] * (K // 2) + tl.arange(0, K // 2))
+    right = tl.load(b + tl.arange(0, K)[:, None] * (BN // 2) + tl.arange(0, BN // 2))
+    left_scale = tl.load(a_scale + row[:, None] * (K // 32) + blocks)
+    right_scale = tl.load(b_scale + column[:, None] * (K // 32) + blocks)
+    total = tl.dot_scaled(left, left_scale, "e2m1", right, right_scale, "e2m1", rhs_k_pack=False)
+    tl.store(c + row[:, None] * BN + column, total)
+
+
+@triton.jit
 def exchange(mine, other, out, SIGNAL: tl.constexpr, WAIT: tl.constexpr, BLOCK: tl.constexpr):
     """Two ranks: send a block to the other, raise its flag, wait for one's own. Word 0 of each buffer is the flag."""
     i = tl.arange(0, BLOCK)
@@ -181,6 +193,7 @@ def kernels(arch: str) -> dict[str, Kernel]:
             types = ("*u8", "*u8", "*u8", "*u8", "*fp32")
             for name, shape in (("16x16", small), ("32x32", square)):
                 chosen[f"mx_{left}_{right}_{name}"] = Kernel(scaled_gemm, types, constants, shape)
+        chosen["mx_by_rows"] = Kernel(scaled_gemm_by_rows, types, {"K": 256, "BM": 32, "BN": 64}, small)
     return chosen
 
 

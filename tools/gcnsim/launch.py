@@ -119,6 +119,9 @@ class Residents:
             if program.descriptor.get(f"system_sgpr_workgroup_id_{letter}"):
                 scalars[:, place] = ids[:, axis]
                 place += 1
+        place += program.descriptor.get("system_sgpr_workgroup_info", 0)
+        if program.descriptor.get("system_sgpr_private_segment_wavefront_offset"):
+            scalars[:, place] = 0  # where the wave's scratch begins
         return cohort
 
 

@@ -15,7 +15,7 @@ from gcnsim.registers import Array, Cohort, Step, read32
 from gcnsim.vmem import Width, put
 
 ACCESS = re.compile(r"ds_(read|write)(2?)(st64)?_(b|u|i)(\d+)(_d16)?(_hi)?$")
-TRANSPOSE = re.compile(r"ds_read_b(64|96)_tr_b(16|8|6|4)$")
+TRANSPOSE = re.compile(r"ds_read_b64_tr_b(16|8|4)$")
 
 
 class Private:
@@ -116,7 +116,7 @@ def lds(instruction: Instruction) -> Step | None:
         )
         return (_write if match[1] == "write" else _read)(instruction, offsets, width)
     if match := TRANSPOSE.match(instruction.op):
-        return _read_transposed(instruction, int(match[1]) // 8, int(match[2]))
+        return _read_transposed(instruction, 8, int(match[1]))
     if (match := ATOMIC.match(instruction.op)) and (operation := lds_operation(match[1], match[3])):
         return _atomic(instruction, operation, returns=bool(match[2]))
     return None

@@ -21,6 +21,8 @@ LANES = 64
 LANE = np.arange(LANES)
 U32 = np.dtype(np.uint32)
 U64 = np.dtype(np.uint64)
+# What a register holds that nobody wrote: NaN in fp32, fp16 and bf16, and far beyond every buffer as an offset.
+UNDEFINED = 0x7FCD7FCD
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -91,11 +93,11 @@ def join(cohorts: list[Cohort]) -> Cohort:
 
 
 def initial_cohort(vector_registers: int, workgroup: Array, wave: Array, pc: int, residents: "Residents") -> Cohort:
-    """Waves at their first instruction: registers zero, all lanes active."""
+    """Waves at their first instruction: registers undefined, all lanes active."""
     waves = len(wave)
-    scalar = np.zeros((waves, SCALAR_REGISTERS), U32)
+    scalar = np.full((waves, SCALAR_REGISTERS), UNDEFINED, U32)
     scalar[:, EXEC : EXEC + 2] = 0xFFFFFFFF
-    vector = np.zeros((max(vector_registers, 1), waves, LANES), U32)
+    vector = np.full((max(vector_registers, 1), waves, LANES), UNDEFINED, U32)
     return Cohort(vector, scalar, np.zeros(waves, bool), workgroup, wave, pc, residents)
 
 
