@@ -39,8 +39,8 @@ def weight64(weight: NvFp4Weight) -> torch.Tensor:
 def experts(
     tokens: int, count: int, topk: int, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> dict[str, Any]:
-    """Arguments of ops.nvfp4_moe on the CPU. Every expert, and in it gate and up, has a global scale of its own, a
-    hundred times another's. Expert 0 gets no token where others suffice.
+    """Arguments of ops.nvfp4_moe on the CPU, weights in rows. Every expert, and in it gate and up, has a global scale of
+    its own, a hundred times another's. Expert 0 gets no token where others suffice.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,8 +58,8 @@ def experts(
     topk_weights, topk_ids = logits.softmax(-1).topk(topk)
     return {
         "x": torch.randn(tokens, hidden, generator=generator).to(dtype),
-        "w13": ops.prepare_nvfp4_weight(weight(2 * inner, hidden, 2)),
-        "w2": ops.prepare_nvfp4_weight(weight(hidden, inner, 1)),
+        "w13": ops.PreparedNvFp4Weight.in_rows(weight(2 * inner, hidden, 2)),
+        "w2": ops.PreparedNvFp4Weight.in_rows(weight(hidden, inner, 1)),
         "topk_weights": topk_weights,
         "topk_ids": topk_ids.int(),
     }
@@ -68,7 +68,7 @@ def experts(
 def select_experts(weight: ops.PreparedNvFp4Weight, chosen: torch.Tensor) -> ops.PreparedNvFp4Weight:
     """The weight's experts where `chosen`, in layout "row"."""
     parts = (weight.codes[chosen], weight.scales[chosen], weight.global_scale[chosen])
-    return ops.prepare_nvfp4_weight(NvFp4Weight(*parts))
+    return ops.PreparedNvFp4Weight.in_rows(NvFp4Weight(*parts))
 
 
 def moe64(arguments: dict[str, Any], activation: str = "silu") -> torch.Tensor:

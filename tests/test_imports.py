@@ -119,7 +119,8 @@ def test_importing_the_library_touches_nothing() -> None:
     program = f"""
 import sys
 sys.modules["vllm"] = sys.modules["sglang"] = sys.modules["triton"] = None  # importing them fails
-import {PACKAGE}, {PACKAGE}.ops, {PACKAGE}.backends, {PACKAGE}.tuning, {PACKAGE}.cli, torch
+import {PACKAGE}, {PACKAGE}.ops, {PACKAGE}.comm.policy, {PACKAGE}.comm.process_group, torch
+import {PACKAGE}.backends, {PACKAGE}.tuning, {PACKAGE}.cli
 assert not torch.cuda.is_initialized()
 assert "{PACKAGE}.kernels" not in sys.modules
 """

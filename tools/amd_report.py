@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
 
 from tests.amd import budget, operators, table, tritons  # noqa: E402
 from tests.amd.prove import prove  # noqa: E402

@@ -262,22 +262,25 @@ def fake_quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tor
     return values.flatten(-2).to(x.dtype)
 
 
-def fp8_row_scale(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> torch.Tensor:
-    """The scales, fp32 [..., N, 1], under which `weight` becomes PTPC FP8: those of its rows' largest magnitudes."""
-    amax = torch.empty(prod(weight.codes.shape[:-1]), dtype=torch.float32, device=weight.codes.device)
-    for chunk, values in weight.chunks():
-        amax[chunk] = fp8.row_amax(values).squeeze(-1)
-    return fp8.scale_from_amax(amax.view(*weight.codes.shape[:-1], 1), fmt)
-
-
 def to_fp8(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weight` as PTPC FP8: codes [..., N, K] and fp32 scales [..., N, 1]. Rounds, once: E4M3 has 3 mantissa bits."""
-    scale = fp8_row_scale(weight, fmt)
-    codes = torch.empty((*weight.codes.shape[:-1], weight.k), dtype=fmt.dtype, device=weight.codes.device)
-    rows, row_scale = codes.view(prod(scale.shape), weight.k), scale.view(prod(scale.shape), 1)
-    for chunk, values in weight.chunks():
-        rows[chunk] = fp8.quantize(values, row_scale[chunk], fmt)
-    return codes, scale
+    """`weight` as PTPC FP8: codes [..., N, K] and fp32 scales [..., N, 1].
+
+        code  = e4m3(e2m1 * block scale / (2688 / FP8_MAX))         rounded once, to 4 significant bits
+        scale = global scale * (2688 / FP8_MAX)                     times 6 for OCP, 12 for FNUZ
+
+    The factor is the one that 2688 wants, whatever a row holds. Under it the codes 1.5, 3 and 6 stay exact, because
+    they are a power of two times 6, and most of a block's magnitude is in them: the error is half of what it is under
+    a scale from the row's largest magnitude. Products below 6 * 2^-6 become denormal: all that belong to block scales
+    that are denormals of E4M3 themselves.
+    """
+    factor = RANGE / fmt.max
+    count = prod(weight.codes.shape[:-1])
+    block_codes = weight.codes.reshape(count, weight.k // 2)
+    block_scales = weight.scales.reshape(count, weight.k // BLOCK)
+    codes = torch.empty((count, weight.k), dtype=fmt.dtype, device=weight.codes.device)
+    for chunk in row_slices(count, weight.k):
+        codes[chunk] = (block_values(block_codes[chunk], block_scales[chunk]) / factor).to(fmt.dtype)
+    return codes.view(*weight.codes.shape[:-1], weight.k), (weight.global_scale * factor).unsqueeze(-1)
 
 
 def _divisor(w: torch.Tensor, name: str) -> torch.Tensor:

@@ -15,12 +15,18 @@ LAYOUT = "wgmma"
 # The same with the rows of w13 = [gate, up] in turns, eight of the gate and eight of up, so that one program holds both
 # and can apply the activation.
 LAYOUT_GATE_UP = "wgmma_gate_up"
+LAYOUTS = (LAYOUT, LAYOUT_GATE_UP)
 ROWS, COLUMNS = 16, 64
 # Weights are padded with zero codes to whole tiles of every configuration.
 PAD_N, PAD_K = 128, 128
 # Scales are stored as scale * 2^7, the upper half of an fp16.
 SCALE_EXPONENT = 7
 _PACK_ELEMENTS = 2**24
+
+
+def layout(arch: str, gate_up: bool = False) -> str:
+    """The layout that the kernels read; `arch` is Hopper's."""
+    return LAYOUT_GATE_UP if gate_up else LAYOUT
 
 
 def parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
@@ -34,12 +40,13 @@ def gate_up_order(n: int, device: torch.device) -> torch.Tensor:
     return torch.arange(n, device=device).view(2, n // ROWS, ROWS // 2).transpose(0, 1).flatten()
 
 
-def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str = LAYOUT) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight's codes and block scales as the kernel reads them.
 
     Args:
         codes: uint8 [..., N, K/2], the even k in the low nibble.
         scales: float8_e4m3fn [..., N, K/16], not negative.
+        layout: one of `LAYOUTS`; they have the same bits, and the caller orders the rows.
 
     Returns:
         words int32 [..., K/64, N/16, 128], with N and K padded to multiples of 128, and scale bytes uint8

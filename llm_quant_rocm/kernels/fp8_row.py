@@ -48,6 +48,19 @@ def store_block(row_ptr, value, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def load_half_groups(
+    row_ptr, i: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
+):  # fmt: skip
+    """Eights of block i of 2 * BLOCK columns: the first (HALF 0) or second (HALF 1) eight of every sixteen."""
+    place = tl.arange(0, BLOCK)
+    column = i * (2 * BLOCK) + place // 8 * 16 + HALF * 8 + place % 8
+    if (i + 1) * 2 * BLOCK <= COLUMNS:
+        return tl.load(row_ptr + column, eviction_policy=EVICTION)
+    else:
+        return tl.load(row_ptr + column, mask=column < COLUMNS, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
 def widen(x):
     """x as fp32. Two bf16 of one register take two instructions; Triton's own conversion takes three."""
     if x.dtype == tl.bfloat16 and tl.target_info.is_cuda():
@@ -78,9 +91,12 @@ def larger(a, b):
 @triton.jit
 def store_quantized_row(
     q_ptr, scale_ptr, row, largest, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr
+    BLOCK: tl.constexpr, INTERLEAVE: tl.constexpr = False
 ):  # fmt: skip
     """Codes and scale of `row`, a tuple of blocks, zeros beyond the row.
+
+    With INTERLEAVE the blocks are pairs of `load_half_groups`, and columns 0 to 15 of every sixteen are stored in the
+    order 0, 8, 1, 9, ... 7, 15.
 
     `largest` [BLOCK] fp32 is the elementwise maximum of the blocks' magnitudes, taken before or after they were rounded
     to their dtype: rounding is monotonic, so the maximum of the rounded values is the rounded maximum.
@@ -100,10 +116,23 @@ def store_quantized_row(
     reciprocal = tl.math.div_rn(1.0, scale)
     # A scale of inf has quotients of 0, and NaN for inf: x * reciprocal is right, and the remainder must not undo it.
     divisor = tl.where(scale == float("inf"), 0.0, scale)
-    for i in tl.static_range(len(row)):
-        x = widen(row[i])
-        quotient = x * reciprocal
-        # x * -1.0 is a sign in the fma; Triton's -x is 0 - x, an instruction.
-        quotient = tl.fma(tl.fma(quotient, divisor, x * -1.0), -reciprocal, quotient)
-        store_block(q_ptr, quotient.to(q_ptr.dtype.element_ty), i, COLUMNS, BLOCK)
+    if INTERLEAVE:
+        for i in tl.static_range(len(row) // 2):
+            first = quotients(row[2 * i], divisor, reciprocal)
+            second = quotients(row[2 * i + 1], divisor, reciprocal)
+            both = tl.join(first, second).reshape(2 * BLOCK)
+            store_block(q_ptr, both.to(q_ptr.dtype.element_ty), i, COLUMNS, 2 * BLOCK)
+    else:
+        for i in tl.static_range(len(row)):
+            quotient = quotients(row[i], divisor, reciprocal)
+            store_block(q_ptr, quotient.to(q_ptr.dtype.element_ty), i, COLUMNS, BLOCK)
     tl.store(scale_ptr, scale)
+
+
+@triton.jit
+def quotients(x, divisor, reciprocal):
+    """x / divisor, correctly rounded, with the correctly rounded reciprocal (`store_quantized_row`)."""
+    x = widen(x)
+    quotient = x * reciprocal
+    # x * -1.0 is a sign in the fma; Triton's -x is 0 - x, an instruction.
+    return tl.fma(tl.fma(quotient, divisor, x * -1.0), -reciprocal, quotient)

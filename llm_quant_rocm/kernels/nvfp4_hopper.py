@@ -7,8 +7,17 @@ from typing import Any
 
 import torch
 
+from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
+from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
+from llm_quant_rocm.kernels.nvfp4_moe import Weight, nvfp4_moe
+from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
+from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+
+# From so many rows of x on it is faster to expand a weight to FP8 in memory and to have cuBLAS multiply.
+EXPANDING_ROWS = 1536
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 
@@ -18,7 +27,7 @@ def config_of(fields: Mapping[str, Any]) -> Config:
     return nvfp4_wgmma_large.Config(**fields) if "cut" in fields else nvfp4_wgmma.Config(**fields)
 
 
-def default_config(m: int, n: int, k: int) -> Config:
+def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
     """A sound choice for shapes that nobody has measured."""
     return nvfp4_wgmma.default_config(m, n, k) if m <= 64 else nvfp4_wgmma_large.default_config(m)
 
@@ -46,3 +55,85 @@ def gemm(
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config)
     return nvfp4_wgmma_large.gemm_large(*operands, config)
+
+
+def gemm_fp8(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`."""
+    m = x.shape[0]
+    codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    cublas = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0
+    if m >= EXPANDING_ROWS and cublas:
+        return _gemm_expanded(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware)
+    config = nvfp4_wgmma_large.default_config(m)
+    operands = (words, scale_bytes, global_scale, bias)
+    return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
+
+
+def _gemm_expanded(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    hardware: Hardware,
+) -> torch.Tensor:
+    n, k = out.shape[1], codes.shape[1]
+    return multiply_slices(
+        codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
+        lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware),
+    )  # fmt: skip
+
+
+def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_wgmma.Config:
+    """What was best on an H100 for the number of rows that an expert has on average.
+
+    Small experts are read in small steps: more programs then fit into a multiprocessor, and they do not last long.
+    """
+    rows = slots / experts
+    if rows > 64:
+        return nvfp4_wgmma.Config(128, 128, 64, stages=3, unroll=4, warps=8)
+    block_m = 16 if rows <= 12 else 32 if rows <= 40 else 64
+    if min(hidden, inner) >= 4096:
+        return nvfp4_wgmma.Config(block_m, 64, 128, stages=5 if block_m < 64 else 3, unroll=2)
+    return nvfp4_wgmma.Config(block_m, 64, 64, stages=5 if block_m == 16 else 3, unroll=4)
+
+
+def moe(
+    x: torch.Tensor,
+    w13: Weight,
+    w2: Weight,
+    inner: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """Routed experts, as `nvfp4_moe.nvfp4_moe`."""
+    experts, hidden = w2[2].shape
+    config = moe_config(topk_ids.numel(), experts, hidden, inner)
+
+    def multiply(
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        global_scale: torch.Tensor,
+        n: int,
+        **tiles: Any,
+    ) -> torch.Tensor:
+        return nvfp4_wgmma.gemm(x, words, scale_bytes, global_scale, None, n, hardware, config, **tiles)
+
+    routing = (topk_weights, topk_ids, expert_map)
+    return nvfp4_moe(x, w13, w2, inner, *routing, activation, hardware, multiply, config.block_m)

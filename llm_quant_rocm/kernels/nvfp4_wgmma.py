@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
@@ -42,6 +43,8 @@ load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 
 # Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
 PREFETCH = gl.constexpr(3)
+# Tiles of M that are multiplied with all tiles of N before the next ones are.
+GROUP = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,19 @@ def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH:
 
 
 @gluon.jit
+def place(tile, tiles_m, tiles_n):
+    """tile_m and tile_n of the program or step number `tile`: a few tiles of M at a time with all tiles of N.
+
+    Programs that run together then share both x and the weight in the L2 cache. A tile of x, in 16 bits, takes about
+    four times the room of one of the weight, hence only a few.
+    """
+    group = tile // (GROUP * tiles_n)
+    rest = tile - group * (GROUP * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+    return group * GROUP + rest % rows, rest // rows
+
+
+@gluon.jit
 def prefetch(pointer, size, REGISTER: gl.constexpr):
     """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the threads whose special `REGISTER` is 0."""
     ASSEMBLY: gl.constexpr = (
@@ -114,16 +130,6 @@ def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout:
 
 
 @gluon.jit
-def _activate(gate, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + gl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476))
-    else:  # gelu_tanh: x * sigmoid(2u) is x/2 * (1 + tanh u)
-        return gate / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-
-
-@gluon.jit
 def _store_tile(
     acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -137,7 +143,7 @@ def _store_tile(
     WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     if ACTIVATION is not None:
         gate, up = acc.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1).split()
-        gate = _activate(gate.to(dtype).to(gl.float32), ACTIVATION)
+        gate = activate(gate.to(dtype).to(gl.float32), ACTIVATION)
         acc = (gate * up.to(dtype).to(gl.float32)).reshape(WIDTH, BLOCK_M)
         N = N // 2
     if row_weight is not None:
@@ -186,12 +192,9 @@ def nvfp4_wgmma_kernel(
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
 
-    # Tiles of M that share a tile of the weight run together and find it in the L2 cache.
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tile = gl.program_id(0) // SPLIT_K
+    tile_m, tile_n = place(gl.program_id(0) // SPLIT_K, tiles_m, gl.cdiv(N, BLOCK_N))
     split = gl.program_id(0) % SPLIT_K
-    tile_m = tile % tiles_m
-    tile_n = tile // tiles_m
     row_tiles = (N + 127) // 128 * 8
     if tile_expert is not None:
         expert = gl.load(tile_expert + tile_m)
@@ -268,7 +271,7 @@ def nvfp4_wgmma_kernel(
         mbarrier.invalidate(ready.index(stage))
 
     if SPLIT_K > 1:
-        slot = gl.program_id(0).to(gl.int64) * (BLOCK_M * BLOCK_N)
+        slot = ((tile_n * tiles_m + tile_m) * SPLIT_K + split).to(gl.int64) * (BLOCK_M * BLOCK_N)
         _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
     else:
         _store_tile(

@@ -9,6 +9,9 @@ matrix units run while codes are decoded and, for as long as the ring lasts, whi
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result.
+
+x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice the rate of the matrix units. They add
+FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
 
 from dataclasses import dataclass
@@ -29,11 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.decode_hopper import UNSCALE
-from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, prefetch
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, place, prefetch
 from llm_quant_rocm.kernels.pdl import pdl_option
 
 RING_BYTES = 192 * 1024
+# Bytes of a row of x in one step.
+STEP_BYTES = 128
 # Steps in a row without a branch. Tiles are cut at multiples of it.
 UNROLL = 4
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
@@ -111,11 +116,13 @@ def _producer(
 ):  # fmt: skip
     """Fills the ring with tiles of x, in the order in which the consumers take them."""
     BLOCK_K: gl.constexpr = DEPTH * 64
+    TILE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8
     tiles_m = gl.cdiv(M, BLOCK_M)
     end_step = gl.cdiv(K, BLOCK_K) - 1
     tile_groups = gl.cdiv(end_step + 1, UNROLL)
     row_tiles = gl.cdiv(N, 128) * 8
-    begin, end, pieces = _pieces(tiles_m * gl.cdiv(N, BLOCK_N), whole, tile_groups)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -123,12 +130,13 @@ def _producer(
     phase = 1
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
-        row_tile = tile // tiles_m * (BLOCK_N // 16)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        row_tile = tile_n * (BLOCK_N // 16)
         count = gl.minimum(BLOCK_N // 16, row_tiles - row_tile)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2)
-            load_tile(x, [tile % tiles_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+            mbarrier.expect(ready.index(stage), TILE_BYTES)
+            load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
             # The consumers load these codes when the stages before this one are used up.
             piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
             for _ in gl.static_range(DEPTH):
@@ -178,8 +186,38 @@ def _load_codes(words, scale_bytes, row_tile, step, row_tiles, word_offset, scal
 
 
 @gluon.jit
+def _decode_step(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
+    """A step's part of the weight in the registers where wgmma reads it."""
+    if FP8:
+        NT: gl.constexpr = codes.shape[0] // DEPTH
+        # piece, tile, row, lane % 4, step, row half, column
+        values = split_bytes(decode_words_fp8(codes, pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
+        return gl.convert_layout(values, layout, assert_trivial=True)
+    else:
+        return _decode(codes, pairs, FP16, DEPTH, layout)
+
+
+@gluon.jit
+def _times_columns(acc, scale, first, M):
+    """acc times scale [M] from `first` on, a scale for each column: not all at once, for want of registers."""
+    N: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    if COLUMNS > 64:
+        lower, upper = acc.reshape(N, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        lower = _times_columns(lower, scale, first, M)
+        upper = _times_columns(upper, scale, first + COLUMNS // 2, M)
+        both = gl.join(lower, upper).permute(0, 2, 1).reshape(N, COLUMNS)
+        return gl.convert_layout(both, layout, assert_trivial=True)
+    else:
+        m = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        return acc * gl.load(scale + m, mask=m < M, other=0.0)[None, :]
+
+
+@gluon.jit
 def _consumer(
-    half, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
+    half, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
     FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
@@ -188,13 +226,15 @@ def _consumer(
     NT: gl.constexpr = ROWS // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    FP8: gl.constexpr = x_scale is not None
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if FP8 else 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
 
     program = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles = tiles_m * gl.cdiv(N, BLOCK_N)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
     end_step = gl.cdiv(K, BLOCK_K) - 1
     tile_groups = gl.cdiv(end_step + 1, UNROLL)
     row_tiles = gl.cdiv(N, 128) * 8
@@ -210,21 +250,22 @@ def _consumer(
     # Steps beyond K multiply zeros: the accelerator reads x as zero there. A half of a tile beyond the stored rows
     # multiplies the last ones, for nothing.
     next_tile, next_first, _ = _piece(0, begin, end, whole, tile_groups)
-    next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+    _, next_n = place(gl.minimum(next_tile, tiles - 1), tiles_m, tiles_n)
+    next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
     step = gl.minimum(next_first * UNROLL, end_step)
     codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
-    operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
+    operand = _decode_step(codes, pairs, FP8, FP16, DEPTH, operand_layout)
     step = gl.minimum(next_first * UNROLL + 1, end_step)
     codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
     stage = 0
     phase = 0
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
-        tile_m = tile % tiles_m
-        tile_n = tile // tiles_m
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
         row = next_row
         next_tile, next_first, _ = _piece(gl.minimum(index + 1, pieces - 1), begin, end, whole, tile_groups)
-        next_row = gl.minimum(next_tile // tiles_m * (2 * NT) + half * NT, row_tiles - NT)
+        _, next_n = place(next_tile, tiles_m, tiles_n)
+        next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
@@ -245,7 +286,7 @@ def _consumer(
                     words, scale_bytes, load_row, gl.minimum(load_step, end_step), row_tiles, word_offset, scale_offset,
                     DEPTH,
                 )  # fmt: skip
-                operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
+                operand = _decode_step(codes, pairs, FP8, FP16, DEPTH, operand_layout)
                 codes = next_codes
                 pairs = next_pairs
                 stage, phase = _advance(stage, phase, STAGES)
@@ -265,6 +306,8 @@ def _consumer(
                     acc = _add_part(acc, parts + (source * 2 + half).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
                     source += 1
         if first == 0:
+            if FP8:
+                acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
             _store_tile(
                 acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
                 BLOCK_M, ROWS, dtype, UNSCALE, None, acc_layout, 4,
@@ -275,13 +318,14 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, words, scale_bytes, global_scale, bias, out, parts, flags, M, N, K, whole,
+    x, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
     REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
-    x is a descriptor of [M, K]. N is the number of rows of the weight that are stored; the packed weight has them
+    x is a descriptor of [M, K], of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that
+    `decode_words_fp8` names. N is the number of rows of the weight that are stored; the packed weight has them
     padded. The first `whole` tiles are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each
     program, and `flags`, two zeros for each, say which are there.
     """
@@ -296,12 +340,12 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
-                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                0, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K,
+                whole, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
             )),
             (_consumer, (
-                1, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
-                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                1, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K,
+                whole, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
             )),
             (_producer, (
                 x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
@@ -343,24 +387,57 @@ def gemm_large(
 
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
     """
-    m, k = x.shape
-    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
+    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < x.shape[1]:
         x = x.clone(memory_format=torch.contiguous_format)  # the tensor memory accelerator reads lines of 16 bytes
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    return _launch(x, None, words, scale_bytes, global_scale, bias, out, hardware, config)
+
+
+def gemm_large_fp8(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    hardware: Hardware,
+    config: Config,
+) -> torch.Tensor:
+    """The product with x in E4M3, `codes` and `x_scale` of `per_token_quant_fp8(interleave=True)`, in `out` [M, n]
+    (bf16 or fp16, contiguous). The weight, on its way to the matrix unit, becomes what `formats.nvfp4.to_fp8` makes of
+    it."""
+    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware, config)
+
+
+def _launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    hardware: Hardware,
+    config: Config,
+) -> torch.Tensor:
+    (m, k), n = x.shape, out.shape[1]
+    block_k = STEP_BYTES // x.element_size()
     programs = _multiprocessors(x.device)
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    whole = _whole_tiles(tiles, triton.cdiv(k, COLUMNS * UNROLL), programs) if config.cut else tiles
+    whole = _whole_tiles(tiles, triton.cdiv(k, block_k * UNROLL), programs) if config.cut else tiles
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
         flags = torch.zeros((programs, 2), dtype=torch.int32, device=x.device)
-    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, COLUMNS], gl.bfloat16)
-    fp16 = x.dtype == torch.float16
-    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, COLUMNS], layout)
+    fp16 = out.dtype == torch.float16
+    dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
+    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, block_k], dtype)
+    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, block_k], layout)
     nvfp4_wgmma_large_kernel[(programs,)](
-        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, parts, flags, m, n, k, whole,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=1, STAGES=RING_BYTES // (config.block_m * COLUMNS * 2),
-        UNROLL=UNROLL, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4,
-        **pdl_option(hardware),
+        rows_of_x, x_scale, words, scale_bytes.view(torch.uint16), global_scale, bias, out, parts, flags, m, n, k,
+        whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=block_k // COLUMNS,
+        STAGES=RING_BYTES // (config.block_m * STEP_BYTES), UNROLL=UNROLL, REGISTERS=REGISTERS, FP16=fp16,
+        UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

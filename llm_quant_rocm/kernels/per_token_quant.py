@@ -7,7 +7,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import detect
-from llm_quant_rocm.kernels.fp8_row import larger, load_block, row_launch, store_quantized_row, widen
+from llm_quant_rocm.kernels.fp8_row import larger, load_block, load_half_groups, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
 # The row stays in registers between its maximum and its quotients: 128 values a lane of 16 warps of 32 lanes.
@@ -17,23 +17,35 @@ MAX_COLUMNS = 65536
 @triton.jit
 def per_token_quant_kernel(
     x_ptr, q_ptr, scale_ptr, x_stride,
-    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
-    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    TAKEN: tl.constexpr = 2 * BLOCK if INTERLEAVE else BLOCK
+    BLOCKS: tl.constexpr = (COLUMNS + TAKEN - 1) // TAKEN
     row = tl.program_id(0).to(tl.int64)
     x = tl.tuple([])
     for i in tl.static_range(BLOCKS):
-        x += (load_block(x_ptr + row * x_stride, i, COLUMNS, BLOCK, "evict_first"),)
+        if INTERLEAVE:
+            for half in tl.static_range(2):
+                x += (load_half_groups(x_ptr + row * x_stride, i, half, COLUMNS, BLOCK, "evict_first"),)
+        else:
+            x += (load_block(x_ptr + row * x_stride, i, COLUMNS, BLOCK, "evict_first"),)
     largest = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(BLOCKS):
+    for i in tl.static_range(len(x)):
         largest = larger(largest, tl.abs(widen(x[i])))
-    store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
+    store_quantized_row(
+        q_ptr + row * COLUMNS, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK, INTERLEAVE
+    )
 
 
-def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [M, K] and fp32 scales [M, 1] of x [M, K] whose last dimension is contiguous; K <= MAX_COLUMNS."""
+def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [M, K] and fp32 scales [M, 1] of x [M, K] whose last dimension is contiguous; K <= MAX_COLUMNS.
+
+    With `interleave` (K a multiple of 16) the codes of every sixteen columns stand in the order 0, 8, 1, 9, ... 7, 15:
+    the order in which `decode_hopper` makes E4M3 of NVFP4.
+    """
     rows, columns = x.shape
     q = torch.empty((rows, columns), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -41,6 +53,6 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format) -> tuple[torch.Tensor, 
         device = detect(x.device)
         per_token_quant_kernel[(rows,)](
             x, q, scale, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
+            INTERLEAVE=interleave, PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
         )  # fmt: skip
     return q, scale

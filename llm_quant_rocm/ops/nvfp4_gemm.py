@@ -3,15 +3,17 @@
 
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from llm_quant_rocm import hardware, reference, tuning
-from llm_quant_rocm.backends import Backend, Choice, choose, missing
-from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_wgmma
+from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
-from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_of
+from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
 
 NAME = "nvfp4_gemm"
 HALF = (torch.bfloat16, torch.float16)
@@ -45,36 +47,40 @@ def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor 
     return reference.nvfp4_gemm(x, rows, bias, x.dtype, call.batch_invariant)
 
 
-def _triton_refusal(call: GemmCall) -> str | None:
-    if call.layout != nvfp4_wgmma.LAYOUT:
-        return f"the weight (layout {call.layout}) was not arranged for a kernel: ops.prepare_nvfp4_weight does it"
-    if call.hardware.arch != "sm_90":
-        return f"the weight was arranged for Hopper, this is {call.hardware.arch}"
-    return missing("triton")
+def kernels_of(arch: str) -> ModuleType:
+    """The NVFP4 kernels of an architecture; importing them imports Triton."""
+    if arch == "sm_90":
+        from llm_quant_rocm.kernels import nvfp4_hopper
+
+        return nvfp4_hopper
+    from llm_quant_rocm.kernels import nvfp4_cdna
+
+    return nvfp4_cdna
 
 
 def _run_triton(
     x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels import nvfp4_hopper as kernel
-
+    kernels = kernels_of(call.hardware.arch)
+    tensors = (weight.codes, weight.scales, weight.global_scale)
+    # Without FP8 units FP8 would save nothing.
+    if call.fp8 and call.hardware.fp8_units and call.k <= MAX_COLUMNS:
+        return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
-        config = kernel.batch_invariant(config)
-    return kernel.gemm(x, weight.codes, weight.scales, weight.global_scale, bias, call.n, call.hardware, config)
+        config = kernels.batch_invariant(config)
+    return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
 @cache
-def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
-    from llm_quant_rocm.kernels.nvfp4_hopper import config_of, default_config
-
-    measured = tuning.lookup("nvfp4_gemm", device.arch, m, n, k)
-    return config_of(measured.config) if measured else default_config(m, n, k)
+def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
+    kernels, measured = kernels_of(device.arch), tuning.lookup("nvfp4_gemm", device.arch, m, n, k)
+    return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
 
 
 # A backend runs (x [M, K], weight, bias or None, call) -> [M, N] in x's dtype, with nothing of size 0.
 BACKENDS = (
-    Backend("triton", _triton_refusal, _run_triton),
+    Backend("triton", lambda call: not_for_kernels(call.hardware.arch, call.layout), _run_triton),
     Backend("reference", lambda call: not_rows(call.layout), _reference),
 )
 
@@ -171,7 +177,7 @@ def nvfp4_gemm(
             want another layout refuse.
         bias: bf16, fp16 or fp32 [N].
         prefill: "exact", or "fp8" for FP8's speed in calls of more than `DECODE_ROWS` rows: the weight then becomes
-            FP8 with a scale a row, and x with a scale a token (formats/fp8.py); both round to 3 mantissa bits.
+            FP8 (`formats.nvfp4.to_fp8`), and x FP8 with a scale a token (formats/fp8.py); both keep 3 mantissa bits.
         batch_invariant: a row's bits do not depend on the rows beside it.
 
     Raises:

@@ -7,12 +7,11 @@ from functools import cache
 import torch
 
 from llm_quant_rocm import hardware, reference
-from llm_quant_rocm.backends import Backend, Choice, choose, missing
-from llm_quant_rocm.formats import nvfp4_wgmma
+from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.ops._register import check, register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
-from llm_quant_rocm.ops.nvfp4_gemm import HALF
-from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_rows, rows_of_weight
+from llm_quant_rocm.ops.nvfp4_gemm import HALF, kernels_of
+from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
 
 NAME = "nvfp4_moe"
 
@@ -46,12 +45,8 @@ def _reference(
 
 
 def _triton_refusal(call: MoeCall) -> str | None:
-    if call.layouts != (nvfp4_wgmma.LAYOUT_GATE_UP, nvfp4_wgmma.LAYOUT):
-        arranged = " and ".join(call.layouts)
-        return f"the weights (layouts {arranged}) were not arranged for a kernel: ops.prepare_nvfp4_weight does it"
-    if call.hardware.arch != "sm_90":
-        return f"the weights were arranged for Hopper, this is {call.hardware.arch}"
-    return missing("triton")
+    arch, (w13, w2) = call.hardware.arch, call.layouts
+    return not_for_kernels(arch, w13, gate_up=True) or not_for_kernels(arch, w2)
 
 
 def _run_triton(
@@ -64,9 +59,8 @@ def _run_triton(
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels import nvfp4_moe as kernel
-
-    return kernel.nvfp4_moe(
+    kernels = kernels_of(call.hardware.arch)
+    return kernels.moe(
         x,
         (w13.codes, w13.scales, w13.global_scale),
         (w2.codes, w2.scales, w2.global_scale),
@@ -76,7 +70,6 @@ def _run_triton(
         expert_map,
         activation,
         call.hardware,
-        kernel.default_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
     )
 
 

@@ -2,12 +2,13 @@
 """An NVFP4 weight as the kernels of its device read it: arranged once, at load."""
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Self
 
 import torch
 
 from llm_quant_rocm import backends, hardware
-from llm_quant_rocm.formats import nvfp4, nvfp4_wgmma
+from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_wgmma
 from llm_quant_rocm.ops._register import check
 
 ROW = "row"
@@ -17,8 +18,15 @@ def _row_parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tup
     return (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // nvfp4.BLOCK))
 
 
+# How the kernels of an architecture want weights arranged. Others have none, and the reference reads rows.
+PACKINGS: dict[str, ModuleType] = {
+    "sm_90": nvfp4_wgmma,
+    "gfx90a": nvfp4_mfma,
+    "gfx942": nvfp4_mfma,
+    "gfx950": nvfp4_mfma,
+}
 # layout: (dtype, shape) of the codes and of the scales of a weight [N, K], leading dimensions left out.
-LAYOUTS = {ROW: _row_parts, nvfp4_wgmma.LAYOUT: nvfp4_wgmma.parts, nvfp4_wgmma.LAYOUT_GATE_UP: nvfp4_wgmma.parts}
+LAYOUTS = {ROW: _row_parts} | {name: packing.parts for packing in PACKINGS.values() for name in packing.LAYOUTS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +68,17 @@ def prepare_nvfp4_weight(weight: nvfp4.NvFp4Weight, *, gate_up: bool = False) ->
     `nvfp4_moe`, whose kernels may want rows of gate and up side by side.
     """
     operator = "nvfp4_gemm" if weight.codes.dim() == 2 else "nvfp4_moe"
-    hopper = hardware.detect(weight.codes.device).arch == "sm_90"
-    if not hopper or backends.missing("triton") or backends.forced(operator) == "reference":
+    arch = hardware.detect(weight.codes.device).arch
+    packing = PACKINGS.get(arch)
+    if packing is None or backends.missing("triton") or backends.forced(operator) == "reference":
         return PreparedNvFp4Weight.in_rows(weight)
     codes, scales, global_scale = weight.codes, weight.scales, weight.global_scale
     if gate_up:
-        order = nvfp4_wgmma.gate_up_order(weight.n, codes.device)
+        order = packing.gate_up_order(weight.n, codes.device)
         codes, global_scale = codes[..., order, :], global_scale[..., order]
         scales = scales.view(torch.uint8)[..., order, :].view(scales.dtype)
-    words, scale_bytes = nvfp4_wgmma.pack(codes, scales)
-    layout = nvfp4_wgmma.LAYOUT_GATE_UP if gate_up else nvfp4_wgmma.LAYOUT
+    layout = packing.layout(arch, gate_up)
+    words, scale_bytes = packing.pack(codes, scales, layout)
     return PreparedNvFp4Weight(words, scale_bytes, global_scale.contiguous(), layout, weight.n, weight.k)
 
 
@@ -81,6 +90,16 @@ def rows_of_weight(weight: PreparedNvFp4Weight) -> nvfp4.NvFp4Weight:
 def not_rows(layout: str) -> str | None:
     """Why code that reads layout "row" cannot read `layout`."""
     return None if layout == ROW else f"the weight was arranged for another kernel ({layout})"
+
+
+def not_for_kernels(arch: str, layout: str, gate_up: bool = False) -> str | None:
+    """Why the kernels of `arch` cannot read `layout`."""
+    if arch not in PACKINGS:
+        return f"{arch} has no kernel for NVFP4"
+    wanted = PACKINGS[arch].layout(arch, gate_up)
+    if layout == wanted:
+        return backends.missing("triton")
+    return f"the kernels of {arch} read layout {wanted}, not {layout}: arrange it there, with ops.prepare_nvfp4_weight"
 
 
 def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading: tuple[int, ...]) -> None:

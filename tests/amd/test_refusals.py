@@ -62,8 +62,8 @@ CALLS = {"per_token_quant": wide_row, "rms_norm_quant": wide_norm, "nvfp4_gemm":
     [
         ("per_token_quant", "rows of more than 65536 columns do not fit in registers"),
         ("rms_norm_quant", "rows of more than 65536 columns do not fit in registers"),
-        ("nvfp4_gemm", "the weight was arranged for Hopper, this is gfx"),
-        ("nvfp4_moe", "the weights were arranged for Hopper, this is gfx"),
+        ("nvfp4_gemm", ", not wgmma: arrange it there"),
+        ("nvfp4_moe", "_gate_up, not wgmma_gate_up: arrange it there"),
     ],
 )
 def test_refused_with_our_own_message(arch: str, operator: str, message: str) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 OLDEST = "3.6.0"
-# `make venv` unpacks it here; OLDEST_TRITON names another folder.
-OLDEST_FOLDER = Path(os.environ.get("OLDEST_TRITON", Path(sys.prefix) / f"triton-{OLDEST}"))
+# `make venv` unpacks it here; OLDEST_TRITON_FOLDER names another one.
+OLDEST_FOLDER = Path(os.environ.get("OLDEST_TRITON_FOLDER", Path(sys.prefix) / f"triton-{OLDEST}"))
 
 try:
     NEWEST: str | None = version("triton")
@@ -24,7 +24,7 @@ def refusal(triton: str) -> str | None:
     """Why nothing can be compiled with this version here."""
     if triton == NEWEST or (OLDEST_FOLDER / "triton" / "__init__.py").is_file():
         return None
-    return f"Triton {triton} is not at {OLDEST_FOLDER}; `make venv` puts it there"
+    return f"Triton {triton} is not at {OLDEST_FOLDER}; `make venv` puts it there where pip has one for this Python"
 
 
 def search_path(triton: str) -> list[str]:

@@ -13,10 +13,11 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm_vllm.expert_tensors import ExpertTensors
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
-from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
+from llm_quant_rocm_vllm.nvfp4_tensors import MODELOPT as TENSORS
 from llm_quant_rocm_vllm.nvfp4_tensors import keep, kept
 
 MODELOPT = {
@@ -205,37 +206,30 @@ def test_broken_fp8_layers_are_named(code: float, scale: float, words: str) -> N
 PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_proj", "ckpt_up_proj_name": "up_proj"}
 
 
-def moe_method() -> NvFp4MoEMethod:
-    """One without a model around it."""
-    served = NvFp4MoEMethod.__new__(NvFp4MoEMethod)
-    served.config, served.prefix, served.is_dummy = NvFp4Config.from_config(MODELOPT), "model.experts", False
-    served._arrived, served._input_scales = set(), {}
-    return served
+def expert_tensors(**attributes: Any) -> ExpertTensors:
+    layer = SimpleNamespace(**PROJECTIONS, **attributes)
+    return ExpertTensors(layer, "model.experts", TENSORS, lambda *args: None, {})
 
 
 def test_experts_in_one_tensor_are_refused() -> None:
-    layer = SimpleNamespace(**PROJECTIONS)
-    load = moe_method()._matrix_loader(layer, lambda *args: None, "weight", torch.uint8, (96, 64))
+    load = expert_tensors().matrix_loader("weight", torch.uint8, (96, 64))
     with pytest.raises(NotImplementedError, match=r"^model\.experts has one tensor for all experts"):
         load(None, torch.zeros(8, 96, 64, dtype=torch.uint8), "w13_weight", "w1", 0)
 
 
 def test_input_scales_of_experts() -> None:
     """Those of this rank's experts (here 2 and 3 of 4), and of gate and up the one under which neither saturates."""
-    layer = SimpleNamespace(**PROJECTIONS, _expert_map=torch.tensor([-1, -1, 0, 1]))
-    layer.w13_weight_global_scale, layer.w2_weight_global_scale = torch.ones(2, 32), torch.ones(2, 16)
-    served = moe_method()
-    load = served._input_scale_loader(layer)
+    tensors = expert_tensors(_expert_map=torch.tensor([-1, -1, 0, 1]))
+    load = tensors.input_scale_loader()
     for expert in range(4):
         for shard, value in (("w1", 0.25), ("w3", 0.5), ("w2", 2.0)):
             assert load(None, torch.tensor([value * 2**expert]), "input_scale", shard, expert, True) is True
-    assert torch.equal(served._input_global_scales(layer, "w13_"), torch.tensor([0.5, 0.25]))
-    assert torch.equal(served._input_global_scales(layer, "w2_"), torch.tensor([0.125, 0.0625]))
-    del served._input_scales[3, "w2"]
-    with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is missing from the checkpoint"):
-        served._input_global_scales(layer, "w2_")
+    assert torch.equal(tensors.input_global_scales("w13_", 2), torch.tensor([0.5, 0.25]))
+    assert torch.equal(tensors.input_global_scales("w2_", 2), torch.tensor([0.125, 0.0625]))
+    with pytest.raises(ValueError, match=r"^model\.experts\.0\.down_proj\.input_scale is missing from the checkpoint"):
+        expert_tensors(_expert_map=None).input_global_scales("w2_", 4)
     load(None, torch.tensor(0.0), "input_scale", "w2", 3)
     with pytest.raises(ValueError, match=r"^model\.experts\.3\.down_proj\.input_scale is not positive and finite"):
-        served._input_global_scales(layer, "w2_")
+        tensors.input_global_scales("w2_", 2)
     with pytest.raises(ValueError, match=r"^model\.experts\.1\.up_proj\.input_scale has shape \(2,\); it is one value"):
         load(None, torch.ones(2), "input_scale", "w3", 1)

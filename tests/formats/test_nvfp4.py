@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 against ml_dtypes (the codes), compressed-tensors (the bytes) and arithmetic in float64."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -514,11 +515,68 @@ def test_fake_quantization_of_nasty_blocks() -> None:
 # --- FP8
 
 
-@pytest.mark.parametrize("fmt", [fp8.OCP, fp8.FNUZ], ids=["ocp", "fnuz"])
-def test_fp8_is_that_of_the_decoded_rows(fmt: fp8.Fp8Format) -> None:
-    weight = nasty_weight(30, 128)
-    codes, scale = nvfp4.to_fp8(weight, fmt)
-    expected_codes, expected_scale = fp8.quantize_rows(weight.dequantize(), fmt)
-    assert_same(scale, expected_scale)
-    assert_same(codes, expected_codes)
-    assert_same(nvfp4.fp8_row_scale(weight, fmt), expected_scale)
+def every_product() -> NvFp4Weight:
+    """[127, 16]: a row for every scale that is not NaN, with all codes, under a global scale of 1."""
+    codes = nvfp4.pack(ALL_CODES).repeat(127, 1)
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
+    return NvFp4Weight(codes, scales, torch.ones(127))
+
+
+FP8 = pytest.mark.parametrize(
+    ("fmt", "factor", "codes"),
+    [(fp8.OCP, 6.0, ml_dtypes.float8_e4m3fn), (fp8.FNUZ, 12.0, ml_dtypes.float8_e4m3fnuz)],
+    ids=["ocp", "fnuz"],
+)
+
+
+def rounded_quotients(weight: NvFp4Weight, factor: float, codes: type) -> torch.Tensor:
+    """e2m1 * e4m3 / factor in fp32, rounded once to `codes` by ml_dtypes. 0 is positive: FNUZ has no -0."""
+    products = weight64(NvFp4Weight(weight.codes, weight.scales, torch.ones_like(weight.global_scale)))
+    return torch.from_numpy((products / factor).numpy().astype(codes).astype(np.float32)) + 0.0
+
+
+@FP8
+def test_fp8_rounds_every_product_once(fmt: fp8.Fp8Format, factor: float, codes: type) -> None:
+    weight = every_product()
+    found, scale = nvfp4.to_fp8(weight, fmt)
+    assert_same(scale, torch.full((127, 1), factor))
+    assert_same(found.float() + 0.0, rounded_quotients(weight, factor, codes))
+    assert found.float().abs().max() == fmt.max
+
+
+@FP8
+def test_fp8_of_a_nasty_weight(fmt: fp8.Fp8Format, factor: float, codes: type) -> None:
+    weight = nasty_weight(30, 128, 2)
+    found, scale = nvfp4.to_fp8(weight, fmt)
+    assert_same(scale, (weight.global_scale * factor).unsqueeze(-1))
+    assert_same(found.float() + 0.0, rounded_quotients(weight, factor, codes))
+    assert bool(found[:, :2].float().eq(0).all())
+
+
+@FP8
+def test_fp8_keeps_six_and_its_halves_exactly(fmt: fp8.Fp8Format, factor: float, codes: type) -> None:
+    """All else is rounded to 4 significant bits, or to the step of the denormals."""
+    weight = every_product()
+    found, values = fp8.dequantize(*nvfp4.to_fp8(weight, fmt)).double(), weight64(weight)
+    smallest = torch.finfo(fmt.dtype).smallest_normal * factor
+    assert smallest == 6 * 2.0**-6
+    kept = (torch.arange(16) % 8 == torch.tensor([[3], [5], [7]])).any(0) & (values.abs() >= smallest)
+    assert kept.sum() > 600
+    assert_same(found[kept], values[kept])
+    assert bool(((found - values).abs() <= (values.abs() / 17).clamp_min(smallest / 16)).all())
+
+
+@FP8
+@pytest.mark.parametrize("spread", [1.0, 1e-3], ids=["rows alike", "rows of many sizes"])
+def test_fp8_errs_half_as_much_as_under_scales_of_rows(
+    fmt: fp8.Fp8Format, factor: float, codes: type, spread: float
+) -> None:
+    """Though under the scale of its own largest magnitude a small row has no denormals."""
+    w = torch.randn(64, 2048) * torch.logspace(0, math.log10(spread), 64).unsqueeze(1)
+    weight = nvfp4.quantize(w)
+    values = weight64(weight)
+    size = values.norm(dim=1)
+    ours = (fp8.dequantize(*nvfp4.to_fp8(weight, fmt)) - values).norm(dim=1) / size
+    others = (fp8.dequantize(*fp8.quantize_rows(weight.dequantize(), fmt)) - values).norm(dim=1) / size
+    assert ours.mean() < 0.6 * others.mean()
+    assert ours.max() < 0.02 < others.mean()

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from llm_quant_rocm.formats import nvfp4, nvfp4_wgmma
+from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_wgmma
 from tests.inputs import assert_same
 from tests.nvfp4_inputs import nasty_weight
 
@@ -36,6 +36,26 @@ def decode(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
     return stacked.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(words.shape[1] * 16, words.shape[0] * 64)
 
 
+def e4m3_bytes(word: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """E4M3 [..., 4] of the codes in the bytes of `word`, times a sixth of 2^6 * the scales whose bytes are `scales`."""
+    codes = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)], -1).to(torch.uint8)
+    multiplier = (scales << 7).to(torch.int16).view(torch.float16) * torch.tensor(2**6 / 6 / 2**7).half()
+    return (codes.view(torch.float8_e4m3fn).half() * multiplier[..., None]).to(torch.float8_e4m3fn)
+
+
+def decode_fp8(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+    """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by `decode_words_fp8`'s steps."""
+    word = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 4)
+    scales = scale_bytes.int().view(*scale_bytes.shape[:2], 8, 1, 4, 2).expand(-1, -1, -1, 4, -1, -1)
+    rotated = ((word >> 4) | (word << 28)) & 0xFFFFFFFF
+    first = ((word << 2) & 0x801C801C) | ((word << 6) & 0x1C001C00) | ((word >> 2) & 0x00800080)
+    second = (rotated & 0x80188018) | (word & 0x1C001C00) | ((word >> 12) & 0x00040004) | ((word >> 8) & 0x00800080)
+    rows = e4m3_bytes(first, scales[..., 0]), e4m3_bytes(second, scales[..., 1])[..., [1, 0, 3, 2]]
+    # piece, tile, row, quarter, step, row half, column
+    values = torch.stack(rows, -2).view(torch.uint8).permute(1, 5, 2, 0, 4, 3, 6)
+    return values.reshape(words.shape[1] * 16, words.shape[0] * 64).view(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (16, 64), (1, 16), (130, 272), (3000, 16)])
 def test_the_kernels_steps_find_every_value(n: int, k: int) -> None:
     weight = nasty_weight(n, k)
@@ -55,6 +75,21 @@ def test_all_codes_times_all_scales() -> None:
     scales = torch.arange(127, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
     values = decode(*nvfp4_wgmma.pack(codes, scales))[:127, :16]
     assert_same(values + 0.0, nvfp4.block_values(codes, scales) + 0.0)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (1, 16), (130, 272)])
+def test_the_fp8_steps_find_every_value(n: int, k: int) -> None:
+    weight = nasty_weight(n, k)
+    found = decode_fp8(*nvfp4_wgmma.pack(weight.codes, weight.scales)).float() + 0.0
+    expected, tie = torch.zeros(found.shape), torch.zeros(found.shape, dtype=torch.bool)
+    expected[:n, :k] = nvfp4.to_fp8(weight, fp8.OCP)[0].float()
+    # A sixth of a scale is rounded to fp16, which turns one tie.
+    tie[:n, :k] = nvfp4.block_values(weight.codes, weight.scales).abs() == 6 * 3.5 * 2**-9
+    expected, tie = (
+        tensor.unflatten(-1, (-1, 2, 8)).transpose(-1, -2).reshape(found.shape) for tensor in (expected, tie)
+    )
+    assert_same(found[~tie], expected[~tie] + 0.0)
+    assert ((found[tie].abs() - 3.5 * 2**-9).abs() == 0.5 * 2**-9).all()
 
 
 def test_experts_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,11 @@ def test_chunks_of_the_weight_do_not_show(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_fp8_product_is_ptpc_of_the_decoded_weight(fmt: fp8.Fp8Format, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(70, 96).to(dtype), nasty_weight(40, 96), torch.linspace(-1, 1, 40)
     found = reference.nvfp4_gemm_fp8(x, weight, bias, dtype, fmt)
-    wq, wscale = fp8.quantize_rows(weight.dequantize(), fmt)
-    assert_same(found, reference.ptpc_gemm(*fp8.quantize_rows(x, fmt), wq, wscale, bias, dtype))
+    assert_same(found, reference.ptpc_gemm(*fp8.quantize_rows(x, fmt), *nvfp4.to_fp8(weight, fmt), bias, dtype))
 
 
 def test_fp8_costs_what_two_roundings_to_e4m3_cost() -> None:
     x, weight = torch.randn(80, 512).bfloat16(), nvfp4.quantize(torch.randn(128, 512))
     expected = x.double() @ weight64(weight).t()
     found = reference.nvfp4_gemm_fp8(x, weight, None, torch.bfloat16, fp8.OCP).double()
-    assert 0.01 < (found - expected).norm() / expected.norm() < 0.045
+    assert 0.01 < (found - expected).norm() / expected.norm() < 0.033

@@ -46,6 +46,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     dtype = hardware.fp8_dtype
     fmt = fp8.of_dtype(dtype)
+    dtypes = dict(zip(DTYPE_IDS, DTYPES, strict=True))
 
     def exact(m: int, n: int, k: int, out: torch.dtype = torch.bfloat16, bias: torch.dtype | None = None) -> None:
         *codes, integers = integer_product(m, n, k, dtype)
@@ -94,9 +95,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     return {
         **{f"{m} x {n} x {k}": partial(exact, m, n, k) for m, n, k in SMALL_SHAPES},
         **{
-            f"{out_name} with {bias_name} bias": partial(exact, 20, 48, 256, out, bias)
-            for out, out_name in zip(DTYPES, DTYPE_IDS, strict=True)
-            for bias, bias_name in zip((None, *DTYPES), ("no", *DTYPE_IDS), strict=True)
+            f"{out} with {bias or 'no'} bias": partial(exact, 20, 48, 256, dtypes[out], dtypes.get(bias))
+            for out, bias in (("bf16", "bf16"), ("fp16", ""), ("fp16", "fp32"), ("fp32", ""), ("fp32", "fp16"))
         },
         "a bias after several parts of K": partial(exact, 20, 80, 2048, torch.float16, torch.bfloat16),
         "random codes, few rows": partial(random, 7, 80, 2048),

@@ -14,7 +14,7 @@ from tests.inputs import DTYPE_IDS, DTYPES, assert_same, code_distance, nasty_ro
 
 # The widest row there may be spills with Triton 3.9. No model has it: the widest hidden size, Llama 3 405B's, is 16384.
 BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST, may_spill=frozenset({"65536 columns"}))}
-WIDTHS = (4096, 5120, 16384, 32768)  # hidden sizes of Llama 3 8B, Qwen3 32B and Llama 3 405B, and twice that
+WIDTHS = (4096, 5120, 8192, 16384)  # hidden sizes of Llama 3 8B, Qwen3 32B, Llama 3 70B and Llama 3 405B
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
@@ -82,12 +82,12 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{
             f"{width} columns of {name}": partial(dtypes, dtype, dtype, width)
             for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
-            for width in (1, 7, 1000)
+            for width in (1, 1000)
         },
         **{
             f"{width} columns of {name}, every bit": partial(every_bit, width, dtype)
             for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
-            for width in (7, 1025, 5120)
+            for width in (7, 1025)
         },
         "an fp32 weight": partial(dtypes, torch.bfloat16, torch.float32, 96),
         **{f"{width} columns": partial(random, width) for width in (*WIDTHS, 65536)},

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-reduce serves a message: by its bytes, its type and the number of ranks.
+
+Crossovers are measured: configs/quick_reduce/<architecture>.json ships what was measured where, and a file of the same
+form in the user's cache (`cached_crossovers`) comes before it:
+
+    {"measured_on": {"device": ..., "torch": ..., "triton": ..., "commit": ...},
+     "crossovers": [{"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": [
+         {"from_bytes": 0, "algorithm": "engine"},
+         {"from_bytes": 131072, "algorithm": "one_shot", "codec": "FP"},
+         {"from_bytes": 524288, "algorithm": "two_shot", "codec": "INT4"}]}, ...]}
+
+A step serves messages from its size up to the next one's, by the codec the user chose or by FP. What was measured in
+one of bf16 and fp16 serves the other: bytes and arithmetic are the same. Where nobody measured a number of ranks, the
+two-shot serves from upstream's thresholds for fp16 on, which AMD measured on MI300X: for 3 ranks those for 4, for 5 to
+7 those for 8, for FP8 those of INT8, for FP4 those of INT4.
+
+The environment is upstream's, with its meanings:
+
+    VLLM_ROCM_QUICK_REDUCE_QUANTIZATION               codec; FP4 and FP8 are ours; NONE or unset: never
+    VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB          serve from this size on, whatever was measured
+    VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB          and up to this one; 2048 where unset
+    VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB   below this size by FP
+    VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16          bf16 travels as fp16, if 1 or true
+
+We differ in the last one's default. Upstream casts because its arithmetic is in the type of the values, and slow in
+bf16; that loses what is beyond fp16's range on either side. Our arithmetic is in fp32 and gains nothing by it, so where
+it is unset bf16 stays bf16.
+"""
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
+
+_PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
+_KIB, _MIB = 1024, 1024 * 1024
+WORLD_SIZES = range(2, 9)
+# Upstream's thresholds for fp16, MiB.
+_UPSTREAM_MIN_MIB = {
+    2: {"FP": 1, "INT8": 2, "INT6": 2, "INT4": 1, "INT3": 1},
+    4: {"FP": 1, "INT8": 16, "INT6": 4, "INT4": 2, "INT3": 2},
+    8: {"FP": 16, "INT8": 4, "INT6": 4, "INT4": 2, "INT3": 2},
+}
+_LIKE = {"FP8": "INT8", "FP4": "INT4"}
+
+
+class Algorithm(StrEnum):
+    """What serves a message."""
+
+    ENGINE = "engine"  # the all-reduce that the engine would choose without us
+    ONE_SHOT = "one_shot"
+    TWO_SHOT = "two_shot"
+    PROCESS_GROUP = "process_group"  # two shots over torch.distributed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An algorithm and, unless it is the engine's, its codec."""
+
+    algorithm: Algorithm
+    codec: Codec | None = None
+
+
+ENGINE = Choice(Algorithm.ENGINE)
+
+# (first size in bytes, what serves from there), rising from 0.
+Steps = list[tuple[int, Choice]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's wishes.
+
+    Attributes:
+        codec: None: the engine's all-reduce serves everything.
+        min_bytes: serve from here on; None: from the measured crossover on.
+        max_bytes: serve up to here.
+        quantization_min_bytes: smaller messages travel by FP.
+        cast_bf16_to_fp16: bf16 travels as fp16.
+    """
+
+    codec: Codec | None = None
+    min_bytes: int | None = None
+    max_bytes: int = 2048 * _MIB
+    quantization_min_bytes: int = 0
+    cast_bf16_to_fp16: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """The settings of upstream's variables.
+
+        Raises:
+            ValueError: an unknown codec, a size that is no number or negative, or a minimum above the maximum.
+        """
+
+        def size(name: str, unit: int, default: int | None) -> int | None:
+            text = environment.get(_PREFIX + name, "")
+            if not text:
+                return default
+            if not text.isdecimal():
+                raise ValueError(f"{_PREFIX}{name}={text}: it must be a whole number, 0 or more")
+            return int(text) * unit
+
+        name = environment.get(f"{_PREFIX}QUANTIZATION") or "NONE"
+        if name != "NONE" and name not in CODECS:
+            raise ValueError(f"{_PREFIX}QUANTIZATION={name}: it must be one of {', '.join(CODECS)}, NONE")
+        min_bytes, max_bytes = size("MIN_SIZE_BYTES_MB", _MIB, None), size("MAX_SIZE_BYTES_MB", _MIB, cls.max_bytes)
+        assert max_bytes is not None
+        if min_bytes is not None and min_bytes > max_bytes:
+            raise ValueError(
+                f"{_PREFIX}MIN_SIZE_BYTES_MB is {min_bytes // _MIB}, above the maximum of {max_bytes // _MIB}: lower "
+                f"it, or raise {_PREFIX}MAX_SIZE_BYTES_MB"
+            )
+        return cls(
+            None if name == "NONE" else codec_named(name),
+            min_bytes,
+            max_bytes,
+            size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0) or 0,
+            environment.get(f"{_PREFIX}CAST_BF16_TO_FP16", "").lower() in ("1", "true"),
+        )
+
+
+class Policy:
+    """The choice for one group of ranks. Every rank of it must be given the same arguments and files."""
+
+    def __init__(self, settings: Settings, world_size: int, arch: str, peer_memory: bool = True) -> None:
+        """
+        Args:
+            world_size: ranks of the group.
+            arch: `hardware.Hardware.arch` of their devices.
+            peer_memory: whether every rank reaches the others' memory. If not, messages travel by the process group.
+
+        Raises:
+            ValueError: a file of crossovers is broken; the message names it.
+        """
+        self.settings = settings
+        self.refusal = _refusal(settings, world_size)
+        self.source = "upstream's thresholds"
+        self._peer_memory = peer_memory
+        self._steps: dict[torch.dtype, Steps] = {}
+        if self.refusal is None and settings.codec is not None:
+            measured = _measured(arch, world_size, settings.codec) if peer_memory else None
+            if measured is None:
+                default = _upstream_steps(world_size, settings.codec)
+                self._steps = dict.fromkeys(DTYPES, default)
+            else:
+                self.source, self._steps = measured
+
+    def choose(self, nbytes: int, dtype: torch.dtype) -> Choice:
+        """What serves a message of `nbytes` bytes of `dtype`."""
+        settings = self.settings
+        if self.refusal is not None or dtype not in self._steps or not 0 < nbytes <= settings.max_bytes:
+            return ENGINE
+        if settings.min_bytes is not None and nbytes < settings.min_bytes:
+            return ENGINE
+        steps = self._steps[dtype]
+        choice = steps[bisect_right(steps, nbytes, key=lambda step: step[0]) - 1][1]
+        algorithm, codec = choice.algorithm, choice.codec or settings.codec
+        if algorithm is Algorithm.ENGINE:
+            if settings.min_bytes is None:
+                return ENGINE
+            algorithm = Algorithm.TWO_SHOT
+        if not self._peer_memory:
+            algorithm = Algorithm.PROCESS_GROUP
+        if nbytes < settings.quantization_min_bytes:
+            codec = CODECS["FP"]
+        return Choice(algorithm, codec)
+
+    def describe(self) -> str:
+        """One line for a log: from which size on which algorithm and codec serve, and why."""
+        if self.refusal is not None:
+            return f"quantized all-reduce: off; {self.refusal}"
+        sizes = [start for start, _ in self._steps[DTYPES[0]]]
+        sizes += [self.settings.min_bytes or 0, self.settings.quantization_min_bytes]
+        parts, last = [], None
+        for start in sorted(set(sizes)):
+            choice = self.choose(max(start, 1), DTYPES[0])
+            if choice != last:
+                codec = f" {choice.codec.name}" if choice.codec else ""
+                parts.append(f"{choice.algorithm}{codec} from {start} bytes")
+            last = choice
+        parts.append(f"engine above {self.settings.max_bytes} bytes")
+        return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
+
+
+def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the crossovers measured on this machine are kept."""
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "llm-quant-rocm" / "quick_reduce" / f"{arch}.json"
+
+
+def _refusal(settings: Settings, world_size: int) -> str | None:
+    """Why no message can be served, or None."""
+    if settings.codec is None:
+        return f"{_PREFIX}QUANTIZATION is NONE"
+    if world_size not in WORLD_SIZES:
+        return f"the group has {world_size} ranks; it serves {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
+    return None
+
+
+def _upstream_steps(world_size: int, codec: Codec) -> Steps:
+    row = _UPSTREAM_MIN_MIB[next(size for size in _UPSTREAM_MIN_MIB if size >= world_size)]
+    return [(0, ENGINE), (row[_LIKE.get(codec.name, codec.name)] * _MIB, Choice(Algorithm.TWO_SHOT, codec))]
+
+
+def _measured(arch: str, world_size: int, codec: Codec) -> tuple[str, dict[torch.dtype, Steps]] | None:
+    """The first file that knows this number of ranks and codec, and its steps for each dtype."""
+    shipped = resources.files("llm_quant_rocm") / "configs" / "quick_reduce" / f"{arch}.json"
+    for file in (cached_crossovers(arch), shipped):
+        if not file.is_file():
+            continue
+        found = _read(file, world_size, codec)
+        if found:
+            first = next(iter(found.values()))
+            return f"measured: {file}", {dtype: found.get(dtype, first) for dtype in DTYPES}
+    return None
+
+
+def _read(file: Traversable, world_size: int, codec: Codec) -> dict[torch.dtype, Steps]:
+    """The steps of one file for this number of ranks and codec, by dtype."""
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    try:
+        return {
+            names[entry["dtype"]]: _steps(entry["steps"], codec)
+            for entry in json.loads(file.read_text())["crossovers"]
+            if (entry["world_size"], entry["codec"]) == (world_size, codec.name)
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is no file of crossovers ({error!r}): measure them again, or delete it") from error
+
+
+def _steps(entries: list[dict[str, Any]], codec: Codec) -> Steps:
+    """Steps as a file has them, checked."""
+    steps = [(entry["from_bytes"], Choice(Algorithm(entry["algorithm"]), _codec_of(entry, codec))) for entry in entries]
+    sizes = [size for size, _ in steps]
+    if not sizes or sizes[0] != 0 or sizes != sorted(set(sizes)):
+        raise ValueError(f"sizes {sizes} do not rise from 0")
+    return steps
+
+
+def _codec_of(entry: dict[str, Any], codec: Codec) -> Codec | None:
+    """A step's codec: what the user chose, or FP, which is exact; none for the engine's all-reduce."""
+    if Algorithm(entry["algorithm"]) is Algorithm.ENGINE:
+        return None
+    if entry["codec"] not in ("FP", codec.name):
+        raise ValueError(f"a step of {codec.name} by {entry['codec']}")
+    return codec_named(entry["codec"])

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 weights arranged for the matrix instructions (MFMA) of CDNA GPUs: layouts "mfma" and "mfma_fp4".
+
+A lane of a 16x16 matrix instruction holds neighbouring columns of one row: lane l has row l % 16, and of the columns
+group l / 16. The weight is cut in pieces of 32 rows and 128 columns, and every lane finds its codes of a piece in twice
+16 bytes and its scales in 4, so nothing moves between lanes after the load. Group g has columns 32 g .. 32 g + 31, two
+blocks, rather than 8 columns of every 32 as the instructions count them: the order of columns does not matter to a sum,
+and so a scale serves two words of a lane. The kernel moves the columns of x accordingly.
+
+The two layouts differ in the order of the bits in a word, which `kernels/decode_cdna.py` explains.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+# Codes in the places of bytes' and of fp16's sign, exponent and mantissa: gfx90a and gfx942.
+LAYOUT = "mfma"
+# Codes side by side: gfx950, which converts them itself.
+LAYOUT_FP4 = "mfma_fp4"
+# The same with the rows of w13 = [gate, up] in turns, 16 of the gate and 16 of up, so that one lane holds both and can
+# apply the activation.
+GATE_UP = "_gate_up"
+LAYOUTS = (LAYOUT, LAYOUT_FP4, LAYOUT + GATE_UP, LAYOUT_FP4 + GATE_UP)
+ROWS, COLUMNS = 32, 128
+# Weights are padded with zero codes: to whole tiles of every configuration, and to pairs of steps over K.
+PAD_N, PAD_K = 128, 256
+_PACK_ELEMENTS = 2**23
+# The code in each byte of a word, and in each byte of the reversed word.
+_BYTES = ((0, 2, 1, 3), (4, 6, 5, 7))
+
+
+def layout(arch: str, gate_up: bool = False) -> str:
+    """The layout that the kernel reads on `arch`."""
+    return (LAYOUT_FP4 if arch == "gfx950" else LAYOUT) + GATE_UP * gate_up
+
+
+def parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of the words and of the scale bytes of a weight [n, k]."""
+    shape = (-(-k // PAD_K) * (PAD_K // COLUMNS), -(-n // PAD_N) * (PAD_N // ROWS))
+    return (torch.int32, (*shape, 512)), (torch.uint8, (*shape, 256))
+
+
+def gate_up_order(n: int, device: torch.device) -> torch.Tensor:
+    """Which row of [gate, up] (n rows, a multiple of 32) stands at each place of the layouts with gate and up."""
+    return torch.arange(n, device=device).view(2, n // ROWS, ROWS // 2).transpose(0, 1).flatten()
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight's codes and block scales as the kernel reads them.
+
+    Args:
+        codes: uint8 [..., N, K/2], the even k in the low nibble.
+        scales: float8_e4m3fn [..., N, K/16], not negative. -0 becomes +0.
+        layout: one of `LAYOUTS`, by its order of bits.
+
+    Returns:
+        words int32 [..., K/128, N/32, 512] and scale bytes uint8 [..., K/128, N/32, 256] (E4M3), with N padded to a
+        multiple of 128 and K of 256.
+
+    Words of a piece stand as [row / 16][lane][step], scale bytes as [lane][row / 16][block], where lane 16 g + row % 16
+    has columns 32 g + 8 step .. + 7 and blocks 2 g and 2 g + 1. -0 codes become +0.
+    """
+    leading, (n, half) = codes.shape[:-2], codes.shape[-2:]
+    words, scale_bytes = (
+        torch.zeros((prod(leading), *shape), dtype=dtype, device=codes.device) for dtype, shape in parts(n, 2 * half)
+    )
+    codes, scales = codes.reshape(-1, n, half), scales.view(torch.uint8).reshape(-1, n, half // 8)
+    column_padding = words.shape[1] * COLUMNS // 2 - half
+    to_words = _words_fp4 if layout.startswith(LAYOUT_FP4) else _words_bytes
+    for index, rows in _pieces(*codes.shape):
+        part, part_scales = codes[index, rows], scales[index, rows] & 0x7F
+        row_padding = -part.shape[0] % ROWS
+        part = torch.nn.functional.pad(part, (0, column_padding, 0, row_padding))
+        part_scales = torch.nn.functional.pad(part_scales, (0, column_padding // 8, 0, row_padding))
+        place = slice(rows.start // ROWS, (rows.start + part.shape[0]) // ROWS)
+        words[index, :, place] = _by_lane(to_words(_eights(part)))
+        scale_bytes[index, :, place] = _scales_by_lane(part_scales)
+    return words.view(*leading, *words.shape[1:]), scale_bytes.view(*leading, *scale_bytes.shape[1:])
+
+
+def _pieces(matrices: int, n: int, half: int) -> Iterator[tuple[int, slice]]:
+    """Matrix by matrix, whole pieces of rows, few enough that temporary tensors stay small."""
+    step = max(ROWS, _PACK_ELEMENTS // max(2 * half, 1) // ROWS * ROWS)
+    for index in range(matrices):
+        for start in range(0, n, step):
+            yield index, slice(start, min(start + step, n))
+
+
+def _eights(codes: torch.Tensor) -> torch.Tensor:
+    """Codes int32 [N, K/8, 8] of packed codes uint8 [N, K/2], without -0."""
+    single = torch.stack([codes & 15, codes >> 4], dim=-1).view(codes.shape[0], -1, 8)
+    return torch.where(single == 8, 0, single).to(torch.int32)
+
+
+def _words_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """Words [...] of codes [..., 8]: code i in bits 4 i .. 4 i + 3."""
+    words = codes[..., 0].clone()
+    for i in range(1, 8):
+        words |= codes[..., i] << (4 * i)
+    return words
+
+
+def _words_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Words [...] of codes [..., 8]: sign in bit 7 of a byte, the rest in bits 3 to 1; four codes in the word, four in
+    the same places of the word with its bits in reverse."""
+    words = torch.zeros_like(codes[..., 0])
+    for byte in range(4):
+        for reverse, order in enumerate(_BYTES):
+            code = codes[..., order[byte]]
+            for bit, place in enumerate((1, 2, 3, 7)):
+                place += 8 * byte
+                words |= ((code >> bit) & 1) << (31 - place if reverse else place)
+    return words
+
+
+def _by_lane(words: torch.Tensor) -> torch.Tensor:
+    """Words [K/128, N/32, 512] of words [N, K/8]."""
+    n, eights = words.shape
+    return words.view(n // ROWS, 2, 16, eights // 16, 4, 4).permute(3, 0, 1, 4, 2, 5).flatten(2)
+
+
+def _scales_by_lane(scales: torch.Tensor) -> torch.Tensor:
+    """Scale bytes [K/128, N/32, 256] of bytes [N, K/16]."""
+    n, blocks = scales.shape
+    return scales.view(n // ROWS, 2, 16, blocks // 8, 4, 2).permute(3, 0, 4, 2, 1, 5).flatten(2)

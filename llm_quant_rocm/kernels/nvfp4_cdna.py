@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVFP4 GEMM and experts on CDNA, as the operators call them.
+
+One kernel serves any number of rows: 64 rows of x take longer to multiply than their weights to decode, so that
+decoding once for each 64 rows does not show. The FP8 product expands the weight to FP8 first.
+"""
+
+from typing import Any
+
+import torch
+
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.nvfp4 import RANGE
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import nvfp4_mfma
+from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
+from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
+from llm_quant_rocm.kernels.nvfp4_moe import Weight, nvfp4_moe
+from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
+from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+
+__all__ = ["batch_invariant", "config_of", "default_config", "gemm", "gemm_fp8", "moe"]
+
+# Compute units of one die of an MI250, of an MI300X and of an MI355X.
+UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}
+
+
+def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Config:
+    """A sound choice, by reasoning: no AMD GPU was at hand to measure one."""
+    return nvfp4_mfma.default_config(m, n, k, UNITS[hardware.arch])
+
+
+def gemm_fp8(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`.
+
+    The vendor's product has bf16 results, a bf16 bias and n a multiple of 16; anything else is computed exactly.
+    """
+    if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16) or n % 16:
+        return gemm(
+            x, words, scale_bytes, global_scale, bias, n, hardware, default_config(x.shape[0], n, x.shape[1], hardware)
+        )
+    fmt, k = fp8.of_dtype(hardware.fp8_dtype), x.shape[1]
+    codes, x_scale = per_token_quant_fp8(x, fmt)
+    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    factor = torch.full((n,), fmt.max / RANGE, dtype=torch.float32, device=x.device)
+
+    def expanded(first: int, rows: int) -> torch.Tensor:
+        weight = torch.empty((rows, k), dtype=fmt.dtype, device=x.device)
+        expand(words, scale_bytes, factor, weight, first, n, hardware)
+        return weight
+
+    return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded)
+
+
+def moe(
+    x: torch.Tensor,
+    w13: Weight,
+    w2: Weight,
+    inner: int,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """Routed experts, as `nvfp4_moe.nvfp4_moe`."""
+    config = nvfp4_mfma.default_moe_config(topk_ids.numel(), w2[2].shape[0])
+
+    def multiply(
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scale_bytes: torch.Tensor,
+        global_scale: torch.Tensor,
+        n: int,
+        **tiles: Any,
+    ) -> torch.Tensor:
+        return gemm(x, words, scale_bytes, global_scale, None, n, hardware, config, **tiles)
+
+    routing = (topk_weights, topk_ids, expert_map)
+    return nvfp4_moe(x, w13, w2, inner, *routing, activation, hardware, multiply, config.block_m)

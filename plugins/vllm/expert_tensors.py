@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NVFP4 tensors of routed experts in a checkpoint, checked as they arrive."""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
+from vllm.model_executor.utils import set_weight_attrs
+
+from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm_vllm.experts import expert_name, global_expert, local_expert
+from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, unquantized
+from llm_quant_rocm_vllm.nvfp4_tensors import Piece, TensorNames, input_global_scale
+
+# The parameters' stems, and which of an expert's projections each holds, by vLLM's names, in the order of their rows.
+STEMS = {"w13_": ("w1", "w3"), "w2_": ("w2",)}
+
+
+class ExpertTensors:
+    """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.
+
+    Each is an error with the tensor's name, where vLLM's loader would convert another dtype, cut a tensor that is too
+    large, and leave what never arrives as it was.
+
+    Args:
+        layer: routed experts.
+        prefix: vLLM's name of them.
+        names: what the checkpoint calls an expert's tensors.
+        loader: vLLM's weight loader of the layer.
+        attributes: further attributes of parameters that vLLM asks for.
+    """
+
+    def __init__(
+        self,
+        layer: RoutedExperts,
+        prefix: str,
+        names: TensorNames,
+        loader: Callable[..., Any],
+        attributes: dict[str, Any],
+    ) -> None:
+        self._layer = layer
+        self._prefix = prefix
+        self._names = names
+        self._loader = loader
+        self._attributes = attributes
+        self._arrived: set[tuple[str, int, str]] = set()
+        self._input_scales: dict[tuple[int, str], torch.Tensor] = {}
+
+    def add(self, stem: str, experts: int, shape: tuple[int, int], whole: tuple[int, int]) -> None:
+        """The parameters of `stem`: `experts` weights of `shape` [N, K] on this rank.
+
+        `whole` is the shape of one projection in the checkpoint.
+        """
+        names = self._names
+        for tensor, dtype, pack in ((names.codes, torch.uint8, 2), (names.scales, torch.float8_e4m3fn, BLOCK)):
+            load = self.matrix_loader(tensor, dtype, (whole[0], whole[1] // pack))
+            attributes = {**self._attributes, "weight_loader": load}
+            if tensor == names.scales:
+                attributes["quant_method"] = FusedMoeWeightScaleSupported.GROUP.value
+            self._register(stem + tensor, torch.empty(experts, shape[0], shape[1] // pack, dtype=dtype), attributes)
+        scalars = torch.full((experts, len(STEMS[stem])), torch.nan, dtype=torch.float32)
+        self._register(stem + names.global_scale, scalars, {"weight_loader": self._global_scale_loader()})
+        # The rest is empty, as vLLM insists on the checkpoint's having every other parameter.
+        self._register(stem + names.input_scale, torch.empty(0), {"weight_loader": self.input_scale_loader()})
+        if names.codes != UNQUANTIZED:
+            # No codes have this name: whatever arrives is refused.
+            refuse = self.matrix_loader(UNQUANTIZED, torch.uint8, (0, 0))
+            self._register(stem + UNQUANTIZED, torch.empty(0), {"weight_loader": refuse})
+
+    def remove(self, stem: str) -> None:
+        """Drop the parameters of `stem`."""
+        names = self._names
+        for tensor in {names.codes, names.scales, names.global_scale, names.input_scale, UNQUANTIZED}:
+            delattr(self._layer, stem + tensor)
+
+    def matrix_loader(self, tensor: str, dtype: torch.dtype, shape: tuple[int, int]) -> Callable[..., Any]:
+        """vLLM's loader, refusing what it would convert, cut or load in part."""
+
+        @wraps(self._loader)  # vLLM binds arguments by the loader's signature
+        def load(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> Any:
+            name = f"{expert_name(self._layer, self._prefix, expert_id, shard_id)}.{tensor}"
+            if loaded_weight.dim() == 3:
+                raise NotImplementedError(
+                    f"{self._prefix} has one tensor for all experts in the checkpoint (shape "
+                    f"{tuple(loaded_weight.shape)}), and nvfp4_triton reads one for each: leave the checkpoint to vLLM "
+                    "with LLM_QUANT_ROCM_NVFP4=0"
+                )
+            if loaded_weight.dtype != dtype:
+                raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
+            if tuple(loaded_weight.shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
+                    f"{shape}: the checkpoint is broken, or made for another model"
+                )
+            self._arrived.add((tensor, expert_id, shard_id))
+            return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+
+        return load
+
+    def _global_scale_loader(self) -> Callable[..., Any]:
+        """Loads one value for each expert and shard into a parameter [E, shards]."""
+
+        def load(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            tensor = self._names.global_scale
+            value = self._one_value(tensor, loaded_weight, shard_id, expert_id)
+            self._arrived.add((tensor, expert_id, shard_id))
+            expert = local_expert(self._layer, expert_id)
+            if expert >= 0:
+                param.data[expert, int(shard_id == "w3")] = value.to(param.device)
+            return expert >= 0 if return_success else None
+
+        return load
+
+    def input_scale_loader(self) -> Callable[..., Any]:
+        """Remembers one value for each expert and shard, which a checkpoint may lack."""
+
+        def load(
+            param: torch.nn.Parameter,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            value = self._one_value(self._names.input_scale, loaded_weight, shard_id, expert_id)
+            self._input_scales[expert_id, shard_id] = value
+            return True if return_success else None
+
+        return load
+
+    def _one_value(self, tensor: str, value: torch.Tensor, shard: str, expert: int) -> torch.Tensor:
+        """A copy of the checkpoint's `value`, fp32 []."""
+        if value.numel() != 1:
+            name = f"{expert_name(self._layer, self._prefix, expert, shard)}.{tensor}"
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it is one value")
+        return value.float().reshape(()).clone()
+
+    def input_global_scales(self, stem: str, experts: int) -> torch.Tensor:
+        """The scales, fp32 [E], that the inputs of `stem` are encoded with."""
+        scales = []
+        for expert in range(experts):
+            number = global_expert(self._layer, expert)
+            found = [
+                self._input_scales[number, shard] for shard in STEMS[stem] if (number, shard) in self._input_scales
+            ]
+            name = expert_name(self._layer, self._prefix, number, STEMS[stem][0])
+            scales.append(input_global_scale(self._names, name, found))
+        return torch.stack(scales)
+
+    def pieces(self, stem: str) -> Iterator[Piece]:
+        """The weights of `stem` as the checkpoint has them; ValueError where a tensor of one never arrived."""
+        names = self._names
+        global_scale = getattr(self._layer, stem + names.global_scale).data
+        shards = STEMS[stem]
+        rows = getattr(self._layer, stem + names.codes).shape[1] // len(shards)
+        for expert in range(global_scale.shape[0]):
+            number = global_expert(self._layer, expert)
+            for index, shard in enumerate(shards):
+                name = expert_name(self._layer, self._prefix, number, shard)
+                for tensor in (names.codes, names.scales, names.global_scale):
+                    if (tensor, number, shard) not in self._arrived:
+                        raise ValueError(
+                            f"{name}.{tensor} is missing from the checkpoint: fetch or export the checkpoint again"
+                        )
+                yield Piece(
+                    f"{name}.weight", (expert, slice(index * rows, (index + 1) * rows)), global_scale[expert, index]
+                )
+
+    def _register(self, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
+        parameter = torch.nn.Parameter(data, requires_grad=False)
+        set_weight_attrs(parameter, attributes)
+        self._layer.register_parameter(name, parameter)

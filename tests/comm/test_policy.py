@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-reduce serves a message."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings, cached_crossovers
+from llm_quant_rocm.formats.wire import CODECS
+
+MIB = 1024 * 1024
+PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
+FP, FP4, INT4, INT8 = (CODECS[name] for name in ("FP", "FP4", "INT4", "INT8"))
+STEPS = [
+    {"from_bytes": 0, "algorithm": "engine"},
+    {"from_bytes": 1000, "algorithm": "one_shot", "codec": "FP"},
+    {"from_bytes": 5000, "algorithm": "two_shot", "codec": "INT4"},
+    {"from_bytes": 2 * MIB, "algorithm": "engine"},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no variable of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def measured(arch: str, **changes: Any) -> None:
+    """Writes crossovers of INT4 on 4 ranks in bf16 into the cache."""
+    entry = {"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": STEPS} | changes
+    file = cached_crossovers(arch)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"measured_on": {"device": "a test"}, "crossovers": [entry]}))
+
+
+def settings(**variables: str) -> Settings:
+    return Settings.from_environment({PREFIX + name: value for name, value in variables.items()})
+
+
+# --- the environment
+
+
+def test_nothing_set_means_never() -> None:
+    assert settings() == Settings() == settings(QUANTIZATION="NONE") == settings(QUANTIZATION="")
+    policy = Policy(settings(), 2, "gfx942")
+    assert policy.choose(64 * MIB, torch.bfloat16) == ENGINE
+    assert policy.describe() == f"quantized all-reduce: off; {PREFIX}QUANTIZATION is NONE"
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_is_accepted(name: str) -> None:
+    assert settings(QUANTIZATION=name).codec == CODECS[name]
+
+
+def test_all_variables() -> None:
+    found = settings(
+        QUANTIZATION="FP4",
+        MIN_SIZE_BYTES_MB="3",
+        MAX_SIZE_BYTES_MB="64",
+        QUANTIZATION_MIN_SIZE_KB="512",
+        CAST_BF16_TO_FP16="True",
+    )
+    assert found == Settings(FP4, 3 * MIB, 64 * MIB, 512 * 1024, True)
+    assert not settings(CAST_BF16_TO_FP16="0").cast_bf16_to_fp16
+    assert settings(CAST_BF16_TO_FP16="1").cast_bf16_to_fp16
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"QUANTIZATION": "FP3"}, "QUANTIZATION=FP3: it must be one of FP, INT8, INT6, INT4, INT3, FP8, FP4, NONE"),
+        ({"QUANTIZATION": "fp4"}, "QUANTIZATION=fp4: it must be one of"),
+        ({"MIN_SIZE_BYTES_MB": "-1"}, "MIN_SIZE_BYTES_MB=-1: it must be a whole number"),
+        ({"MAX_SIZE_BYTES_MB": "1.5"}, "MAX_SIZE_BYTES_MB=1.5: it must be a whole number"),
+        ({"QUANTIZATION_MIN_SIZE_KB": "x"}, "QUANTIZATION_MIN_SIZE_KB=x: it must be a whole number"),
+        ({"MIN_SIZE_BYTES_MB": "9", "MAX_SIZE_BYTES_MB": "8"}, "MIN_SIZE_BYTES_MB is 9, above the maximum of 8"),
+        ({"MIN_SIZE_BYTES_MB": "4096"}, "above the maximum of 2048"),
+    ],
+)
+def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        settings(**variables)
+    assert "\n" not in str(raised.value)
+
+
+# --- where nobody measured
+
+
+@pytest.mark.parametrize(
+    ("world", "codec", "mib"),
+    [(2, "FP", 1), (2, "INT8", 2), (2, "FP4", 1), (3, "INT8", 16), (4, "FP8", 16), (4, "INT4", 2), (5, "FP", 16)]
+    + [(6, "INT6", 4), (7, "FP4", 2), (8, "INT3", 2), (8, "INT8", 4)],
+)
+def test_upstreams_thresholds(world: int, codec: str, mib: int) -> None:
+    policy = Policy(settings(QUANTIZATION=codec), world, "unheard_of")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert policy.choose(mib * MIB - 2, dtype) == ENGINE
+        assert policy.choose(mib * MIB, dtype) == Choice(Algorithm.TWO_SHOT, CODECS[codec])
+        assert policy.choose(2048 * MIB, dtype) == Choice(Algorithm.TWO_SHOT, CODECS[codec])
+        assert policy.choose(2048 * MIB + 2, dtype) == ENGINE
+    assert policy.choose(64 * MIB, torch.float32) == ENGINE
+
+
+@pytest.mark.parametrize("world", [1, 9, 16])
+def test_groups_that_are_not_served(world: int) -> None:
+    policy = Policy(settings(QUANTIZATION="FP4"), world, "gfx942")
+    assert policy.choose(64 * MIB, torch.bfloat16) == ENGINE
+    assert f"off; the group has {world} ranks; it serves 2 to 8" in policy.describe()
+
+
+def test_without_peer_memory_the_process_group_serves() -> None:
+    measured("cpu")  # of kernels: no crossover of the process group
+    policy = Policy(settings(QUANTIZATION="INT4"), 4, "cpu", peer_memory=False)
+    assert policy.choose(2 * MIB - 2, torch.bfloat16) == ENGINE
+    assert policy.choose(2 * MIB, torch.bfloat16) == Choice(Algorithm.PROCESS_GROUP, INT4)
+    policy = Policy(settings(QUANTIZATION="INT4", MIN_SIZE_BYTES_MB="0"), 4, "cpu", peer_memory=False)
+    assert policy.choose(2, torch.bfloat16) == Choice(Algorithm.PROCESS_GROUP, INT4)
+    assert policy.choose(0, torch.bfloat16) == ENGINE
+
+
+# --- where somebody measured
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_measured_steps(dtype: torch.dtype) -> None:
+    measured("sm_90")
+    policy = Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
+    for nbytes, expected in (
+        (2, ENGINE),
+        (998, ENGINE),
+        (1000, Choice(Algorithm.ONE_SHOT, FP)),
+        (4998, Choice(Algorithm.ONE_SHOT, FP)),
+        (5000, Choice(Algorithm.TWO_SHOT, INT4)),
+        (2 * MIB, ENGINE),
+        (1024 * MIB, ENGINE),
+    ):
+        assert policy.choose(nbytes, dtype) == expected
+    assert policy.describe() == (
+        "quantized all-reduce: engine from 0 bytes, one_shot FP from 1000 bytes, two_shot INT4 from 5000 bytes, "
+        f"engine from 2097152 bytes, engine above 2147483648 bytes (measured: {cached_crossovers('sm_90')})"
+    )
+
+
+def test_what_was_not_measured_follows_upstream() -> None:
+    measured("sm_90")
+    for world, codec in ((2, "INT4"), (4, "INT8")):
+        policy = Policy(settings(QUANTIZATION=codec), world, "sm_90")
+        assert policy.choose(5000, torch.bfloat16) == ENGINE
+        assert "upstream's thresholds" in policy.describe()
+
+
+def test_a_dtype_of_its_own_comes_before_the_other() -> None:
+    measured("sm_90")
+    file = cached_crossovers("sm_90")
+    content = json.loads(file.read_text())
+    content["crossovers"].append(
+        content["crossovers"][0]
+        | {"dtype": "float16", "steps": [{"from_bytes": 0, "algorithm": "two_shot", "codec": "INT4"}]}
+    )
+    file.write_text(json.dumps(content))
+    policy = Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
+    assert policy.choose(2, torch.float16) == Choice(Algorithm.TWO_SHOT, INT4)
+    assert policy.choose(2, torch.bfloat16) == ENGINE
+
+
+def test_the_users_sizes_come_before_what_was_measured() -> None:
+    measured("sm_90")
+    policy = Policy(settings(QUANTIZATION="INT4", MIN_SIZE_BYTES_MB="0", MAX_SIZE_BYTES_MB="4"), 4, "sm_90")
+    assert policy.choose(2, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, INT4)
+    assert policy.choose(1000, torch.bfloat16) == Choice(Algorithm.ONE_SHOT, FP)
+    assert policy.choose(4 * MIB, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, INT4)
+    assert policy.choose(4 * MIB + 2, torch.bfloat16) == ENGINE
+    policy = Policy(settings(QUANTIZATION="INT4", MIN_SIZE_BYTES_MB="1"), 4, "sm_90")
+    assert policy.choose(MIB - 2, torch.bfloat16) == ENGINE
+
+
+def test_small_messages_by_fp() -> None:
+    policy = Policy(settings(QUANTIZATION="FP4", QUANTIZATION_MIN_SIZE_KB="4096"), 2, "gfx950")
+    assert policy.choose(MIB - 2, torch.bfloat16) == ENGINE  # the variable does not change what is served
+    assert policy.choose(4 * MIB - 2, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, FP)
+    assert policy.choose(4 * MIB, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, FP4)
+    assert "two_shot FP from 1048576 bytes, two_shot FP4 from 4194304 bytes" in policy.describe()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": []},
+        {"steps": STEPS[1:]},
+        {"steps": [STEPS[0], STEPS[2], STEPS[1]]},
+        {"steps": [STEPS[0], {"from_bytes": 9, "algorithm": "three_shot", "codec": "INT4"}]},
+        {"steps": [STEPS[0], {"from_bytes": 9, "algorithm": "two_shot", "codec": "INT3"}]},
+        {"steps": [STEPS[0], {"from_bytes": 9, "algorithm": "two_shot"}]},
+        {"dtype": "float32"},
+    ],
+)
+def test_a_broken_file_is_named(changes: dict[str, Any]) -> None:
+    measured("sm_90", **changes)
+    with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers .* measure them again, or delete it"):
+        Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
+    cached_crossovers("sm_90").write_text("{")
+    with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers"):
+        Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
+
+
+def test_every_shipped_file_can_be_read() -> None:
+    folder = Path(sys.modules["llm_quant_rocm"].__path__[0]) / "configs" / "quick_reduce"
+    for file in folder.glob("*.json"):
+        for entry in json.loads(file.read_text())["crossovers"]:
+            policy = Policy(Settings(CODECS[entry["codec"]]), entry["world_size"], file.stem)
+            assert str(file) in policy.describe()
