@@ -5,7 +5,7 @@
 """
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def main() -> None:
     missing = [reason for triton in tritons.VERSIONS if (reason := tritons.refusal(triton))]
     if missing:
         sys.exit("\n".join(missing))
-    with ThreadPoolExecutor() as pool:  # each Triton works in a process of its own
+    with ProcessPoolExecutor(len(tritons.VERSIONS)) as pool:
         found = {key: row for part in pool.map(rows, tritons.VERSIONS) for key, row in part.items()}
     table.write(dict(sorted(found.items())))
     print(f"wrote {table.PAGE.relative_to(ROOT)}")
