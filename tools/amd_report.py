@@ -5,6 +5,7 @@
 """
 
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -15,19 +16,26 @@ from tests.amd import budget, operators, table, tritons  # noqa: E402
 from tests.amd.prove import prove  # noqa: E402
 
 
+def rows(triton: str) -> dict[table.Key, table.Row]:
+    """What is found with one Triton."""
+    found: dict[table.Key, table.Row] = {}
+    for name, arch in product(operators.NAMES, budget.LDS):
+        shipped, executed = (prove(triton, arch, name, execute) for execute in (False, True))
+        if shipped.failures or executed.failures:
+            raise SystemExit(f"{name} on {arch} with Triton {triton}:\n{shipped.report()}\n\n{executed.report()}")
+        for kernel in operators.operator(name).BUDGETS:
+            found[kernel, arch, triton] = table.machine_code(shipped, kernel) | table.executed(executed, kernel)
+        print(f"{name} on {arch} with Triton {triton}", flush=True)
+    return found
+
+
 def main() -> None:
     missing = [reason for triton in tritons.VERSIONS if (reason := tritons.refusal(triton))]
     if missing:
         sys.exit("\n".join(missing))
-    rows: dict[table.Key, table.Row] = {}
-    for name, arch, triton in product(operators.NAMES, budget.LDS, tritons.VERSIONS):
-        print(f"{name} on {arch} with Triton {triton}", flush=True)
-        shipped, executed = (prove(triton, arch, name, execute) for execute in (False, True))
-        if shipped.failures or executed.failures:
-            sys.exit(f"{shipped.report()}\n\n{executed.report()}")
-        for kernel in operators.operator(name).BUDGETS:
-            rows[kernel, arch, triton] = table.machine_code(shipped, kernel) | table.executed(executed, kernel)
-    table.write(dict(sorted(rows.items())))
+    with ProcessPoolExecutor(len(tritons.VERSIONS)) as pool:
+        found = {key: row for part in pool.map(rows, tritons.VERSIONS) for key, row in part.items()}
+    table.write(dict(sorted(found.items())))
     print(f"wrote {table.PAGE.relative_to(ROOT)}")
 
 

@@ -181,13 +181,10 @@ def test_fused_multiply_add_rounds_once():
 
 def test_fused_multiply_add_of_doubles():
     a, b, c = (random_bits(2048, F64, seed) for seed in (1, 2, 3))
-    tie = F64(2.0**-53)
-    rows = [
-        (1 + tie * 2, 1 - tie, F64(1)),
-        (tie, 1 + tie * 2, F64(1)),
-        (tie, 1 - tie, 1 + tie * 2),
-        (-tie, 1 - tie, 1 + tie * 2),
-    ]
+    tie, last = F64(2.0**-53), F64(2.0**-52)
+    rows = [(1 + last, 1 - tie, 1), (tie, 1 + last, 1), (tie, 1 - tie, 1 + last), (-tie, 1 - tie, 1 + last)]
+    # The product lies 2^-157 beside a tie.
+    rows += [(2.0**-27 * (1 + last), sign * 2.0**-26 * (1 - last), sign * (1 + last)) for sign in (1, -1)]
     a, b, c = (np.concatenate([x, np.resize(np.array(rows)[:, n], 64)]) for n, x in enumerate((a, b, c)))
     result = run("v_fma", "f64", a, b, c).view(F64)
     moderate = [n for n in range(len(a)) if all(1e-100 < abs(x[n]) < 1e100 for x in (a, b, c))]
