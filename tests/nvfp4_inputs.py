@@ -39,8 +39,8 @@ def weight64(weight: NvFp4Weight) -> torch.Tensor:
 def experts(
     tokens: int, count: int, topk: int, hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> dict[str, Any]:
-    """Arguments of ops.nvfp4_moe on the CPU, weights in rows. Every expert, and in it gate and up, has a global scale of
-    its own, a hundred times another's. Expert 0 gets no token where others suffice.
+    """Arguments of ops.nvfp4_moe on the CPU, weights in rows. Every expert, and in it gate and up, has a global scale
+    of its own, a hundred times another's. Expert 0 gets no token where others suffice.
     """
     generator = torch.Generator().manual_seed(seed)
 
