@@ -16,12 +16,12 @@ class Proof:
     """What became of the cases.
 
     Attributes:
-        variants: every distinct compiled kernel with the name of the first case that launched it, in order.
+        kernels: every distinct compiled kernel with the name of the first case that launched it, in order.
         cases: by case, the names of the kernels that it launched.
         failures: by case, the traceback of one that failed.
     """
 
-    variants: list[tuple[str, Launch]]
+    kernels: list[tuple[str, Launch]]
     cases: dict[str, set[str]]
     failures: dict[str, str]
 
@@ -58,5 +58,5 @@ def _prove(arch: str, name: str, execute: bool) -> Proof:
         for launch in gpu.launches[before:]:
             if launch.digest not in known:
                 known.add(launch.digest)
-                proof.variants.append((case, launch))
+                proof.kernels.append((case, launch))
     return proof

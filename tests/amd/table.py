@@ -19,7 +19,7 @@ Row = dict[str, str]  # by column of FOUND
 
 def machine_code(proof: Proof, kernel: str) -> Row:
     """The columns about the machine code of `kernel`, over all variants of the shipped cases."""
-    launches = [launch for _, launch in proof.variants if launch.kernel == kernel]
+    launches = [launch for _, launch in proof.kernels if launch.kernel == kernel]
     assemblies = [isa.read(launch.assembly) for launch in launches]
     loops = [assembly.hot_loop for assembly in assemblies]
     counts = [isa.count(loop.instructions) for loop in loops if loop]
@@ -40,7 +40,7 @@ def machine_code(proof: Proof, kernel: str) -> Row:
 
 def executed(proof: Proof, kernel: str) -> Row:
     """The column about what was executed: the variants of `kernel`, and the cases they ran in, all of which passed."""
-    variants = sum(launch.kernel == kernel for _, launch in proof.variants)
+    variants = sum(launch.kernel == kernel for _, launch in proof.kernels)
     cases = sum(kernel in kernels for kernels in proof.cases.values())
     return {"Executed": f"{variants} in {cases} cases"}
 

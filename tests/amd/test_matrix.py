@@ -41,7 +41,7 @@ def test_machine_code(triton: str, arch: str, name: str, kernel: str) -> None:
     if proof.failures:
         pytest.fail(proof.report())
     limits = operators.operator(name).BUDGETS[kernel]
-    launches = [(case, launch) for case, launch in proof.variants if launch.kernel == kernel]
+    launches = [(case, launch) for case, launch in proof.kernels if launch.kernel == kernel]
     assert launches, f"no shipped case launches {kernel}"
     failures = []
     for case, launch in launches:
@@ -62,7 +62,7 @@ def test_numbers(triton: str, arch: str, name: str) -> None:
     if proof.failures:
         pytest.fail(proof.report())
     budgets = operators.operator(name).BUDGETS
-    launched = [(case, launch) for case, launch in proof.variants if launch.kernel in budgets]
+    launched = [(case, launch) for case, launch in proof.kernels if launch.kernel in budgets]
     assert {launch.kernel for _, launch in launched} == set(budgets)
     for case, launch in launched:
         assembly = isa.read(launch.assembly)
