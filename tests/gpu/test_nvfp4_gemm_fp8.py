@@ -90,12 +90,12 @@ def test_exact_on_powers_of_two(config: tuple[Any, ...], shape: tuple[int, int, 
 
 @pytest.mark.parametrize("shape", [(16, 16, 16), (20, 80, 528), (300, 144, 272), (70, 1040, 2064)], ids=str)
 def test_exact_on_powers_of_two_expanded(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm_quant_rocm.kernels import nvfp4_hopper
+    from llm_quant_rocm.kernels import nvfp4_slices
 
     x, weight, bias = exact_operands(*shape, torch.bfloat16)
     product, bias = product64(x, weight), bias.bfloat16()
-    for size in (nvfp4_hopper.EXPANDED_BYTES, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
-        monkeypatch.setattr(nvfp4_hopper, "EXPANDED_BYTES", size)
+    for size in (nvfp4_slices.EXPANDED_BYTES, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
+        monkeypatch.setattr(nvfp4_slices, "EXPANDED_BYTES", size)
         assert_same(run("expanded", x, weight, None), product.float().bfloat16())
         assert_same(run("expanded", x, weight, bias), (product + bias.double()).float().bfloat16())
 
