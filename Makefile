@@ -63,13 +63,13 @@ test: venv
 	stage() { title=$$1; shift; echo "== $$title"; "$$@" || \
 		{ echo "make test: FAILED in $$title after $$SECONDS s"; exit 1; }; }; \
 	stage "lint and types" $(MAKE) --no-print-directory lint; \
-	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --ignore=tests/engine; \
+	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/engine; \
 	stage "engines" $(BIN)/python -m pytest -q tests/engine; \
 	echo "make test: all passed in $$SECONDS s"
 
 # tests/gcnsim tests the simulator that executes the kernels.
 test-amd: venv
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/amd tests/gcnsim
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/amd tests/gcnsim
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
