@@ -18,8 +18,6 @@ class Hardware:
         fp8_cast: whether Triton compiles a conversion from float to FP8 for it.
         tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
         pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
-        nvfp4_units: whether the matrix units multiply NVFP4 (E2M1 codes with E4M3 block scales). Those of gfx950
-            multiply MXFP4 only.
         lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
         gpu: whether Triton kernels run on it.
     """
@@ -30,7 +28,6 @@ class Hardware:
     fp8_cast: bool = False
     tma: bool = False
     pdl: bool = False
-    nvfp4_units: bool = False
     lanes: int = 32
     gpu: bool = True
 
@@ -55,9 +52,9 @@ def amd(arch: str) -> Hardware:
 
 def nvidia(major: int, minor: int) -> Hardware:
     """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and
-    programmatic dependent launch with 9.0, NVFP4 with 10.0."""
+    programmatic dependent launch with 9.0."""
     fp8, hopper = (major, minor) >= (8, 9), major >= 9
-    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=hopper, pdl=hopper, nvfp4_units=major >= 10)
+    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=hopper, pdl=hopper)
 
 
 @cache

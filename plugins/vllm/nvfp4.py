@@ -18,7 +18,6 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm import hardware
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
 
@@ -32,8 +31,6 @@ COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
 _SWITCH = "LLM_QUANT_ROCM_NVFP4"
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
-# Where Triton compiles for an NVIDIA GPU.
-_MIN_CAPABILITY = (8, 0)
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -95,7 +92,7 @@ class NvFp4Config(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 10 * _MIN_CAPABILITY[0] + _MIN_CAPABILITY[1]
+        return 80  # where Triton compiles for an NVIDIA GPU
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -282,9 +279,8 @@ def _serves_this_device() -> bool:
         return False
     if current_platform.is_rocm():
         return capability.major == 9  # CDNA: gfx90a, gfx942 and gfx950, which have no units for NVFP4
-    if not current_platform.is_cuda():
-        return False
-    return tuple(capability) >= _MIN_CAPABILITY and not hardware.nvidia(*capability).nvfp4_units
+    # Of NVIDIA's GPUs Hopper has kernels here. Older ones are better served by vLLM's, newer ones by their own units.
+    return current_platform.is_cuda() and tuple(capability) == (9, 0)
 
 
 @cache
