@@ -7,13 +7,14 @@ derives signature, alignment and pointer ranges from the arguments, and what exe
 Everything here is global to the process: use it in a child of the fork server.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gcnsim
+import numpy as np
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,6 +118,7 @@ class VirtualGpu:
         self.utils = self
         self.launches: list[Launch] = []
         self._unwritten = _Unwritten()
+        self._tables: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         self._together: list[tuple[Launch, list[Any]]] | None = None
 
     def get_current_target(self) -> GPUTarget:
@@ -151,6 +153,12 @@ class VirtualGpu:
         launches, self._together = self._together, None
         self._run(launches)
 
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64, for kernels that take addresses of other ranks' memory: in a launch it holds those of `tensors`."""
+        table = torch.zeros(len(tensors), dtype=torch.int64)
+        self._tables[table.data_ptr()] = table, tensors
+        return table
+
     def _run(self, launches: list[tuple[Launch, list[Any]]]) -> None:
         memory = gcnsim.Memory()
         copies: dict[int, tuple[torch.Tensor, int]] = {}
@@ -158,7 +166,11 @@ class VirtualGpu:
         def address(tensor: torch.Tensor, name: str) -> int:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
-            if start not in copies:
+            if start not in copies and start in self._tables:
+                table, targets = self._tables[start]
+                found = [address(target, f"{name}, {index}") for index, target in enumerate(targets)]
+                copies[start] = (table.view(torch.uint8), memory.allocate(np.array(found, np.int64), name=name))
+            elif start not in copies:
                 content = storage_bytes(tensor)
                 unwritten = self._unwritten.storages.pop(start, None) is not None
                 allocated = (
