@@ -108,6 +108,7 @@ class VirtualGpu:
 
     Attributes:
         launches: everything launched so far, in order.
+        stream: where kernels are launched now; None: each on a stream of its own.
     """
 
     launcher_cls = _Launcher
@@ -117,9 +118,10 @@ class VirtualGpu:
         self.execute = execute
         self.utils = self
         self.launches: list[Launch] = []
+        self.stream: int | None = None
         self._unwritten = _Unwritten()
         self._tables: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
-        self._together: list[tuple[Launch, list[Any]]] | None = None
+        self._together: list[tuple[int | None, Launch, list[Any]]] | None = None
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("hip", self.arch, WAVE)
@@ -141,13 +143,14 @@ class VirtualGpu:
     def launch(self, launch: Launch, arguments: list[Any]) -> None:
         self.launches.append(launch)
         if self._together is not None:
-            self._together.append((launch, arguments))
+            self._together.append((self.stream, launch, arguments))
         elif self.execute:
-            self._run([(launch, arguments)])
+            self._run([(None, launch, arguments)])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launches inside wait until the end and then run at once, as those of several ranks do."""
+        """Launches inside wait until the end and then run at once, as those of several ranks do; those of one stream
+        one after another."""
         self._together = []
         yield
         launches, self._together = self._together, None
@@ -159,7 +162,7 @@ class VirtualGpu:
         self._tables[table.data_ptr()] = table, tensors
         return table
 
-    def _run(self, launches: list[tuple[Launch, list[Any]]]) -> None:
+    def _run(self, launches: list[tuple[int | None, Launch, list[Any]]]) -> None:
         memory = gcnsim.Memory()
         copies: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -181,13 +184,13 @@ class VirtualGpu:
                 copies[start] = (content, allocated)
             return copies[start][1] + tensor.data_ptr() - start
 
-        prepared = []
-        for launch, arguments in launches:
+        streams: dict[object, list[gcnsim.Launch]] = {}
+        for number, (stream, launch, arguments) in enumerate(launches):
             values = [
                 address(value, f"argument {index} of {launch.kernel}") if isinstance(value, torch.Tensor) else value
                 for index, value in enumerate(arguments)
             ]
-            prepared.append(
+            streams.setdefault(("own", number) if stream is None else stream, []).append(
                 gcnsim.Launch(
                     gcnsim.parse(launch.assembly),
                     grid=launch.grid,
@@ -196,7 +199,7 @@ class VirtualGpu:
                     lds_bytes=launch.lds,
                 )
             )
-        gcnsim.run(prepared, memory)
+        gcnsim.run(list(streams.values()), memory)
         for content, allocated in copies.values():
             content.copy_(torch.from_numpy(memory.read(allocated, "uint8", tuple(content.shape))))
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized all-reduce: several ranks on one memory end with the reference's bits, call after call."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import quick_reduce
+from llm_quant_rocm.kernels.quick_reduce import CALL, FAILED_CALL, Config, Mailbox
+from llm_quant_rocm.reference import quick_reduce as reference
+from tests.amd import isa, kernels, tritons
+from tests.amd.budget import Budget
+from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
+
+PATIENCE = 1_000_000
+SMALL = Config(blocks=2, programs=2, num_warps=4)
+
+
+def stores_awaited(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the order of stores and flags: every wave must wait for its own stores, and then for the other
+    waves at a barrier, before one of them sets a flag."""
+    found, waited, met = [], True, True
+    for instruction in assembly.instructions:
+        if re.match(r"(global|flat|buffer)_store", instruction.text):
+            waited = met = False
+        elif instruction.kind == "wait" and "vmcnt(0)" in instruction.text:
+            waited = True
+        elif instruction.kind == "barrier":
+            met = met or waited
+        elif re.match(r"(global|flat)_atomic_swap", instruction.text) and not met:
+            found.append(f"line {instruction.line} sets a flag before the stores of all waves are done")
+    return found
+
+
+BUDGETS = {name: Budget(wide=False, peer_flags=True, more=stores_awaited) for name in ("two_shot_kernel", "one_shot_kernel")}
+
+
+class Ranks:
+    """The memory of several ranks, and their all-reduces on the virtual GPU."""
+
+    def __init__(self, world: int, phase_bytes: int = 1 << 16, max_tiles: int = 16) -> None:
+        self.gpu = triton.runtime.driver.active
+        self.regions = [
+            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
+            for _ in range(world)
+        ]
+        peers = self.gpu.addresses(self.regions)
+        self.boxes = [
+            Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), rank, phase_bytes, max_tiles)
+            for rank in range(world)
+        ]
+
+    def launch(
+        self, shot: Callable[..., None], inputs: Sequence[torch.Tensor], codec: Codec, config: Config = SMALL,
+        patience: int = PATIENCE, **options: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """One call on every rank that has an input, on a stream of its own; the outputs, written when it is over."""
+        outs = []
+        for rank, (x, box) in enumerate(zip(inputs, self.boxes, strict=False)):
+            assert x.numel() <= box.capacity(codec, config, 2 if shot is quick_reduce.two_shot else 1)
+            outs.append(torch.empty_like(x))
+            self.gpu.stream = rank
+            shot(x, outs[-1], box, codec, config, patience, **options)
+        return outs
+
+    def call(self, shot: Callable[..., None], inputs: Sequence[torch.Tensor], codec: Codec, **options: Any) -> None:
+        """One call, whose results must be the reference's. What earlier calls left in the inboxes is made NaN."""
+        for region, box in zip(self.regions, self.boxes, strict=True):
+            region[: 4 * box.phase_bytes] = 0xFF
+        before = int(self.boxes[0].state[CALL.value])
+        with self.gpu.together():
+            outs = self.launch(shot, inputs, codec, **options)
+        check(shot, inputs, outs, codec, **options)
+        for box in self.boxes:
+            assert box.state.tolist() == [(before + 2**31 + 1) % 2**32 - 2**31, *[0] * 7]
+
+
+def check(
+    shot: Callable[..., None], inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], codec: Codec,
+    cast_bf16_to_fp16: bool = False, **_: Any,
+) -> None:  # fmt: skip
+    """All ranks have the same bits, and they are the reference's."""
+    expected = getattr(reference, shot.__name__)(inputs, codec, cast_bf16_to_fp16)
+    for out in outs:
+        assert torch.equal(out.view(torch.int16), outs[0].view(torch.int16))
+        assert_same(out, expected)
+
+
+def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Inputs of every rank: nasty groups, beside other ones on every rank, and random ones."""
+    rows = [
+        torch.cat([nasty_rows(256, dtype).roll(3 * rank, 0), random_rows(8, 256, dtype, seed * 10 + rank)])
+        for rank in range(world)
+    ]
+    return [x.flatten()[:count].contiguous() for x in rows]
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def launch(shot: Callable[..., None], world: int, codec: Codec) -> None:
+        ranks = Ranks(world, 1 << 20, 64)
+        ranks.launch(shot, draw(1, 8000, torch.bfloat16), codec, quick_reduce.default_config(hardware))
+
+    cases = {"two_shot": (2, "FP4"), "two_shot ": (8, "FP4"), "one_shot": (8, "FP"), "one_shot ": (2, "INT4")}
+    return {
+        f"{name.strip()} of {world}, {codec}": partial(launch, getattr(quick_reduce, name.strip()), world, CODECS[codec])
+        for name, (world, codec) in cases.items()
+    }
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def in_a_row(world: int, codec: Codec, dtype: torch.dtype, cast: bool = False) -> None:
+        """Counts: ragged; a whole number of tiles; one value, so that the last owners have none; more again."""
+        ranks = Ranks(world)
+        for seed, count in enumerate((9000, world * SMALL.piece_values * 2, 1, 3001)):
+            for shot in (quick_reduce.two_shot, quick_reduce.one_shot):
+                inputs = draw(world, count, dtype, seed)
+                ranks.call(shot, inputs, codec, **({"cast_bf16_to_fp16": True} if cast else {}))
+
+    def late(codec: Codec) -> None:
+        """Three calls, of which each rank begins the first one late by another time, and none waits for the others
+        between them: the others run ahead as far as they may. Sizes, codecs and grids change on the way."""
+        ranks = Ranks(3)
+        calls = [
+            (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16), codec, SMALL),
+            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], SMALL),
+            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, SMALL),
+            (quick_reduce.two_shot, draw(3, 7000, torch.bfloat16, 3), codec, Config(2, 3, 4)),
+            (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16, 4), codec, SMALL),
+        ]
+        for last in range(3):
+            with ranks.gpu.together():
+                for rank in range(3):
+                    ranks.gpu.stream = rank
+                    turns = 4000 if rank == last else 1000 * (rank == 1)
+                    kernels.count_to[(1,)](torch.zeros(1, dtype=torch.int32), turns)
+                found = [ranks.launch(shot, inputs, codec, config) for shot, inputs, codec, config in calls]
+            for (shot, inputs, codec, _), outs in zip(calls, found, strict=True):
+                check(shot, inputs, outs, codec)
+
+    def wrapping(codec: Codec) -> None:
+        """The number of the call comes to 2**31."""
+        ranks = Ranks(2)
+        for box in ranks.boxes:
+            box.state[CALL.value] = 2**31 - 3
+        for seed in range(4):
+            ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16, seed), codec)
+
+    def lost(codec: Codec) -> None:
+        """Rank 2 does not come: the others say so, and later calls end at once."""
+        ranks = Ranks(3)
+        inputs = draw(3, 3000, torch.bfloat16)
+        ranks.call(quick_reduce.two_shot, inputs, codec)
+        for patience in (100, 2**31 - 1):
+            with ranks.gpu.together():
+                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, patience=patience)
+            for box in ranks.boxes[:2]:
+                assert box.state[FAILED_CALL.value :].tolist()[:3] == [2, 2, 0]
+
+    fp4, names = CODECS["FP4"], dict(zip(DTYPES, DTYPE_IDS, strict=False))
+    cases: dict[str, Callable[[], object]] = {"FP4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16)}
+    if hardware.arch == "gfx942":
+        cases |= {"late ranks": partial(late, fp4), "a lost rank": partial(lost, fp4)}
+    if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
+        every = [(codec, dtype) for codec in CODECS.values() for dtype in DTYPES]
+        cases |= {
+            f"{codec.name} of {names[dtype]}, {world} ranks": partial(in_a_row, world, codec, dtype)
+            for index, (codec, dtype) in enumerate(every)
+            for world in (2 + index % 3,)
+        }
+        cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
+        cases["wrapping calls"] = partial(wrapping, fp4)
+    return cases
