@@ -267,10 +267,11 @@ def set_flags(
         # Triton 3.9's barrier waits for LDS alone, and a release for the stores of its own wave.
         tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
-    if patience >= 0:
-        for peer in range(WORLD):
-            flag = (tl.load(peers_ptr + peer) + place).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flag, call, sem="release", scope="sys")
+    # One lane a rank, so that what is released is released once.
+    peer = tl.arange(0, triton.next_power_of_2(WORLD))
+    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
+    told = (peer < WORLD) & (patience >= 0)
+    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), call, mask=told, sem="release", scope="sys")
 
 
 @triton.jit

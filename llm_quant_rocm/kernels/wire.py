@@ -62,7 +62,10 @@ def encode(x, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: t
         if KIND == INT:
             wide, factor = tl.broadcast(wide, factor[:, None])
             # One FMA rounds the exact product to an integer in the low bits of 1.5 * 2**23 + product.
-            q = tl.fma(wide, factor, tl.full(wide.shape, 12582912.0, tl.float32)).to(tl.int32, bitcast=True) - 0x4B400000
+            q = (
+                tl.fma(wide, factor, tl.full(wide.shape, 12582912.0, tl.float32)).to(tl.int32, bitcast=True)
+                - 0x4B400000
+            )
             q = tl.where(broken[:, None], mark, q)
             codes = tl.minimum(tl.maximum(q, -LIMIT), LIMIT - 1) + LIMIT
         else:
@@ -77,10 +80,10 @@ def encode(x, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: t
 
 
 @triton.jit
-def scales(top, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, T: tl.constexpr):
+def scales(top, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
     """Scales of finite groups, fp32 [GROUPS], from their values of largest magnitude, bits << 1 | sign."""
     size = (top >> 1).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
-    if T == tl.bfloat16:
+    if dtype == tl.bfloat16:
         scale = ((size.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
     else:
         half = size.to(tl.float16)
@@ -139,10 +142,8 @@ def decode(parts, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HI
 def places(BITS: tl.constexpr):
     """Where the fields of a word of a plane begin: int32 [1, 1, 32 / BITS]."""
     field = tl.arange(0, 32 // BITS)
-    if BITS == 8:
-        place = field * 8
-    else:
-        place = 16 * (field // 4 % 2) + 4 * BITS * (field // 8) + BITS * (field % 4)
+    half, word_part, value = field // 4 % 2, field // 8, field % 4
+    place = 8 * field if BITS == 8 else 16 * half + 4 * BITS * word_part + BITS * value
     return place[None, None, :]
 
 
