@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the table of docs/amd.md: every kernel compiled, inspected and executed for AMD. Takes some minutes.
 
-`python tools/amd_report.py`, in the environment that `make venv` makes.
+`python tools/amd_report.py`, in the environment that `make venv` makes; with names of operators, for their rows alone.
 """
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from tests.amd import budget, operators, table, tritons  # noqa: E402
 from tests.amd.prove import prove  # noqa: E402
 
 
-def rows(triton: str) -> dict[table.Key, table.Row]:
-    """What is found with one Triton."""
+def rows(triton: str, names: list[str]) -> dict[table.Key, table.Row]:
+    """What is found of these operators with one Triton."""
     found: dict[table.Key, table.Row] = {}
-    for name, arch in product(operators.NAMES, budget.LDS):
+    for name, arch in product(names, budget.LDS):
         shipped, executed = (prove(triton, arch, name, execute) for execute in (False, True))
         if shipped.failures or executed.failures:
             raise SystemExit(f"{name} on {arch} with Triton {triton}:\n{shipped.report()}\n\n{executed.report()}")
@@ -33,8 +34,11 @@ def main() -> None:
     missing = [reason for triton in tritons.VERSIONS if (reason := tritons.refusal(triton))]
     if missing:
         sys.exit("\n".join(missing))
+    names = sys.argv[1:] or operators.NAMES
+    found = table.read() if sys.argv[1:] else {}
     with ProcessPoolExecutor(len(tritons.VERSIONS)) as pool:
-        found = {key: row for part in pool.map(rows, tritons.VERSIONS) for key, row in part.items()}
+        for part in pool.map(partial(rows, names=names), tritons.VERSIONS):
+            found |= part
     table.write(dict(sorted(found.items())))
     print(f"wrote {table.PAGE.relative_to(ROOT)}")
 

@@ -220,13 +220,13 @@ def _scale(groups: torch.Tensor, codec: Codec) -> torch.Tensor:
     size = amax * _fp32(1.0 / codec.limit, amax)
     scale = size.to(dtype)
     scale = torch.where(scale.float() < size, (scale.view(torch.int16) + 1).view(dtype), scale)
-    scale = scale.clamp(max=_largest_scale(codec, dtype))
+    scale = scale.clamp(max=largest_scale(codec, dtype))
     if codec.integer:
         scale = torch.where(wide.amin(-1) == -amax, scale, -scale)
     return scale.masked_fill(~amax.isfinite(), torch.inf)
 
 
-def _largest_scale(codec: Codec, dtype: torch.dtype) -> float:
+def largest_scale(codec: Codec, dtype: torch.dtype) -> float:
     """The largest scale under which the code `limit` is still in `dtype`'s range."""
     # Exact for powers of two. A sixth of bf16's largest value is a bf16 number; of fp16's, 10917.3, one rounds down.
     return 10912.0 if (codec.limit, dtype) == (6.0, torch.float16) else torch.finfo(dtype).max / codec.limit

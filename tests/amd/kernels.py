@@ -71,3 +71,10 @@ def spin_on_a_variable(flag_ptr, wanted):
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while seen < wanted:
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def count_to(count_ptr, turns):
+    """Keeps a rank busy."""
+    for _ in range(turns):
+        tl.atomic_add(count_ptr, 1)

@@ -7,13 +7,14 @@ derives signature, alignment and pointer ranges from the arguments, and what exe
 Everything here is global to the process: use it in a child of the fork server.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gcnsim
+import numpy as np
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +108,7 @@ class VirtualGpu:
 
     Attributes:
         launches: everything launched so far, in order.
+        stream: where kernels are launched now; None: each on a stream of its own.
     """
 
     launcher_cls = _Launcher
@@ -116,8 +118,10 @@ class VirtualGpu:
         self.execute = execute
         self.utils = self
         self.launches: list[Launch] = []
+        self.stream: int | None = None
         self._unwritten = _Unwritten()
-        self._together: list[tuple[Launch, list[Any]]] | None = None
+        self._tables: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        self._together: list[tuple[int | None, Launch, list[Any]]] | None = None
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("hip", self.arch, WAVE)
@@ -139,26 +143,37 @@ class VirtualGpu:
     def launch(self, launch: Launch, arguments: list[Any]) -> None:
         self.launches.append(launch)
         if self._together is not None:
-            self._together.append((launch, arguments))
+            self._together.append((self.stream, launch, arguments))
         elif self.execute:
-            self._run([(launch, arguments)])
+            self._run([(None, launch, arguments)])
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launches inside wait until the end and then run at once, as those of several ranks do."""
+        """Launches inside wait until the end and then run at once, as those of several ranks do; those of one stream
+        one after another."""
         self._together = []
         yield
         launches, self._together = self._together, None
         self._run(launches)
 
-    def _run(self, launches: list[tuple[Launch, list[Any]]]) -> None:
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """int64, for kernels that take addresses of other ranks' memory: in a launch it holds those of `tensors`."""
+        table = torch.zeros(len(tensors), dtype=torch.int64)
+        self._tables[table.data_ptr()] = table, tensors
+        return table
+
+    def _run(self, launches: list[tuple[int | None, Launch, list[Any]]]) -> None:
         memory = gcnsim.Memory()
         copies: dict[int, tuple[torch.Tensor, int]] = {}
 
         def address(tensor: torch.Tensor, name: str) -> int:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
-            if start not in copies:
+            if start not in copies and start in self._tables:
+                table, targets = self._tables[start]
+                found = [address(target, f"{name}, {index}") for index, target in enumerate(targets)]
+                copies[start] = (table.view(torch.uint8), memory.allocate(np.array(found, np.int64), name=name))
+            elif start not in copies:
                 content = storage_bytes(tensor)
                 unwritten = self._unwritten.storages.pop(start, None) is not None
                 allocated = (
@@ -169,13 +184,13 @@ class VirtualGpu:
                 copies[start] = (content, allocated)
             return copies[start][1] + tensor.data_ptr() - start
 
-        prepared = []
-        for launch, arguments in launches:
+        streams: dict[object, list[gcnsim.Launch]] = {}
+        for number, (stream, launch, arguments) in enumerate(launches):
             values = [
                 address(value, f"argument {index} of {launch.kernel}") if isinstance(value, torch.Tensor) else value
                 for index, value in enumerate(arguments)
             ]
-            prepared.append(
+            streams.setdefault(("own", number) if stream is None else stream, []).append(
                 gcnsim.Launch(
                     gcnsim.parse(launch.assembly),
                     grid=launch.grid,
@@ -184,7 +199,7 @@ class VirtualGpu:
                     lds_bytes=launch.lds,
                 )
             )
-        gcnsim.run(prepared, memory)
+        gcnsim.run(list(streams.values()), memory)
         for content, allocated in copies.values():
             content.copy_(torch.from_numpy(memory.read(allocated, "uint8", tuple(content.shape))))
 

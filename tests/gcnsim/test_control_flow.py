@@ -133,6 +133,28 @@ def test_grid_of_three_dimensions():
     assert (memory.read(place, np.uint32, 24) == 64).all()
 
 
+def test_launches_of_a_stream_run_one_after_another():
+    """The first one takes long to store a 1, the second one adds 41, the third one doubles."""
+    slow = """
+      s_mov_b32 s4, 5000
+    again:
+      s_sub_u32 s4, s4, 1
+      s_cmp_lg_u32 s4, 0
+      s_cbranch_scc1 again
+      v_mov_b32 v5, 1
+    """
+    change = "global_load_dword v5, v1, s[8:9]\n s_waitcnt vmcnt(0)\n"
+    store = "\n global_store_dword v1, v5, s[8:9]"
+    bodies = (slow + store, change + "v_add_u32 v5, 41, v5" + store, change + "v_add_u32 v5, v5, v5" + store)
+    memory = gcnsim.Memory()
+    ordered, alone = (memory.allocate(np.zeros(64, np.uint32)) for _ in range(2))
+    programs = [assemble("gfx942", START.format(stride=256) + body, 1) for body in bodies]
+    stream = [gcnsim.Launch(program, (1, 1, 1), 1, [ordered]) for program in programs]
+    gcnsim.run([stream, gcnsim.Launch(programs[1], (1, 1, 1), 1, [alone])], memory)
+    assert (memory.read(ordered, np.uint32, 64) == 84).all()
+    assert (memory.read(alone, np.uint32, 64) == 41).all()
+
+
 # Every wave writes its lanes' numbers to LDS, waits, and reads those of the next wave.
 EXCHANGE = """
   v_lshlrev_b32 v2, 2, v0

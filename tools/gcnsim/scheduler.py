@@ -6,7 +6,7 @@ The cohort furthest behind runs first, so that waves that left a loop early wait
 one that waits for long gets its turn all the same, so that a wave that spins on a flag ends up seeing it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -24,13 +24,15 @@ UNWATCHED_RUNS = 1000
 
 
 def run(
-    launches: Sequence[Launch],
+    launches: Sequence[Launch | Sequence[Launch]],
     memory: Memory,
     resident_waves: int = 256,
     max_idle_runs: int = 200_000,
     detect_races: bool = True,
 ) -> None:
     """Runs launches together on one memory, until all of them have ended.
+
+    A sequence in the place of a launch is a stream: each of its launches begins when the one before has ended.
 
     Workgroups of a launch become resident in grid order, as many at a time as `resident_waves` waves hold (one at
     least); waves of resident workgroups all make progress, of all launches.
@@ -41,11 +43,24 @@ def run(
         LdsRace: with `detect_races`, waves exchange data through LDS without a barrier between.
         GcnSimError: the other errors of `gcnsim.errors`.
     """
-    executions = [Execution(launch, memory, resident_waves, detect_races) for launch in launches]
+    streams = [iter([launch] if isinstance(launch, Launch) else launch) for launch in launches]
+
+    def begin(stream: Iterator[Launch]) -> "Execution | None":
+        ready = (Execution(launch, memory, resident_waves, detect_races) for launch in stream)
+        return next((execution for execution in ready if not execution.done), None)
+
+    executions = [begin(stream) for stream in streams]
     idle = 0
     seen: dict[int, list[int]] = {}  # states since memory changed last, and the runs of each execution by then
     with np.errstate(all="ignore"):
-        while live := [execution for execution in executions if not execution.done]:
+        while True:
+            executions = [
+                begin(stream) if execution and execution.done else execution
+                for execution, stream in zip(executions, streams, strict=True)
+            ]
+            live = [execution for execution in executions if execution]
+            if not live:
+                return
             before = sum(execution.progress for execution in live)
             runs = sum(execution.turn(FAIRNESS) for execution in live)
             if runs == 0:

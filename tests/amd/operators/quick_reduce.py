@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized all-reduce: several ranks on one memory end with the reference's bits, call after call."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import quick_reduce
+from llm_quant_rocm.kernels.quick_reduce import CALL, FAILED_CALL, Config, Mailbox
+from llm_quant_rocm.reference import quick_reduce as reference
+from tests.amd import isa, kernels, tritons
+from tests.amd.budget import Budget
+from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
+
+PATIENCE = 1_000_000
+SMALL = Config(blocks=2, programs=2, num_warps=2)
+
+
+STORED, WAITED, MET = range(3)
+
+
+def stores_awaited(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the order of stores and flags: on every path from a store to the setting of a flag each wave
+    must wait for its own stores, and then for the other waves at a barrier."""
+    first = [MET] * len(assembly.blocks)  # the least that is so on any path to a block
+    todo, found = set(range(len(first))), set()
+    while todo:
+        index = todo.pop()
+        state = first[index]
+        for instruction in assembly.blocks[index].instructions:
+            if re.match(r"(global|flat|buffer)_store", instruction.text):
+                state = STORED
+            elif state == STORED and instruction.kind == "wait" and "vmcnt(0)" in instruction.text:
+                state = WAITED
+            elif state == WAITED and instruction.kind == "barrier":
+                state = MET
+            elif state != MET and re.match(r"(global|flat)_atomic_swap", instruction.text):
+                found.add(f"line {instruction.line} sets a flag before the stores of all waves are done")
+        for target in assembly.blocks[index].targets:
+            if state < first[target]:
+                first[target] = state
+                todo.add(target)
+    return sorted(found)
+
+
+_BUDGET = Budget(wide=False, peer_flags=True, scalar_spills=80, more=stores_awaited)
+BUDGETS = {"two_shot_kernel": _BUDGET, "one_shot_kernel": _BUDGET}
+
+
+class Ranks:
+    """The memory of several ranks, and their all-reduces on the virtual GPU."""
+
+    def __init__(self, world: int, phase_bytes: int = 1 << 16, max_tiles: int = 16) -> None:
+        self.gpu = triton.runtime.driver.active
+        self.regions = [
+            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
+            for _ in range(world)
+        ]
+        peers = self.gpu.addresses(self.regions)
+        self.boxes = [
+            Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), rank, phase_bytes, max_tiles)
+            for rank in range(world)
+        ]
+
+    def launch(
+        self, shot: Callable[..., None], inputs: Sequence[torch.Tensor], codec: Codec, config: Config = SMALL,
+        patience: int = PATIENCE, **options: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """One call on every rank that has an input, on a stream of its own; the outputs, written when it is over."""
+        outs = []
+        for rank, (x, box) in enumerate(zip(inputs, self.boxes, strict=False)):
+            assert x.numel() <= box.capacity(codec, config, 2 if shot is quick_reduce.two_shot else 1)
+            outs.append(torch.empty_like(x))
+            self.gpu.stream = rank
+            shot(x, outs[-1], box, codec, config, patience, **options)
+        return outs
+
+    def call(self, shot: Callable[..., None], inputs: Sequence[torch.Tensor], codec: Codec, **options: Any) -> None:
+        """One call, whose results must be the reference's. What earlier calls left in the inboxes is made NaN."""
+        for region, box in zip(self.regions, self.boxes, strict=True):
+            region[: 4 * box.phase_bytes] = 0xFF
+        before = int(self.boxes[0].state[CALL.value])
+        with self.gpu.together():
+            outs = self.launch(shot, inputs, codec, **options)
+        check(shot, inputs, outs, codec, **options)
+        for box in self.boxes:
+            assert box.state.tolist() == [(before + 2**31 + 1) % 2**32 - 2**31, *[0] * 7]
+
+
+def check(
+    shot: Callable[..., None], inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], codec: Codec,
+    cast_bf16_to_fp16: bool = False, **_: Any,
+) -> None:  # fmt: skip
+    """All ranks have the same bits, and they are the reference's."""
+    expected = getattr(reference, shot.__name__)(inputs, codec, cast_bf16_to_fp16)
+    for out in outs:
+        assert torch.equal(out.view(torch.int16), outs[0].view(torch.int16))
+        assert_same(out, expected)
+
+
+def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Inputs of every rank, up to 3000 values: nasty groups, beside other ones on every rank, and random ones."""
+    nasty = nasty_rows(64, dtype)
+    rows = [
+        torch.cat([nasty.roll(3 * rank, 0).flatten(), random_rows(20, 64, dtype, seed * 10 + rank).flatten()])
+        for rank in range(world)
+    ]
+    return [x[:count].contiguous() for x in rows]
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def launch(shot: Callable[..., None], world: int, codec: Codec) -> None:
+        ranks = Ranks(world, 1 << 20)
+        ranks.launch(shot, draw(1, 3000, torch.bfloat16), codec, quick_reduce.default_config(hardware))
+
+    cases = {"two_shot": (2, "FP4"), "two_shot ": (8, "FP4"), "one_shot": (8, "FP"), "one_shot ": (2, "INT4")}
+    return {
+        f"{name.strip()} of {world}, {codec}": partial(
+            launch, getattr(quick_reduce, name.strip()), world, CODECS[codec]
+        )
+        for name, (world, codec) in cases.items()
+    }
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def in_a_row(world: int, codec: Codec, dtype: torch.dtype, cast: bool = False) -> None:
+        """Ragged counts, a whole number of tiles, and one value, so that all owners but the first have none."""
+        ranks, options = Ranks(world), {"cast_bf16_to_fp16": True} if cast else {}
+        calls = ((quick_reduce.two_shot, 3001), (quick_reduce.one_shot, 3001), (quick_reduce.two_shot, 1),
+                 (quick_reduce.two_shot, 512 * world))  # fmt: skip
+        for seed, (shot, count) in enumerate(calls):
+            ranks.call(shot, draw(world, count, dtype, seed), codec, **options)
+
+    def late(codec: Codec) -> None:
+        """Ranks begin at different times, and none waits for the others between its calls: the first ones run ahead as
+        far as they may. Sizes, codecs, algorithms and grids change on the way."""
+        ranks = Ranks(3)
+        calls = [
+            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, SMALL),
+            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], SMALL),
+            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, SMALL),
+            (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16, 3), codec, Config(2, 1, 2)),
+        ]
+        with ranks.gpu.together():
+            for rank, turns in enumerate((300, 1500, 0)):
+                ranks.gpu.stream = rank
+                kernels.count_to[(1,)](torch.zeros(1, dtype=torch.int32), turns)
+            found = [ranks.launch(shot, inputs, codec, config) for shot, inputs, codec, config in calls]
+        for (shot, inputs, codec, _), outs in zip(calls, found, strict=True):
+            check(shot, inputs, outs, codec)
+
+    def wrapping(codec: Codec) -> None:
+        """The number of the call comes to 2**31."""
+        ranks = Ranks(2)
+        for box in ranks.boxes:
+            box.state[CALL.value] = 2**31 - 2
+        for seed in range(3):
+            ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16, seed), codec)
+
+    def lost(codec: Codec) -> None:
+        """Rank 2 does not come: the others say so, and later calls end at once."""
+        ranks = Ranks(3)
+        inputs = draw(3, 3000, torch.bfloat16)
+        ranks.call(quick_reduce.two_shot, inputs, codec)
+        for patience in (100, 2**31 - 1):
+            with ranks.gpu.together():
+                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, patience=patience)
+            for box in ranks.boxes[:2]:
+                assert box.state[FAILED_CALL.value :].tolist()[:3] == [2, 2, 0]
+
+    fp4, names = CODECS["FP4"], dict(zip(DTYPES, DTYPE_IDS, strict=False))
+    cases: dict[str, Callable[[], object]] = {"FP4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16)}
+    if hardware.arch == "gfx942":
+        cases |= {"late ranks": partial(late, fp4), "a lost rank": partial(lost, fp4)}
+    if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
+        every = [(codec, dtype) for codec in CODECS.values() for dtype in DTYPES]
+        cases |= {
+            f"{codec.name} of {names[dtype]}, {world} ranks": partial(in_a_row, world, codec, dtype)
+            for index, (codec, dtype) in enumerate(every)
+            for world in (2 + index % 3,)
+        }
+        cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
+        cases["wrapping calls"] = partial(wrapping, fp4)
+    return cases
