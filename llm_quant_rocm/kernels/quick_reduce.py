@@ -24,7 +24,8 @@ change between calls.
 
 **Order.** All waves of a program have stored before one of them releases its flags to the system, and a flag is
 acquired before what it guards is loaded. Who has looked at a flag `max_spins` times says in `state` whose it was, waits
-no more, sets no more flags, and ends, with anything in `out`; so do all later calls.
+no more, sends no more, and ends, with anything in `out`; so do all later calls. A rank that comes late after all finds
+what was sent to it unchanged.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class Config:
 
     Attributes:
         blocks: blocks of 256 values in a piece, a power of two.
-        programs: at most as many as the GPU runs at once; further ones would wait for those that wait for them.
+        programs: about as many as the GPU runs at once. None waits for one of a higher number, of any rank, so further
+            ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
     """
 
@@ -105,7 +107,7 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
 
 
 def default_config(hardware: Hardware) -> Config:
-    """16 values a lane and piece, and programs that every GPU of its kind runs at once."""
+    """16 values a lane and piece, and a program for each compute unit of the largest GPU of its kind. Not measured."""
     programs = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 128)
     return Config(blocks=16, programs=programs, num_warps=256 // hardware.lanes)
 
@@ -173,7 +175,7 @@ def two_shot_kernel(
     tiles = tl.cdiv(count, WORLD * VALUES)
     programs = tl.num_programs(0)
     for tile in range(tl.program_id(0), tiles + 2 * programs, programs):
-        if tile < tiles:
+        if (tile < tiles) & (patience >= 0):
             slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
             for owner in range(WORLD):
                 begin = (tile * WORLD + owner) * VALUES
@@ -185,7 +187,7 @@ def two_shot_kernel(
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
             patience = await_flags(mine, state_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
-            if (owned * WORLD + rank) * VALUES < count:
+            if ((owned * WORLD + rank) * VALUES < count) & (patience >= 0):
                 slots = mine + inbox(call, 0, owned, 0, phase_bytes, PIECE_BYTES, WORLD)
                 total = add_pieces(slots, KIND, LIMIT, LOW, HIGH, T, MAX, PIECE_BYTES, GROUPS, WORLD)
                 parts = wire.encode(total, KIND, LIMIT, CAP, LOW, HIGH)
@@ -221,7 +223,7 @@ def one_shot_kernel(
     tiles = tl.cdiv(count, VALUES)
     programs = tl.num_programs(0)
     for tile in range(tl.program_id(0), tiles + programs, programs):
-        if tile < tiles:
+        if (tile < tiles) & (patience >= 0):
             slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
             x = load_values(x_ptr, tile * VALUES, count, T, MAX, GROUPS)
             parts = wire.encode(x, KIND, LIMIT, CAP, LOW, HIGH)

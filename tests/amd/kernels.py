@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from llm_quant_rocm.kernels import wire
+
 
 @triton.jit
 def softmax(x_ptr, y_ptr, columns, stride, BLOCK: tl.constexpr):
@@ -78,3 +80,19 @@ def count_to(count_ptr, turns):
     """Keeps a rank busy."""
     for _ in range(turns):
         tl.atomic_add(count_ptr, 1)
+
+
+@triton.jit
+def there_and_back(
+    x_ptr, buffers_ptr, y_ptr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+    CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """Encodes a buffer of GROUPS groups for each program, and decodes it after the program has read it again."""
+    piece = tl.program_id(0)
+    place = piece * GROUPS * 32 + tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    buffer = buffers_ptr.to(tl.int64, bitcast=True) + piece * PIECE_BYTES
+    parts = wire.encode(tl.load(x_ptr + place), KIND, LIMIT, CAP, LOW, HIGH)
+    wire.store_parts(buffer, parts, LOW, HIGH, GROUPS)
+    tl.debug_barrier()
+    value, _ = wire.decode(wire.load_parts(buffer, T, LOW, HIGH, GROUPS), KIND, LIMIT, LOW, HIGH)
+    tl.store(y_ptr + place, value)

@@ -164,7 +164,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16, seed), codec)
 
     def lost(codec: Codec) -> None:
-        """Rank 2 does not come: the others say so, and later calls end at once."""
+        """Rank 2 does not come: the others say so, and later calls end at once and write to nobody."""
         ranks = Ranks(3)
         inputs = draw(3, 3000, torch.bfloat16)
         ranks.call(quick_reduce.two_shot, inputs, codec)
@@ -173,6 +173,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
                 ranks.launch(quick_reduce.two_shot, inputs[:2], codec, patience=patience)
             for box in ranks.boxes[:2]:
                 assert box.state[FAILED_CALL.value :].tolist()[:3] == [2, 2, 0]
+            assert all(region[: 4 * box.phase_bytes].eq(0xFF).all() for region in ranks.regions) == (patience > 100)
+            for region in ranks.regions:
+                region[: 4 * box.phase_bytes] = 0xFF
 
     fp4, names = CODECS["FP4"], dict(zip(DTYPES, DTYPE_IDS, strict=False))
     cases: dict[str, Callable[[], object]] = {"FP4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16)}

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from llm_quant_rocm.comm.policy import Algorithm
+from llm_quant_rocm.comm.quick_reduce import QuickReduce
+from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.kernels import quick_reduce as kernels
+from llm_quant_rocm.reference import quick_reduce as reference
+from tests.amd import tritons
+from tests.amd.isolated import call
+from tests.amd.operators.quick_reduce import SMALL, Ranks
+from tests.amd.virtual_gpu import activate
+from tests.inputs import assert_same, random_rows
+
+FP4 = CODECS["FP4"]
+
+
+def group(world: int, max_spins: int = 1_000_000, phase_bytes: int = 2048) -> tuple[Ranks, list[QuickReduce]]:
+    """Several ranks that share the inboxes of few tiles."""
+    ranks = Ranks(world, phase_bytes)
+    return ranks, [
+        QuickReduce(box, SMALL, region, max_spins) for box, region in zip(ranks.boxes, ranks.regions, strict=True)
+    ]
+
+
+def all_reduces() -> None:
+    """Messages of several kernels, of none, not aligned, not contiguous, of several dimensions."""
+    ranks, members = group(2)
+    rows = [random_rows(48, 200, torch.bfloat16, seed) for seed in range(2)]
+    views = (
+        lambda x: x,
+        lambda x: x.flatten()[3:700],
+        lambda x: x[:9].t(),
+        lambda x: x[:5].view(1, 5, 8, 25).half(),
+        lambda x: x[:0],
+    )
+    for view in views:
+        inputs = [view(x) for x in rows]
+        before = [x.clone() for x in inputs]
+        for algorithm in (Algorithm.TWO_SHOT, Algorithm.ONE_SHOT):
+            launches = len(ranks.gpu.launches)
+            with ranks.gpu.together():
+                outs = []
+                for rank, (member, x) in enumerate(zip(members, inputs, strict=True)):
+                    ranks.gpu.stream = rank
+                    outs.append(member.all_reduce(x, FP4, algorithm))
+            most = ranks.boxes[0].capacity(FP4, SMALL, 2 if algorithm is Algorithm.TWO_SHOT else 1)
+            assert len(ranks.gpu.launches) - launches == 2 * -(-inputs[0].numel() // most)
+            shot = getattr(reference, algorithm)
+            for out, x, copy in zip(outs, inputs, before, strict=True):
+                assert_same(out, shot([y.contiguous() for y in inputs], FP4))
+                assert torch.equal(x, copy)
+    for member in members:
+        member.check()
+
+
+def lost_rank() -> None:
+    ranks, members = group(3, max_spins=50)
+    with ranks.gpu.together():
+        members[0].all_reduce(torch.ones(100, dtype=torch.float16), FP4)
+    with pytest.raises(RuntimeError, match="rank 1 of the group did not arrive in call 1, phase 1, which rank 0"):
+        members[0].check()
+    members[1].check()
+
+
+def on_the_virtual_gpu(case: str) -> None:
+    activate("gfx942")
+    globals()[case]()
+
+
+@pytest.mark.parametrize("case", ["all_reduces", "lost_rank"])
+def test_on_the_virtual_gpu(case: str) -> None:
+    call(tritons.VERSIONS[-1], on_the_virtual_gpu, case)
+
+
+def test_memory_is_zero_before_anybody_calls() -> None:
+    """Peers are where the tensors begin in the ranks' buffers, and memory is cleared before the ranks meet."""
+    regions: list[torch.Tensor] = []
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        regions.append(torch.full((size,), 255, dtype=dtype))
+        return regions[-1]
+
+    def barrier() -> None:
+        assert not regions[0].any()
+
+    met = MagicMock(side_effect=barrier)
+
+    def rendezvous(region: torch.Tensor, group: object) -> SimpleNamespace:
+        return SimpleNamespace(buffer_ptrs=[4096, 65536, region.data_ptr() - 256], rank=2, barrier=met)
+
+    with (
+        patch.object(dist, "get_world_size", return_value=3),
+        patch.object(symmetric_memory, "empty", empty),
+        patch.object(symmetric_memory, "rendezvous", rendezvous),
+        patch.object(kernels, "default_config", return_value=SMALL),
+    ):
+        found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16)
+    assert met.called
+    box = found._mailbox
+    assert box.peers.dtype == torch.int64 and box.peers.tolist() == [4352, 65792, regions[0].data_ptr()]
+    assert (box.rank, box.world, box.state.tolist()) == (2, 3, [0] * kernels.STATE_WORDS)
+    assert regions[0].numel() == box.region_bytes()
+    for codec in CODECS.values():
+        for shots in (1, 2):
+            values = box.capacity(codec, SMALL, shots)
+            assert values % 8 == 0
+            tiles = values // (SMALL.piece_values * (3 if shots == 2 else 1))
+            # All that inboxes hold, and no more.
+            used = tiles * 3 * SMALL.piece_bytes(codec)
+            assert used <= 1 << 16 < used + 3 * SMALL.piece_bytes(codec)
+
+
+def test_errors() -> None:
+    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), 0, 4096, 1)
+    member = QuickReduce(box, SMALL, torch.zeros(1, dtype=torch.uint8))
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"takes bf16 or fp16, not torch\.float32"):
+        member.all_reduce(x.float(), FP4)
+    with pytest.raises(ValueError, match="x is on meta, the group's memory on cpu"):
+        member.all_reduce(x.to("meta"), FP4)
+    with pytest.raises(ValueError, match="one_shot and two_shot, not engine"):
+        member.all_reduce(x, FP4, Algorithm.ENGINE)
+    small = kernels.Mailbox(box.peers, box.state, 0, 512, 1)
+    with pytest.raises(ValueError, match="an inbox of 512 bytes holds no tile of FP: enlarge it"):
+        QuickReduce(small, SMALL, torch.zeros(1, dtype=torch.uint8)).all_reduce(x, CODECS["FP"])
+    with (
+        patch.object(dist, "get_world_size", return_value=9),
+        pytest.raises(ValueError, match="serves 2 to 8 ranks, the group has 9"),
+    ):
+        QuickReduce.over(MagicMock(), torch.device("cpu"))
