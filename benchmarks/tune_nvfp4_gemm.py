@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from benchmarks import _tuner as tuner
+from benchmarks.nvfp4_gemm import OTHER_LAYERS
 from llm_quant_rocm.formats import nvfp4_wgmma
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels.nvfp4_hopper import gemm
@@ -25,14 +26,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
 
 MS = (16, 32, 64, 128, 256, 512, 1024, 4096)
-OTHER_LAYERS = {
-    "qwen3-qkv": (5120, 2048),
-    "qwen3-o": (2048, 4096),
-    "deepseek-qkv_a": (2112, 7168),
-    "deepseek-q_b": (24576, 1536),
-    "deepseek-o": (7168, 16384),
-    "deepseek-shared_down": (7168, 2048),
-}
+TUNED = ("qwen3-qkv", "qwen3-o", "deepseek-qkv_a", "deepseek-q_b", "deepseek-o", "deepseek-shared_down")
 
 
 def candidates(m: int, n: int, k: int) -> list[Config | Large]:
@@ -83,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = {
         layer: shape
-        for layer, shape in (harness.LAYERS | OTHER_LAYERS).items()
+        for layer, shape in (harness.LAYERS | {name: OTHER_LAYERS[name] for name in TUNED}).items()
         if any(fnmatchcase(layer, pattern) for pattern in args.layers)
     }
     fit = tuner.compile_all((c for n, k in shapes.values() for m in args.ms for c in candidates(m, n, k)), compile_one)

@@ -8,13 +8,9 @@ shape, torch._scaled_mm or ours. All candidates are compiled first, in parallel.
 """
 
 import argparse
-import dataclasses
 import itertools
-import json
-import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
+from benchmarks import _tuner as tuner
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig, ptpc_gemm
@@ -87,18 +84,13 @@ def run(xq, xscale, wq, wscale, config):
     return ptpc_gemm(xq, xscale, wq, wscale, None, torch.bfloat16, detect(xq.device), config)
 
 
-def compile_one(config: GemmConfig) -> str | None:
-    """Compiles for the cache on disk; returns the error of a configuration that does not fit."""
+def compile_one(config: GemmConfig) -> None:
+    """Compiles for the cache on disk; raises for a configuration that does not fit."""
     m, n, k = 4096 if config.programs else 256, 4096 * 2, 4096
-    try:
-        xq, xscale, weights = operands(m, n, k, 1)
-        run(xq, xscale, *weights[0], config)
-        if config.programs:  # the persistent and the plain variant are two kernels
-            run(xq[:128], xscale[:128], *weights[0], config)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{config}: {type(error).__name__} {str(error)[:120]}"
-    return None
+    xq, xscale, weights = operands(m, n, k, 1)
+    run(xq, xscale, *weights[0], config)
+    if config.programs:  # the persistent and the plain variant are two kernels
+        run(xq[:128], xscale[:128], *weights[0], config)
 
 
 def main() -> None:
@@ -109,70 +101,35 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=3, help="candidates that go on to the careful timing")
     args = parser.parse_args()
     ms = [int(m) for m in args.ms.split(",")]
-    every = sorted({c for m in ms for c in candidates(m)}, key=str)
-    began = time.time()
-    import multiprocessing
-
-    with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        errors = [e for e in pool.map(compile_one, every, chunksize=4) if e]
-    print(f"compiled {len(every)} configurations in {time.time() - began:.0f} s; {len(errors)} do not fit", flush=True)
-    for error in errors[:5]:
-        print("  ", error)
-    bad = {e.split("): ")[0] + ")" for e in errors}
-    shapes, log = [], []
+    fit = tuner.compile_all((c for m in ms for c in candidates(m)), compile_one, args.workers)
+    record = tuner.Record("ptpc_gemm")
     for layer in args.layers.split(","):
         n, k = harness.LAYERS[layer]
         count = harness.copies(n * k)
         for m in ms:
             began = time.time()
             xq, xscale, weights = operands(m, n, k, count)
-
-            def calls(config, xq=xq, xscale=xscale, weights=weights):
-                return [lambda w=w: run(xq, xscale, *w, config) for w in weights]
-
-            rough = {}
-            for config in candidates(m):
-                if str(config) in bad:
-                    continue
-                try:
-                    rough[config] = harness.time_variants({"c": calls(config)}, repeats=3, budget_ms=8)["c"]
-                except Exception as error:
-                    print("   failed", config, str(error)[:100], flush=True)
-            best = sorted(rough, key=rough.__getitem__)[: args.keep]
-            variants = {str(c): calls(c) for c in best}
-            variants["torch"] = [
+            calls = {
+                config: [lambda w=w, c=config, x=xq, s=xscale: run(x, s, *w, c) for w in weights]
+                for config in candidates(m)
+                if config in fit
+            }
+            torch_calls = [
                 lambda w=w, xq=xq, xscale=xscale: torch._scaled_mm(
                     xq, w[0].t(), xscale, w[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
                 )
                 for w in weights
             ]
-            careful = harness.time_variants(variants)
-            winner = min(best, key=lambda c: careful[str(c)])
-            ours, theirs = careful[str(winner)], careful["torch"]
+            winner, us = tuner.fastest(calls, {"torch": torch_calls}, args.keep)
+            ours, theirs = us["ours"], us["torch"]
             # Long products run at the clock that their power allows, which moves by some percent from run to run.
             margin = 1.05 if m > 256 else 1.0
-            shapes.append(
-                {"n": n, "k": k, "m": m, "backend": "torch" if theirs < ours * margin else "triton"}
-                | {"config": {f: v for f, v in dataclasses.asdict(winner).items()}}
-            )
-            log.append(
-                {
-                    "layer": layer,
-                    "m": m,
-                    "triton_us": ours,
-                    "torch_us": theirs,
-                    "rough": [(str(c), rough[c]) for c in sorted(rough, key=rough.__getitem__)[:12]],
-                }
-            )
+            record.add(n, k, m, "torch" if theirs < ours * margin else "triton", winner)
             print(
                 f"{layer:8} m={m:5} triton {ours:8.1f} us, torch {theirs:8.1f} us, ratio {theirs / ours:.3f}  {winner} "
-                f"({len(rough)} tried, {time.time() - began:.0f} s)",
+                f"({len(calls)} tried, {time.time() - began:.0f} s)",
                 flush=True,
             )
-            arch = detect(torch.device("cuda")).arch
-            out = Path(os.environ.get("OUT", "/tmp")) / f"ptpc_gemm_{arch}.json"
-            out.write_text(json.dumps({"measured_on": harness.environment(), "shapes": shapes}, indent=1) + "\n")
-            (out.parent / "tune_log.json").write_text(json.dumps(log, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ One kernel serves any number of rows: 64 rows of x take longer to multiply than 
 decoding once for each 64 rows does not show. The FP8 product expands the weight to FP8 first.
 """
 
-from typing import Any
-
 import torch
 
 from llm_quant_rocm.formats import fp8
@@ -15,11 +13,13 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_moe import Weight, nvfp4_moe
 from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
-__all__ = ["batch_invariant", "config_of", "default_config", "gemm", "gemm_fp8", "moe"]
+__all__ = ["batch_invariant", "config_of", "default_config", "gemm", "gemm_fp8", "grouped_gemm", "moe_config"]
+
+# The product that takes an expert for each tile of rows.
+grouped_gemm = gemm
 
 # Compute units of one die of an MI250, of an MI300X and of an MI355X.
 UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}
@@ -61,29 +61,6 @@ def gemm_fp8(
     return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded)
 
 
-def moe(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    inner: int,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    activation: str,
-    hardware: Hardware,
-) -> torch.Tensor:
-    """Routed experts, as `nvfp4_moe.nvfp4_moe`."""
-    config = nvfp4_mfma.default_moe_config(topk_ids.numel(), w2[2].shape[0])
-
-    def multiply(
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scale_bytes: torch.Tensor,
-        global_scale: torch.Tensor,
-        n: int,
-        **tiles: Any,
-    ) -> torch.Tensor:
-        return gemm(x, words, scale_bytes, global_scale, None, n, hardware, config, **tiles)
-
-    routing = (topk_weights, topk_ids, expert_map)
-    return nvfp4_moe(x, w13, w2, inner, *routing, activation, hardware, multiply, config.block_m)
+def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_mfma.Config:
+    """Tiles cut for the rows that an expert has on average."""
+    return nvfp4_mfma.default_moe_config(slots, experts)

@@ -12,12 +12,14 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
-from llm_quant_rocm.kernels.nvfp4_moe import Weight, nvfp4_moe
 from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
 # From so many rows of x on it is faster to expand a weight to FP8 in memory and to have cuBLAS multiply.
 EXPANDING_ROWS = 1792
+
+# The product that takes an expert for each tile of rows.
+grouped_gemm = nvfp4_wgmma.gemm
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 
@@ -68,33 +70,19 @@ def gemm_fp8(
 ) -> torch.Tensor:
     """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
     `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`."""
-    m = x.shape[0]
+    m, k = x.shape
     codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     cublas = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0
     if m >= EXPANDING_ROWS and cublas:
-        return _gemm_expanded(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware)
+        return multiply_slices(
+            codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
+            lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware),
+        )  # fmt: skip
     # Programs that share a tile's sum are at different columns of x, which FP8 reads too fast for that.
     config = replace(nvfp4_wgmma_large.default_config(m), cut=False)
     operands = (words, scale_bytes, global_scale, bias)
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
-
-
-def _gemm_expanded(
-    codes: torch.Tensor,
-    x_scale: torch.Tensor,
-    words: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    hardware: Hardware,
-) -> torch.Tensor:
-    n, k = out.shape[1], codes.shape[1]
-    return multiply_slices(
-        codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
-        lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware),
-    )  # fmt: skip
 
 
 def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_wgmma.Config:
@@ -109,32 +97,3 @@ def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_wgmma
     if min(hidden, inner) >= 4096:
         return nvfp4_wgmma.Config(block_m, 64, 128, stages=5 if block_m < 64 else 3, unroll=2)
     return nvfp4_wgmma.Config(block_m, 64, 64, stages=5 if block_m == 16 else 3, unroll=4)
-
-
-def moe(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    inner: int,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    activation: str,
-    hardware: Hardware,
-) -> torch.Tensor:
-    """Routed experts, as `nvfp4_moe.nvfp4_moe`."""
-    experts, hidden = w2[2].shape
-    config = moe_config(topk_ids.numel(), experts, hidden, inner)
-
-    def multiply(
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scale_bytes: torch.Tensor,
-        global_scale: torch.Tensor,
-        n: int,
-        **tiles: Any,
-    ) -> torch.Tensor:
-        return nvfp4_wgmma.gemm(x, words, scale_bytes, global_scale, None, n, hardware, config, **tiles)
-
-    routing = (topk_weights, topk_ids, expert_map)
-    return nvfp4_moe(x, w13, w2, inner, *routing, activation, hardware, multiply, config.block_m)

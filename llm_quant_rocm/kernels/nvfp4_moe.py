@@ -7,6 +7,7 @@ each token's slots.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,18 +29,19 @@ def nvfp4_moe(
     activation: str,
     hardware: Hardware,
     gemm: Callable[..., torch.Tensor],
-    block_m: int,
+    config: Any,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.nvfp4_moe; all tensors contiguous, T > 0.
 
-    w13 and w2 are packed for `gemm`, w13 with gate and up in turns. `gemm(x, codes, scales, global_scale, n, ...)`
-    multiplies tiles of `block_m` rows. topk_ids and expert_map are those of `routing.schedule`.
+    w13 and w2 are packed for `gemm`, which is `nvfp4_wgmma.gemm` or `nvfp4_mfma.gemm`, w13 with gate and up in turns;
+    `config` is one of its configurations. topk_ids and expert_map are those of `routing.schedule`.
     """
     (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
-    routing = schedule(topk_ids, expert_map, experts, block_m, hardware, topk_weights)
+    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
     rows = gather_rows(x, routing.row_map, topk, hardware)
-    rows = gemm(rows, *w13, 2 * inner, tile_expert=routing.tile_expert, activation=activation)
+    tiles = {"tile_expert": routing.tile_expert}
+    rows = gemm(rows, *w13, None, 2 * inner, hardware, config, **tiles, activation=activation)
     y = torch.empty((topk_ids.numel(), hidden), dtype=x.dtype, device=x.device)
     scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": y}
-    gemm(rows, *w2, hidden, tile_expert=routing.tile_expert, **scattered)
+    gemm(rows, *w2, None, hidden, hardware, config, **tiles, **scattered)
     return sum_rows(y, topk_ids, expert_map, experts, hardware)

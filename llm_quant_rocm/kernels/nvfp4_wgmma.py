@@ -306,6 +306,13 @@ def add_parts_kernel(
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
+def lines_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] of 16-bit values as the tensor memory accelerator can read it, copied only where it must be."""
+    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < x.shape[1]:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def gemm(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -327,9 +334,8 @@ def gemm(
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n]. The other arguments are those of
     the kernel; `out` is needed where `row_map` scatters rows.
     """
+    x = lines_of_16_bytes(x)
     m, k = x.shape
-    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
-        x = x.clone(memory_format=torch.contiguous_format)  # the tensor memory accelerator reads lines of 16 bytes
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     depth = config.block_k // COLUMNS

@@ -33,7 +33,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
-from llm_quant_rocm.kernels.nvfp4_wgmma import _decode, _store_tile, cta_barrier, load_tile, place, prefetch
+from llm_quant_rocm.kernels.nvfp4_wgmma import (
+    _decode,
+    _store_tile,
+    cta_barrier,
+    lines_of_16_bytes,
+    load_tile,
+    place,
+    prefetch,
+)
 from llm_quant_rocm.kernels.pdl import pdl_option
 
 RING_BYTES = 192 * 1024
@@ -387,8 +395,7 @@ def gemm_large(
 
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
     """
-    if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < x.shape[1]:
-        x = x.clone(memory_format=torch.contiguous_format)  # the tensor memory accelerator reads lines of 16 bytes
+    x = lines_of_16_bytes(x)
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     return _launch(x, None, words, scale_bytes, global_scale, bias, out, hardware, config)
 

@@ -59,8 +59,10 @@ def _run_triton(
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
+    from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
+
     kernels = kernels_of(call.hardware.arch)
-    return kernels.moe(
+    return nvfp4_moe(
         x,
         (w13.codes, w13.scales, w13.global_scale),
         (w2.codes, w2.scales, w2.global_scale),
@@ -70,6 +72,8 @@ def _run_triton(
         expert_map,
         activation,
         call.hardware,
+        kernels.grouped_gemm,
+        kernels.moe_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
     )
 
 
