@@ -36,7 +36,7 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
-    return replace(config, split_k=1) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=False)
+    return replace(config, programs=0) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=False)
 
 
 def gemm(

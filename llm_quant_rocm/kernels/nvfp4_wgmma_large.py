@@ -33,9 +33,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _store_tile,
+    begin_of,
     cta_barrier,
     lines_of_16_bytes,
     load_tile,
@@ -73,19 +75,12 @@ def default_config(m: int) -> Config:
 
 
 @gluon.jit
-def _begin(program, groups):
-    """Where the program's stretch of all `groups` begins; it ends where the next one's begins."""
-    programs = gl.num_programs(0)
-    return program * (groups // programs) + gl.minimum(program, groups % programs)
-
-
-@gluon.jit
 def _pieces(tiles, whole, tile_groups):
     """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
     and what it has of the others."""
     program = gl.program_id(0)
-    begin = _begin(program, (tiles - whole) * tile_groups)
-    end = _begin(program + 1, (tiles - whole) * tile_groups)
+    begin = begin_of(program, (tiles - whole) * tile_groups)
+    end = begin_of(program + 1, (tiles - whole) * tile_groups)
     cut_tiles = gl.where(end > begin, (end - 1) // tile_groups - begin // tile_groups + 1, 0)
     return begin, end, gl.cdiv(whole - program, gl.num_programs(0)) + cut_tiles
 
@@ -308,9 +303,10 @@ def _consumer(
                 gl.atomic_xchg(flags + program * 2 + half, 1, sem="release", scope="gpu")
             elif last < tile_groups:
                 source = program + 1
-                while _begin(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
+                while begin_of(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
                     while gl.atomic_add(flags + source * 2 + half, 0, sem="acquire", scope="gpu") == 0:
                         pass
+                    gl.store(flags + source * 2 + half, 0)
                     acc = _add_part(acc, parts + (source * 2 + half).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
                     source += 1
         if first == 0:
@@ -436,7 +432,7 @@ def _launch(
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
-        flags = torch.zeros((programs, 2), dtype=torch.int32, device=x.device)
+        flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
     layout = gl.NVMMASharedLayout.get_default_for([config.block_m, block_k], dtype)
