@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights on Hopper's warpgroup matrix units.
 
-The product is computed transposed, out^T = W . x^T: a wgmma takes its first operand from registers, so a weight goes
-from memory through registers, where its codes are decoded, to the matrix unit. Tiles of x come by the tensor memory
-accelerator through a ring in shared memory. While one step multiplies, the codes of the next are decoded and those of
-the one after are loaded.
+The product is computed transposed, out^T = W . x^T: a wgmma takes its first operand from registers, so a weight is
+decoded in the registers from which the matrix unit reads it. The tensor memory accelerator fills a ring in shared
+memory with codes, scales and x: codes that threads load themselves cost more instructions, and those are what a
+multiprocessor runs short of. While one step multiplies, the next is decoded.
 
 Written in Gluon, Triton's lower language, for one reason: Triton 3.6 pipelines a product with an operand in registers
 wrongly (it lets the next step overwrite registers that a wgmma in flight still reads). Here every wait names the
@@ -41,8 +41,6 @@ from llm_quant_rocm.kernels.pdl import pdl_option
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
-PREFETCH = gl.constexpr(3)
 # Tiles of M that are multiplied with all tiles of N before the next ones are.
 GROUP = gl.constexpr(4)
 
@@ -55,8 +53,8 @@ class Config:
         block_m, block_n, block_k: rows of x, rows of the weight and columns of both in one step. block_m is at least
             16, block_n 64 or 128, block_k 64 or 128.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile.
-        stages: steps of x in shared memory.
-        unroll: steps between two points where the matrix unit may run dry.
+        unroll: steps in a group, 2 or more: they come together, and after a group the matrix unit may run dry.
+        stages: groups in shared memory.
         warps: 4 or 8.
     """
 
@@ -64,17 +62,18 @@ class Config:
     block_n: int
     block_k: int
     programs: int = 0
-    stages: int = 4
     unroll: int = 2
+    stages: int = 3
     warps: int = 4
 
 
 def default_config(m: int, n: int, k: int) -> Config:
     """A sound choice for up to 64 rows where nobody has measured."""
-    block_m = max(16, triton.next_power_of_2(m))
-    # Three on each multiprocessor of an H100, but no stretches of less than 512 columns.
-    programs = min(3 * 132, triton.cdiv(n, 64) * max(1, k // 512))
-    return Config(block_m, 64, 128, programs, stages=5 if block_m < 64 else 4)
+    # Four small programs on each multiprocessor of an H100, or two, but no stretches of less than 512 columns.
+    most = triton.cdiv(n, 64) * max(1, k // 512)
+    if m <= 32:
+        return Config(16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
+    return Config(64, 64, 128, min(2 * 132, most), stages=2)
 
 
 @gluon.jit
@@ -103,16 +102,6 @@ def place(tile, tiles_m, tiles_n):
     rest = tile - group * (GROUP * tiles_n)
     rows = gl.minimum(tiles_m - group * GROUP, GROUP)
     return group * GROUP + rest % rows, rest // rows
-
-
-@gluon.jit
-def prefetch(pointer, size, REGISTER: gl.constexpr):
-    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the threads whose special `REGISTER` is 0."""
-    ASSEMBLY: gl.constexpr = (
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, " + REGISTER + "; setp.eq.u32 first, thread, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -195,9 +184,9 @@ def _store_tile(
 
 
 @gluon.jit
-def _add_parts(acc, parts, flag, program, first, last, rows, PARTS: gl.constexpr):
-    """The sum of a tile of which the programs from `first` to `last`, PARTS at most, each have a part; this one's is
-    acc [BLOCK_N, BLOCK_M].
+def _add_parts(acc, parts, flag, program, first, last, rows):
+    """The sum of a tile of which the programs from `first` to `last` each have a part; this one's is acc [BLOCK_N,
+    BLOCK_M].
 
     Each stores its part, as far as the tile has rows, in `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N]: one for the tile
     in which its stretch begins and one for that in which it ends. Returns whether this program was the last, and then
@@ -218,39 +207,28 @@ def _add_parts(acc, parts, flag, program, first, last, rows, PARTS: gl.constexpr
     if complete:
         gl.store(flag, 0)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=layout)
-        for part in gl.static_range(PARTS):
-            slot = (first + part) * 2 + (1 if part == 0 else 0)
-            there = inside & (first + part <= last)
-            acc += gl.load(parts + slot.to(gl.int64) * SIZE, mask=there, other=0.0, cache_modifier=".cg")
+        # Four loads in flight.
+        for source in range(first, last + 1, 4):
+            for i in gl.static_range(4):
+                slot = (source + i) * 2 + gl.where(source + i == first, 1, 0)
+                there = inside & (source + i <= last)
+                acc += gl.load(parts + slot.to(gl.int64) * SIZE, mask=there, other=0.0, cache_modifier=".cg")
     return complete, acc
 
 
 @gluon.jit
-def _fetch(
-    x, words, scale_pairs, ring, codes, pairs, ready, stage, tile_m, tile_n, group, first_piece, wanted,
-    UNROLL: gl.constexpr, WEIGHT: gl.constexpr, X: gl.constexpr
-):  # fmt: skip
-    """Has the accelerator fill a stage of the ring: with a group of steps of the weight, of x, or of both."""
-    BLOCK_M: gl.constexpr = ring.shape[1]
-    BLOCK_K: gl.constexpr = ring.shape[2]
-    PIECES: gl.constexpr = codes.shape[1]
-    NT: gl.constexpr = codes.shape[2]
-    if WEIGHT:
-        mbarrier.expect(ready.index(stage), UNROLL * BLOCK_M * BLOCK_K * 2 + PIECES * NT * (512 + 64), pred=wanted)
-        place = [first_piece + group * PIECES, tile_n * NT, 0]
-        load_tile(words, place, ready.index(stage), codes.index(stage), pred=wanted)
-        load_tile(scale_pairs, place, ready.index(stage), pairs.index(stage), pred=wanted)
-    if X:
-        for i in gl.static_range(UNROLL):
-            place = [tile_m * BLOCK_M, (group * UNROLL + i) * BLOCK_K]
-            load_tile(x, place, ready.index(stage), ring.index(stage * UNROLL + i), pred=wanted)
+def _fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, first_piece, wanted):
+    """Has the accelerator fill a stage of the ring with a group of steps of the weight."""
+    place = [first_piece + group * codes.shape[1], tile_n * codes.shape[2], 0]
+    load_tile(words, place, ready.index(stage), codes.index(stage), pred=wanted)
+    load_tile(scale_pairs, place, ready.index(stage), pairs.index(stage), pred=wanted)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_kernel(
     x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, M, N, K,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
@@ -258,15 +236,17 @@ def nvfp4_wgmma_kernel(
 
     x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
     N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
-    `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N] has room for the parts of tiles that are several programs', PARTS at
-    most, and `flags`, a zero for each tile, counts them. With `tile_expert` each tile of M has an expert of its own
-    (-1: no work), whose pieces come after those of the experts before it, and `global_scale` has experts as its
-    leading dimension. With `row_map` row m of the result is stored as row row_map[m], or not if that is negative. With
-    ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out is T(activation(T(gate)) * T(up)),
-    [M, N / 2].
+    `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N] has room for the parts of tiles that are several programs', and
+    `flags`, a zero for each tile, counts them. With `tile_expert` each tile of M has an expert of its own (-1: no
+    work), whose pieces come after those of the experts before it, and `global_scale` has experts as its leading
+    dimension. With `row_map` row m of the result is stored as row row_map[m], or not if that is negative. With
+    ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out, [M, N / 2], is
+    T(activation(T(gate)) * T(up)).
     """
     NT: gl.constexpr = BLOCK_N // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
+    GROUP_K: gl.constexpr = UNROLL * BLOCK_K
+    STAGE_BYTES: gl.constexpr = BLOCK_M * GROUP_K * 2 + BLOCK_N * GROUP_K * 9 // 16
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
@@ -276,7 +256,7 @@ def nvfp4_wgmma_kernel(
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     # Steps beyond K multiply zeros: the accelerator reads x as zero there.
-    tile_groups = gl.cdiv(K, UNROLL * BLOCK_K)
+    tile_groups = gl.cdiv(K, GROUP_K)
     groups = tiles_m * tiles_n * tile_groups
     begin = begin_of(program, groups)
     end = begin_of(program + 1, groups)
@@ -291,7 +271,7 @@ def nvfp4_wgmma_kernel(
         first_piece = expert * ((K + 127) // 128 * 2)
         global_scale += expert * N
 
-    ring = gl.allocate_shared_memory(dtype, [STAGES * UNROLL, BLOCK_M, BLOCK_K], x.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, UNROLL * DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, UNROLL * DEPTH, NT, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -299,19 +279,21 @@ def nvfp4_wgmma_kernel(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     # The weight does not depend on the kernels before this one.
-    tensors = (x, words, scale_pairs, ring, codes, pairs, ready)
-    for X in gl.static_range(2):
-        if X == 1 and PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        fetched = tile
-        fetched_group = group
-        for stage in gl.static_range(STAGES):
-            m, n = place(fetched, tiles_m, tiles_n)
-            _fetch(*tensors, stage, m, n, fetched_group, first_piece, begin + stage < end, UNROLL, X == 0, X == 1)
-            leaving = fetched_group == tile_groups - 1
-            fetched += leaving.to(gl.int32)
-            fetched_group = gl.where(leaving, 0, fetched_group + 1)
+    weight = (words, scale_pairs, codes, pairs, ready)
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
+    for stage in gl.static_range(STAGES):
+        _, n = place((begin + stage) // tile_groups, tiles_m, tiles_n)
+        _fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, begin + stage < end)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for stage in gl.static_range(STAGES):
+        m, _ = place((begin + stage) // tile_groups, tiles_m, tiles_n)
+        corner = [m * BLOCK_M, (begin + stage) % tile_groups * GROUP_K]
+        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
+    fetched = (begin + STAGES) // tile_groups
+    fetched_group = (begin + STAGES) % tile_groups
     fetched_m, fetched_n = place(fetched, tiles_m, tiles_n)
 
     mbarrier.wait(ready.index(0), 0)
@@ -324,7 +306,8 @@ def nvfp4_wgmma_kernel(
         following = gl.where(stage == STAGES - 1, 0, stage + 1)
         following_phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         for i in gl.static_range(UNROLL):
-            acc = warpgroup_mma(operand, ring.index(stage * UNROLL + i).permute((1, 0)), acc, is_async=True)
+            step_of_x = ring.index(stage).slice(i * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+            acc = warpgroup_mma(operand, step_of_x, acc, is_async=True)
             if i > 0:
                 acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
             source = stage
@@ -334,10 +317,13 @@ def nvfp4_wgmma_kernel(
             previous = operand
             operand = _operand(codes.index(source), pairs.index(source), (i + 1) % UNROLL, FP16, DEPTH, operand_layout)
         acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
+        wanted = index + STAGES < end
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
         # Past this barrier every warp has finished the group, so its stage can be filled again.
         cta_barrier()
-        wanted = index + STAGES < end
-        _fetch(*tensors, stage, fetched_m, fetched_n, fetched_group, first_piece, wanted, UNROLL, True, True)
+        _fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, wanted)
+        corner = [fetched_m * BLOCK_M, fetched_group * GROUP_K]
+        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=wanted)
         stage = following
         phase = following_phase
         fetched_group += 1
@@ -355,7 +341,7 @@ def nvfp4_wgmma_kernel(
                 if not complete:
                     complete, total = _add_parts(
                         total, parts, flags + tile, program, _program_at(begins, groups),
-                        _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M, PARTS,
+                        _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M,
                     )  # fmt: skip
             if complete:
                 _store_tile(
@@ -414,17 +400,14 @@ def gemm(
         flags = flags_of(x.device)
     else:
         programs = tiles
-    # A tile of G groups is at most so many programs' that have L or more each: one group, and (G - 1) / L rounded up.
-    # Few different numbers, for each is compiled.
-    most = triton.next_power_of_2(1 + triton.cdiv(groups // tiles - 1, groups // programs))
     fp16 = x.dtype == torch.float16
     pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
     nvfp4_wgmma_kernel[(programs,)](
-        _descriptor(x, [config.block_m, config.block_k], 128),
+        _descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
         _descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
         _descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, m, n, k,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, PARTS=most, STAGES=config.stages,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
         PDL=hardware.pdl, num_warps=config.warps, **pdl_option(hardware),
     )  # fmt: skip

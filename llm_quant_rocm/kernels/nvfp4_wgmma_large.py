@@ -42,7 +42,6 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     lines_of_16_bytes,
     load_tile,
     place,
-    prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 
@@ -112,6 +111,16 @@ def _leave(value):
 
 
 @gluon.jit
+def _prefetch(pointer, size):
+    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the first lane."""
+    ASSEMBLY: gl.constexpr = (
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %laneid; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _producer(
     x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
@@ -143,8 +152,8 @@ def _producer(
             # The consumers load these codes when the stages before this one are used up.
             piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
             for _ in gl.static_range(DEPTH):
-                prefetch(words + piece * 128, count * 512, "%laneid")
-                prefetch(scale_bytes + piece * 32, count * 64, "%laneid")
+                _prefetch(words + piece * 128, count * 512)
+                _prefetch(scale_bytes + piece * 32, count * 64)
                 piece += row_tiles
             stage, phase = _advance(stage, phase, STAGES)
     _leave(stage)
