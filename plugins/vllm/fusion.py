@@ -161,7 +161,7 @@ class _Norm:
 
     def fuse(self) -> None:
         graph = self.node.graph
-        arguments = (self.x, self.weight, self.epsilon)
+        arguments: tuple[Any, ...] = (self.x, self.weight, self.epsilon)
         with graph.inserting_before(self.node):
             if self.residual is None:
                 codes, scales = _call(graph, _OURS.rms_norm_quant_fp8.default, arguments)
