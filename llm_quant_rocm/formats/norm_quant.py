@@ -66,6 +66,23 @@ class Result(NamedTuple):
     scales: torch.Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The operands of a norm and of the quantization behind it.
+
+    Attributes:
+        weight: [K], of any float dtype.
+        eps: added to the mean square.
+        weight_bias: added to the weight in fp32; 1 for Gemma's norm.
+        scale: fp32, one value: what FP8_STATIC divides by, or NVFP4's encoding scale (2688 / amax); or None.
+    """
+
+    weight: torch.Tensor
+    eps: float = 1e-6
+    weight_bias: float = 0.0
+    scale: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Target:
     """What is asked of normalised rows.

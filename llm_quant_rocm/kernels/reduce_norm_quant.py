@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llm_quant_rocm.formats.norm_quant import Result, Target
+from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect
 from llm_quant_rocm.kernels import wire
@@ -54,16 +54,6 @@ class Config:
     def block(self, columns: int) -> int:
         """Values of a block of a row of `columns`."""
         return min(self.threads * 8, max(triton.next_power_of_2(columns), BLOCK))
-
-
-@dataclass(frozen=True)
-class Norm:
-    """The norm's operands: weight [K], epsilon, what is added to the weight, and the scale that the target is given."""
-
-    weight: torch.Tensor
-    eps: float
-    weight_bias: float
-    scale: torch.Tensor | None
 
 
 def default_config(columns: int, hardware: Hardware) -> Config:
@@ -182,7 +172,7 @@ def reduce_norm_one_shot_kernel(
         for tile in range(program, rows + programs, programs):
             if (tile < rows) & (patience >= 0):
                 slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
-                x_row = x_ptr + tile.to(tl.int64) * x_stride
+                x_row = x_ptr + tl.cast(tile, tl.int64) * x_stride
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     parts = wire.encode(load_tile(x_row, i, COLUMNS, BLOCK), KIND, LIMIT, CAP, LOW, HIGH)
                     for peer in tl.static_range(WORLD):
@@ -192,7 +182,7 @@ def reduce_norm_one_shot_kernel(
 
             received = tile - programs
             if received >= 0:
-                row = received.to(tl.int64)
+                row = tl.cast(received, tl.int64)
                 # Loads that wait for nobody are under way while the flags are.
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from llm_quant_rocm.formats import fp8, nvfp4, wire
-from llm_quant_rocm.formats.norm_quant import Quantization, Result, Target, arrange_scales
+from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, Target, arrange_scales
 from llm_quant_rocm.reference import quick_reduce
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 
@@ -35,43 +35,26 @@ def padded(x: torch.Tensor) -> torch.Tensor:
     return pad(x, (0, -x.shape[1] % wire.BLOCK))
 
 
-def norm_quant(
-    s: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_bias: float,
-    target: Target,
-    scale: torch.Tensor | None = None,
-) -> Result:
-    """What follows on the all-reduce s [M, K].
-
-    Args:
-        weight: [K], of any float dtype.
-        weight_bias: added to the weight in fp32; 1 for Gemma's norm.
-        scale: fp32, one value: what FP8_STATIC divides by, or NVFP4's encoding scale (2688 / amax).
-    """
-    normed, z = rms_norm(s, weight.float() + weight_bias, eps, residual)
-    return Result(z, normed if target.normed else None, *_quantized(normed, target, scale))
+def norm_quant(s: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
+    """What follows on the all-reduce s [M, K]."""
+    normed, z = rms_norm(s, norm.weight.float() + norm.weight_bias, norm.eps, residual)
+    return Result(z, normed if target.normed else None, *_quantized(normed, norm.scale, target))
 
 
 def reduce_norm_quant(
     inputs: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_bias: float,
+    norm: Norm,
     target: Target,
-    scale: torch.Tensor | None = None,
     codec: wire.Codec = wire.CODECS["FP"],
     shots: int = 1,
 ) -> Result:
     """What every rank ends with, of one x [M, K] from each rank."""
-    return norm_quant(reduce_rows(inputs, codec, shots), residual, weight, eps, weight_bias, target, scale)
+    return norm_quant(reduce_rows(inputs, codec, shots), residual, norm, target)
 
 
 def _quantized(
-    normed: torch.Tensor, target: Target, scale: torch.Tensor | None
+    normed: torch.Tensor, scale: torch.Tensor | None, target: Target
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if target.quantization is Quantization.FP8_PER_TOKEN:
         return fp8.quantize_rows(normed, target.fmt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits, all of them."""
+"""All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ import triton
 
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.formats.norm_quant import Quantization, Result, ScaleLayout, Target
+from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import norm_row, quick_reduce, reduce_norm_quant
+from llm_quant_rocm.kernels import quick_reduce, reduce_norm_quant
 from llm_quant_rocm.kernels.quick_reduce import CALL, FAILED_CALL, Mailbox
-from llm_quant_rocm.kernels.reduce_norm_quant import Config, Norm
+from llm_quant_rocm.kernels.reduce_norm_quant import Config
 from tests.amd import isa, kernels, tritons
 from tests.amd.budget import FP8_CAST, Budget
 from tests.amd.operators.quick_reduce import stores_awaited
@@ -111,9 +111,7 @@ def check(
     outs: Sequence[Result],
 ) -> None:  # fmt: skip
     """Every rank has every bit of the reference."""
-    expected = reference.reduce_norm_quant(
-        inputs, residual, norm.weight, norm.eps, norm.weight_bias, target, norm.scale, codec, 1 + (shot == "two_shot")
-    )
+    expected = reference.reduce_norm_quant(inputs, residual, norm, target, codec, 1 + (shot == "two_shot"))
     for out in outs:
         assert_results(out, expected)
 
@@ -192,7 +190,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for added in (None, residual):
             out = target.empty(x)
             reduce_norm_quant.norm_quant(x, added, norm, target, out)
-            assert_results(out, reference.norm_quant(x, added, norm.weight, norm.eps, bias, target, norm.scale))
+            assert_results(out, reference.norm_quant(x, added, norm, target))
 
     def late(target: Target) -> None:
         """Ranks begin at different times and run ahead; QuickReduce's calls are between on the same memory."""
