@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass over vLLM's compiled graphs: RMSNorm and the per-token FP8 quantization that follows become one operator.
+"""A pass over vLLM's compiled graphs: what stands between two quantized layers becomes one operator.
 
-vLLM runs it behind its own passes, by its public hook `inductor_compile_config["post_grad_custom_post_pass"]`. The
+    norm, then quantization of its result                       ops.rms_norm_quant_fp8
+    the same, where a router or another layer reads the norm    ops.reduce_norm_quant of one rank
+    all-reduce, norm, and quantization if there is one          ops.reduce_norm_quant
+
+A norm is vLLM's RMSNorm, with or without a residual, in the form that it has before vLLM chooses a kernel for it; a
+quantization is the per-token one that `ops.ptpc_linear` begins with, and belongs to us, so the pattern needs no more.
+
+vLLM runs the pass behind its own, by its public hook `inductor_compile_config["post_grad_custom_post_pass"]`. The
 platform's `get_pass_manager_cls` would let it run earlier, but takes a patch of the platform and is no part of the key
 of vLLM's compile cache, which would then serve graphs of the other setting.
 
-The fused operator adds the residual and quantizes with the rounding of the separate operators. It normalises in fp32
-and rounds once, to the activation's dtype. So does vLLM's norm as Inductor compiles it, which is how vLLM runs it by
-default, up to fp32's last bit; vLLM's own kernels (ir_op_priority "vllm_c") also round before they multiply by a 16-bit
-weight.
+Results are those of our separate operators in every bit. vLLM's norm differs from ours in its roundings: it normalises
+the sum of activation and residual before that is rounded to 16 bits, where we, like its own CUDA kernels, read the
+rounded sum, which is what the next layer will see. And its definition rounds before it multiplies by a 16-bit weight,
+which we do not, and which it does not do either as Inductor compiles it.
 """
 
 import hashlib
 import logging
 import operator
-from collections.abc import Iterable
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +32,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
+from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
+from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm_vllm.switches import switched_on
 
 SWITCH = "LLM_QUANT_ROCM_FUSION"
@@ -31,7 +41,8 @@ HOOK = "post_grad_custom_post_pass"
 
 _OURS = torch.ops.llm_quant_rocm
 _QUANTIZE = _OURS.per_token_quant_fp8.default
-_ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATS = (*_HALF, torch.float32)
 # vLLM's norms, by the parameters that the pass reads.
 _PARAMETERS = {
     "rms_norm": ("x", "weight", "epsilon", "variance_size"),
@@ -51,11 +62,18 @@ def enable(vllm_config: Any) -> None:
     if obstacle:
         _log(f"norm fusion: off, {obstacle}")
         return
+    # Here, not above: whatever vLLM has moved elsewhere, `_obstacle` has found out.
     from vllm.compilation.passes.inductor_pass import CallableInductorPass
 
-    fusion = NormQuantFusion()
+    from llm_quant_rocm_vllm import reduce_norm
+
+    fusion = NormQuantFusion(reduce_norm.connect())
     passes[HOOK] = CallableInductorPass(fusion, fusion.uuid())
     _log(f"norm fusion: on; {SWITCH}=0 switches it off")
+    config = vllm_config.compilation_config.pass_config
+    if fusion.group and config.fuse_allreduce_rms:
+        config.fuse_allreduce_rms = False
+        _log("norm fusion: takes the place of vLLM's fuse_allreduce_rms, which does not quantize per token")
 
 
 def _obstacle(vllm_config: Any) -> str | None:
@@ -89,32 +107,32 @@ def _log(line: str) -> None:
     logger.info(line)
 
 
+@dataclass(frozen=True)
 class NormQuantFusion:
-    """The pass. It holds no state, so it can be copied and pickled at any time."""
+    """The pass.
+
+    Attributes:
+        group: vLLM's name of the group whose all-reduces are fused with the norms that follow; None: no group's are.
+    """
+
+    group: str | None = None
 
     def uuid(self) -> str:
         """Part of the key of vLLM's compile cache: another text of this file is another pass."""
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return hashlib.sha256(Path(__file__).read_bytes() + repr(self).encode()).hexdigest()
 
-    def __call__(self, graph: fx.Graph) -> int:
-        """Fuses what it can in a functional graph of ATen operators; the number of places fused."""
-        fused = left = 0
+    def __call__(self, graph: fx.Graph) -> list[str]:
+        """Fuses what it can in a functional graph of ATen operators; for each place, what became one operator."""
+        fused = []
         for node in list(graph.nodes):
             # One at a time: a norm's residual is often the sum of the norm before it, which fusing replaces.
-            norm = _Norm.of(node)
-            if norm is None or not norm.quantizations:
-                continue
-            if norm.is_fusible():
-                norm.fuse()
-                fused += 1
-            else:
-                left += 1
-        if fused or left:
-            _log(
-                f"norm fusion: RMSNorm and quantization are one kernel in {fused} places of a compiled graph"
-                + (f", not in {left}, where others read the norm's result too" if left else "")
-                + " (layers alike share a graph)"
-            )
+            norm = _Norm.of(node, self.group)
+            if norm is not None and norm.is_fusible():
+                fused.append(norm.describe())
+                norm.fuse(self.group)
+        if fused:
+            counts = ", ".join(f"{count} x {what}" for what, count in Counter(fused).items())
+            _log(f"norm fusion: in a compiled graph became one kernel each: {counts} (layers alike share a graph)")
         return fused
 
 
@@ -125,58 +143,106 @@ class _Norm:
         results: the nodes that are its normalised output.
         sums: the nodes that are its new residual.
         quantizations: the calls of our quantization of its normalised output.
+        others: who else reads its normalised output.
+        reduction: the all-reduce that gives its input and can be fused with it, or None.
     """
 
-    def __init__(self, node: fx.Node, has_residual: bool) -> None:
+    def __init__(self, node: fx.Node, group: str | None) -> None:
         self.node = node
-        schema = node.target._schema.arguments  # type: ignore[union-attr]  # an operator, by its caller
-        values = {argument.name: argument.default_value for argument in schema}
-        values |= dict(zip(values, node.args, strict=False)) | node.kwargs
+        has_residual = node.target is torch.ops.vllm_ir.fused_add_rms_norm.default
+        values = _arguments(node)
         self.x, self.weight, self.epsilon = values["x"], values["weight"], values["epsilon"]
         self.residual = values["x_residual"] if has_residual else None
         self.variance_size = values["variance_size"]
         self.results = _items(node, 0) if has_residual else [node]
         self.sums = _items(node, 1) if has_residual else []
-        self.quantizations = [user for result in self.results for user in result.users if user.target is _QUANTIZE]
+        readers = dict.fromkeys(user for result in self.results for user in result.users)
+        self.quantizations = [user for user in readers if user.target is _QUANTIZE]
+        self.others = [user for user in readers if user.target is not _QUANTIZE]
+        self.reduction = self.x if group is not None and self._ends(self.x, group) else None
 
     @classmethod
-    def of(cls, node: fx.Node) -> "_Norm | None":
+    def of(cls, node: fx.Node, group: str | None) -> "_Norm | None":
         ir = torch.ops.vllm_ir
-        if node.op != "call_function" or node.target not in (ir.rms_norm.default, ir.fused_add_rms_norm.default):
-            return None
-        return cls(node, node.target is ir.fused_add_rms_norm.default)
+        is_norm = node.op == "call_function" and node.target in (ir.rms_norm.default, ir.fused_add_rms_norm.default)
+        return cls(node, group) if is_norm else None
+
+    def _ends(self, x: fx.Node, group: str) -> bool:
+        """Whether x is an all-reduce over `group` that nobody needs once the norm has read it. Without a residual its
+        result is the norm's new residual, and may be read later."""
+        if x.target is not torch.ops.vllm.all_reduce.default or _arguments(x)["group_name"] != group:
+            return False
+        return all(user is self.node or (self.residual is None and self.node < user) for user in x.users)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether only quantizations follow, and no all-reduce precedes."""
+        return self.reduction is None and not self.others
 
     def is_fusible(self) -> bool:
-        """Whether our operator computes this norm, and nobody but quantizations reads its normalised output."""
-        users = {user for result in self.results for user in result.users}
-        if users != set(self.quantizations) or self.variance_size is not None or self.weight is None:
+        """Whether there is something to fuse the norm with, and our operators compute it."""
+        if not (self.quantizations or self.reduction) or self.variance_size is not None or self.weight is None:
             return False
         x, weight = self.x.meta["val"], self.weight.meta["val"]
-        if x.dtype not in _ACTIVATIONS or weight.dtype not in _ACTIVATIONS or not _same(weight.shape, x.shape[-1:]):
+        if weight.dtype not in _FLOATS or not _same(weight.shape, x.shape[-1:]):
+            return False
+        if x.dtype not in (_FLOATS if self.is_simple else _HALF) or (not self.is_simple and x.shape[-1] % BLOCK):
             return False
         if self.residual is None:
             return True
         residual = self.residual.meta["val"]
         return residual.dtype == x.dtype and _same(residual.shape, x.shape)
 
-    def fuse(self) -> None:
-        graph = self.node.graph
-        arguments: tuple[Any, ...] = (self.x, self.weight, self.epsilon)
+    def describe(self) -> str:
+        parts = (
+            ["all-reduce"] * (self.reduction is not None) + ["RMSNorm"] + ["quantization"] * bool(self.quantizations)
+        )
+        return " + ".join(parts)
+
+    def fuse(self, group: str | None) -> None:
+        """Puts our operator in the norm's place. What nobody reads afterwards is gone, all-reduce included."""
+        graph, reduction = self.node.graph, self.reduction
+        total = normed = codes = scales = None
         with graph.inserting_before(self.node):
-            if self.residual is None:
-                codes, scales = _call(graph, _OURS.rms_norm_quant_fp8.default, arguments)
+            if not self.is_simple:
+                total, normed, codes, scales = _call(
+                    graph,
+                    _OURS.reduce_norm_quant.default,
+                    _arguments(reduction)["tensor"] if reduction else self.x,
+                    self.residual,
+                    self.weight,
+                    None,
+                    self.epsilon,
+                    0.0,
+                    (reduction and group) or "",
+                    str(Quantization.FP8_PER_TOKEN if self.quantizations else Quantization.NONE),
+                    str(ScaleLayout.LINEAR),
+                    bool(self.others),
+                )
+            elif self.residual is None:
+                codes, scales = _call(graph, _OURS.rms_norm_quant_fp8.default, self.x, self.weight, self.epsilon)
             else:
-                arguments += (self.residual,)
-                codes, scales, total = _call(graph, _OURS.add_rms_norm_quant_fp8.default, arguments)
+                operands = self.x, self.weight, self.epsilon, self.residual
+                codes, scales, total = _call(graph, _OURS.add_rms_norm_quant_fp8.default, *operands)
         for quantization in self.quantizations:
             _replace(_items(quantization, 0), codes)
             _replace(_items(quantization, 1), scales)
             graph.erase_node(quantization)
+        _replace(self.sums, total)
+        _replace(self.results, normed)
         if self.residual is not None:
-            _replace(self.sums, total)
-            for result in self.results:
+            graph.erase_node(self.node)
+        if reduction is not None:
+            _replace([reduction], total)
+        for result in (total, normed, codes, scales):
+            if result is not None and not result.users:
                 graph.erase_node(result)
-        graph.erase_node(self.node)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an operator by their names, defaults included."""
+    values = {argument.name: argument.default_value for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    return values | dict(zip(values, node.args, strict=False)) | node.kwargs
 
 
 def _items(node: fx.Node, index: int) -> list[fx.Node]:
@@ -184,13 +250,15 @@ def _items(node: fx.Node, index: int) -> list[fx.Node]:
     return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
 
 
-def _replace(nodes: Iterable[fx.Node], by: fx.Node) -> None:
+def _replace(nodes: list[fx.Node], by: fx.Node | None) -> None:
+    """Lets those who read `nodes` read `by`, which may be None where there are no such readers."""
     for node in nodes:
-        node.replace_all_uses_with(by)
+        if by is not None:
+            node.replace_all_uses_with(by)
         node.graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, function: Any, arguments: tuple[Any, ...]) -> list[fx.Node]:
+def _call(graph: fx.Graph, function: Any, *arguments: Any) -> list[fx.Node]:
     """The results of a new call, with the fake tensors that Inductor reads shapes and strides from."""
     node = graph.call_function(function, arguments)
     node.meta["val"] = function(*fx.map_arg(arguments, lambda argument: argument.meta["val"]))

@@ -20,16 +20,20 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.ir import ops as ir
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.comm.reduce_norm_quant import connect, disconnect
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
-from llm_quant_rocm_vllm import fusion
+from llm_quant_rocm_vllm import fusion, reduce_norm
 from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
 
 K = 96
 EPS = 1e-5
 NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
+REDUCE = torch.ops.vllm.all_reduce.default
 QUANT = torch.ops.llm_quant_rocm.per_token_quant_fp8.default
 FUSED = torch.ops.llm_quant_rocm.rms_norm_quant_fp8.default
 ADD_FUSED = torch.ops.llm_quant_rocm.add_rms_norm_quant_fp8.default
+REDUCE_FUSED = torch.ops.llm_quant_rocm.reduce_norm_quant.default
+ALONE, TOGETHER = "RMSNorm + quantization", "all-reduce + RMSNorm + quantization"
 
 
 class Weights(NamedTuple):
@@ -85,16 +89,19 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor, mode: str = "fake
     return module
 
 
-def fuse(module: fx.GraphModule) -> int:
-    fused = NormQuantFusion()(module.graph)
+def fuse(module: fx.GraphModule, group: str | None = None) -> list[str]:
+    fused = NormQuantFusion(group)(module.graph)
     module.graph.lint()
+    nodes = len(module.graph.nodes)
+    module.graph.eliminate_dead_code()
+    assert len(module.graph.nodes) == nodes
     module.recompile()
     return fused
 
 
 def calls(module: fx.GraphModule) -> Counter:
     """How often each operator of the pass is called."""
-    known = (NORM, ADD_NORM, QUANT, FUSED, ADD_FUSED)
+    known = (NORM, ADD_NORM, QUANT, REDUCE, FUSED, ADD_FUSED, REDUCE_FUSED)
     return Counter(node.target for node in module.graph.nodes if node.target in known)
 
 
@@ -106,6 +113,8 @@ class WithOurRounding(fx.Interpreter):
             return rms_norm(args[0], args[1], args[2], None)[0]
         if target is ADD_NORM:
             return rms_norm(args[0], args[2], args[3], args[1])
+        if target is REDUCE:
+            return args[0]  # of one rank
         return super().call_function(target, args, kwargs)
 
 
@@ -120,7 +129,7 @@ def test_the_bits_are_those_of_the_separate_operators(dtype: torch.dtype, norm_d
     apart = trace(layer, *inputs)
     fused = copy.deepcopy(apart)
     assert calls(fused) == {NORM: 1, ADD_NORM: 2, QUANT: 3}
-    assert fuse(fused) == 3
+    assert fuse(fused) == [ALONE] * 3
     assert calls(fused) == {FUSED: 1, ADD_FUSED: 2}
     assert bits(fused(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
 
@@ -140,7 +149,7 @@ def test_against_vllms_own_norms() -> None:
         inputs = given(x, (norm, norm._replace(norm=residual)))
         apart = trace(function, *inputs)
         fused = copy.deepcopy(apart)
-        assert fuse(fused) == 1
+        assert fuse(fused) == [ALONE]
         codes, scales, total = fused(*inputs)
         their_codes, their_scales, their_total = apart(*inputs)
         assert torch.equal(total, their_total)
@@ -157,7 +166,7 @@ def test_the_number_of_rows_stays_open() -> None:
     environment = next(node.meta["val"] for node in module.graph.nodes).fake_mode.shape_env
     guards = len(environment.guards)
     apart = copy.deepcopy(module)
-    assert fuse(module) == 3
+    assert fuse(module) == [ALONE] * 3
     assert len(environment.guards) == guards
     for count in (1, 2, 33):
         inputs = given(rows(count))
@@ -190,19 +199,79 @@ def test_several_linear_layers_share_one_quantization() -> None:
     module = trace(function, *inputs)
     apart = copy.deepcopy(module)
     assert calls(module)[QUANT] == 3
-    assert fuse(module) == 1
+    assert fuse(module) == [ALONE]
     assert calls(module) == {FUSED: 1}
     assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
 
 
 def read_by_a_router(x: torch.Tensor, a: Weights) -> tuple[torch.Tensor, ...]:
     y, x = ADD_NORM(x, x, a.norm, EPS)
-    return a.linear(y), y.sum(-1), x
+    return y.sum(-1), a.linear(y), x
 
 
 def returned(x: torch.Tensor, a: Weights) -> tuple[torch.Tensor, ...]:
     y = NORM(x, a.norm, EPS)
-    return a.linear(y), y
+    return a.linear(y), y, a.linear(y)
+
+
+@pytest.mark.parametrize("function", [read_by_a_router, returned], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_others_read_the_norm_too(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    inputs = given(rows(7, dtype), MODEL[:1])
+    module = trace(function, *inputs)
+    apart = copy.deepcopy(module)
+    assert fuse(module) == [ALONE]
+    assert calls(module) == {REDUCE_FUSED: 1}
+    assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """Of one rank, so that its all-reduce changes nothing."""
+    connect("tp:0", None, torch.device("cpu"))
+    yield "tp:0"
+    disconnect("tp:0")
+
+
+def parallel_layer(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
+    """`layer` as one rank of several sees it: after an embedding, with sums to make; the last norm is not quantized."""
+    x = REDUCE(x, "tp:0")
+    y = a.linear(NORM(x, a.norm, EPS))
+    y, x = ADD_NORM(REDUCE(y, group_name="tp:0"), x, b.norm, EPS)
+    y, x = ADD_NORM(REDUCE(b.linear(y), "tp:0"), x, c.norm, EPS)
+    return y, x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_all_reduces_are_fused_with_the_norms_that_follow(dtype: torch.dtype, mode: str, group: str) -> None:
+    module = trace(parallel_layer, *given(rows(5, dtype)), mode=mode)
+    apart = copy.deepcopy(module)
+    assert fuse(module, group) == [TOGETHER, TOGETHER, "all-reduce + RMSNorm"]
+    assert calls(module) == {REDUCE_FUSED: 3}
+    for count in (5,) if mode == "fake" else (1, 2, 33):
+        inputs = given(rows(count, dtype))
+        assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+def test_all_reduces_of_groups_that_are_not_connected_stay() -> None:
+    for group in (None, "tp:1"):
+        module = trace(parallel_layer, *given(rows(5)))
+        assert fuse(module, group) == [ALONE] * 2
+        assert calls(module) == {REDUCE: 3, FUSED: 1, ADD_FUSED: 1, ADD_NORM: 1}
+
+
+def test_an_all_reduce_that_others_read_stays(group: str) -> None:
+    def function(x: torch.Tensor, a: Weights, b: Weights) -> tuple[torch.Tensor, ...]:
+        early, late = REDUCE(x, group), REDUCE(x + 1, group)
+        before = early * 2
+        y = NORM(early, a.norm, EPS)
+        z, total = ADD_NORM(late, x, b.norm, EPS)
+        return before, a.linear(y), b.linear(z), total, late
+
+    module = trace(function, *given(rows(5), MODEL[:2]))
+    assert fuse(module, group) == [ALONE] * 2
+    assert calls(module) == {REDUCE: 2, FUSED: 1, ADD_FUSED: 1}
 
 
 def of_a_part_of_the_row(x: torch.Tensor, a: Weights) -> torch.Tensor:
@@ -232,8 +301,6 @@ def without_quantization(x: torch.Tensor, a: Weights) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        read_by_a_router,
-        returned,
         of_a_part_of_the_row,
         without_a_weight,
         with_a_residual_of_another_dtype,
@@ -246,7 +313,7 @@ def without_quantization(x: torch.Tensor, a: Weights) -> torch.Tensor:
 def test_what_is_left_as_it_is(function: Callable[..., Any]) -> None:
     module = trace(function, *given(rows(4), MODEL[:1]))
     before = str(module.graph)
-    assert fuse(module) == 0
+    assert fuse(module) == []
     assert str(module.graph) == before
 
 
@@ -265,8 +332,9 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
-def config() -> VllmConfig:
+def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """One that compiles, as on a GPU; the CPU's way is another one."""
+    monkeypatch.setattr(reduce_norm, "connect", lambda: None)
     config = VllmConfig()
     config.compilation_config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor")
     return config
@@ -282,6 +350,21 @@ def test_the_pass_is_a_part_of_the_key_of_vllms_cache(config: VllmConfig, log: p
     assert config.compute_hash() != without
     fusion.enable(config)
     assert [record.getMessage() for record in log.records] == [f"norm fusion: on; {SWITCH}=0 switches it off"]
+
+
+def test_a_group_is_a_part_of_the_key_too(
+    config: VllmConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion.enable(config)
+    alone = config.compute_hash()
+    del config.compilation_config.inductor_compile_config[HOOK]
+    monkeypatch.setattr(reduce_norm, "connect", lambda: "tp:0")
+    config.compilation_config.pass_config.fuse_allreduce_rms = True
+    fusion.enable(config)
+    assert config.compute_hash() != alone
+    assert hook(config).callable == NormQuantFusion("tp:0")
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+    assert "takes the place of vLLM's fuse_allreduce_rms" in log.text
 
 
 def test_another_text_is_another_pass(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +438,13 @@ def test_the_switch_is_0_or_1(config: VllmConfig, monkeypatch: pytest.MonkeyPatc
         fusion.enable(config)
 
 
-def test_left_places_are_counted(log: pytest.LogCaptureFixture) -> None:
-    fuse(trace(lambda x, *model: (*layer(x, *model), *returned(x, model[0])), *given(rows(4))))
-    assert "one kernel in 3 places of a compiled graph, not in 1, where others read" in log.text
+def test_places_are_counted(log: pytest.LogCaptureFixture, group: str) -> None:
+    for _ in range(2):
+        fuse(trace(lambda x, *model: (*parallel_layer(x, *model), *returned(x, model[0])), *given(rows(4))), group)
+    assert [record.getMessage() for record in log.records] == [
+        f"norm fusion: in a compiled graph became one kernel each: 2 x {TOGETHER}, 1 x all-reduce + RMSNorm, "
+        f"1 x {ALONE} (layers alike share a graph)"
+    ]
 
 
 # A real engine: two layers, so three graphs, of 1, 2 and 1 norms before a quantization.
@@ -388,14 +475,14 @@ def test_an_engine_fuses(engines: dict[str, Result]) -> None:
     result = engines["on"]
     assert result.returncode == 0, result.log[-6000:]
     for places in (1, 2):
-        assert f"one kernel in {places} places of a compiled graph (layers" in result.log
+        assert f"one kernel each: {places} x {ALONE} (layers" in result.log
 
 
 def test_an_engine_finds_fused_graphs_in_the_cache(engines: dict[str, Result]) -> None:
     result = engines["cached"]
     assert result.returncode == 0, result.log[-6000:]
     assert "norm fusion: on" in result.log
-    assert "places of a compiled graph" not in result.log
+    assert "in a compiled graph" not in result.log
     assert torch.equal(result.logprobs, engines["on"].logprobs)
 
 
