@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from vllm.distributed.parallel_state import is_local_first_rank
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
@@ -67,7 +68,7 @@ def enable(vllm_config: Any) -> None:
 
     from llm_quant_rocm_vllm import reduce_norm
 
-    fusion = NormQuantFusion(reduce_norm.connect())
+    fusion = NormQuantFusion(reduce_norm.connect(vllm_config.parallel_config))
     passes[HOOK] = CallableInductorPass(fusion, fusion.uuid())
     _log(f"norm fusion: on; {SWITCH}=0 switches it off")
     config = vllm_config.compilation_config.pass_config
@@ -104,7 +105,8 @@ def _parameters(ir_op: Any) -> tuple[str, ...]:
 
 @cache
 def _log(line: str) -> None:
-    logger.info(line)
+    """Once, and of the ranks of a host only one."""
+    logger.log(logging.INFO if is_local_first_rank() else logging.DEBUG, line)
 
 
 @dataclass(frozen=True)

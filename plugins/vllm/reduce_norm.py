@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
+from vllm.config import ParallelConfig
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.platforms import current_platform
@@ -24,19 +25,19 @@ logger = logging.getLogger("llm_quant_rocm")
 _connected: "weakref.WeakKeyDictionary[GroupCoordinator, str | None]" = weakref.WeakKeyDictionary()
 
 
-def connect() -> str | None:
+def connect(parallel_config: ParallelConfig) -> str | None:
     """The name by which `ops.reduce_norm_quant` knows this process's tensor-parallel group; None where there is one
     rank alone, and where the group is better served by vLLM, which one line says. All ranks of the group call."""
     group = get_tp_group()
     if group not in _connected:
-        _connected[group] = _connect(group) if group.world_size > 1 else None
+        _connected[group] = _connect(group, parallel_config) if group.world_size > 1 else None
     return _connected[group]
 
 
-def _connect(group: GroupCoordinator) -> str | None:
+def _connect(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | None:
     name = group.unique_name
     comm.disconnect(name)
-    refusal = first_refusal(_refusal(group), group.cpu_group)
+    refusal = first_refusal(_refusal(group, parallel_config), group.cpu_group)
     if refusal is None:
         codec = Settings.from_environment().codec or CODECS["FP"]
         shared = _memory_of(group)
@@ -53,8 +54,10 @@ def _connect(group: GroupCoordinator) -> str | None:
     return None
 
 
-def _refusal(group: GroupCoordinator) -> str | None:
-    """Why the ranks cannot share memory, as this one sees it. All ranks call."""
+def _refusal(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | None:
+    """Why the group is not served, as this rank sees it. All ranks call."""
+    if parallel_config.use_ubatching:
+        return "halves of a batch run at once, and calls need an order"
     if group.world_size not in WORLD_SIZES:
         return f"it has {group.world_size} ranks, and up to {WORLD_SIZES.stop - 1} are served"
     if len(hosts_of(group.cpu_group)) > 1:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.ir import ops as ir
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.comm.reduce_norm_quant import connect, disconnect
+from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks, connect, disconnect
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 from llm_quant_rocm_vllm import fusion, reduce_norm
 from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
@@ -173,10 +174,28 @@ def test_the_number_of_rows_stays_open() -> None:
         assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
 
 
+@pytest.fixture
+def group() -> Iterator[str]:
+    """Of one rank, so that its all-reduce changes nothing."""
+    connect("tp:0", None, torch.device("cpu"))
+    yield "tp:0"
+    disconnect("tp:0")
+
+
+def parallel_layer(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
+    """`layer` as one rank of several sees it: after an embedding, with sums to make; the last norm is not quantized."""
+    x = REDUCE(x, "tp:0")
+    y = a.linear(NORM(x, a.norm, EPS))
+    y, x = ADD_NORM(REDUCE(y, group_name="tp:0"), x, b.norm, EPS)
+    y, x = ADD_NORM(REDUCE(b.linear(y), "tp:0"), x, c.norm, EPS)
+    return y, x
+
+
+@pytest.mark.parametrize("function", [layer, parallel_layer], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_inductor_learns_what_the_new_nodes_give(mode: str) -> None:
-    module = trace(layer, *given(rows(6)), mode=mode)
-    fuse(module)
+def test_inductor_learns_what_the_new_nodes_give(mode: str, function: Callable[..., Any], group: str) -> None:
+    module = trace(function, *given(rows(6)), mode=mode)
+    assert len(fuse(module, group)) == 3
 
     class Compare(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -223,23 +242,6 @@ def test_others_read_the_norm_too(function: Callable[..., Any], dtype: torch.dty
     assert fuse(module) == [ALONE]
     assert calls(module) == {REDUCE_FUSED: 1}
     assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
-
-
-@pytest.fixture
-def group() -> Iterator[str]:
-    """Of one rank, so that its all-reduce changes nothing."""
-    connect("tp:0", None, torch.device("cpu"))
-    yield "tp:0"
-    disconnect("tp:0")
-
-
-def parallel_layer(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
-    """`layer` as one rank of several sees it: after an embedding, with sums to make; the last norm is not quantized."""
-    x = REDUCE(x, "tp:0")
-    y = a.linear(NORM(x, a.norm, EPS))
-    y, x = ADD_NORM(REDUCE(y, group_name="tp:0"), x, b.norm, EPS)
-    y, x = ADD_NORM(REDUCE(b.linear(y), "tp:0"), x, c.norm, EPS)
-    return y, x
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -334,7 +336,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """One that compiles, as on a GPU; the CPU's way is another one."""
-    monkeypatch.setattr(reduce_norm, "connect", lambda: None)
+    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: None)
     config = VllmConfig()
     config.compilation_config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor")
     return config
@@ -358,7 +360,7 @@ def test_a_group_is_a_part_of_the_key_too(
     fusion.enable(config)
     alone = config.compute_hash()
     del config.compilation_config.inductor_compile_config[HOOK]
-    monkeypatch.setattr(reduce_norm, "connect", lambda: "tp:0")
+    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: "tp:0")
     config.compilation_config.pass_config.fuse_allreduce_rms = True
     fusion.enable(config)
     assert config.compute_hash() != alone
@@ -447,6 +449,90 @@ def test_places_are_counted(log: pytest.LogCaptureFixture, group: str) -> None:
     ]
 
 
+# Which groups are served.
+
+
+class Group:
+    """As much of vLLM's GroupCoordinator as is read."""
+
+    def __init__(self, world_size: int = 2, device: str = "cpu", transport: Any = None) -> None:
+        self.world_size, self.device, self.rank_in_group = world_size, torch.device(device, 0), 0
+        self.unique_name, self.cpu_group = "tp:0", None
+        self.device_communicator = SimpleNamespace(quantized=SimpleNamespace(transport=transport))
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `comm.connect` is given for memory, call by call; it gives Ranks with the obstacle that the test sets. One
+    host, and one rank that speaks for all."""
+    given: list[Any] = []
+
+    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any) -> Ranks:
+        given.append(memory)
+        return Ranks(2, Plan.of(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+
+    monkeypatch.setattr(reduce_norm.comm, "connect", connect)
+    monkeypatch.setattr(reduce_norm, "hosts_of", lambda group: [[0, 1]])
+    monkeypatch.setattr(reduce_norm, "first_refusal", lambda refusal, group: refusal)
+    monkeypatch.setattr(reduce_norm, "unreachable", lambda device, facts: None)
+    monkeypatch.setattr(reduce_norm.dist, "all_gather_object", lambda everyone, fact, group: None)
+    return given
+
+
+def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str | None:
+    monkeypatch.setattr(reduce_norm, "get_tp_group", lambda: group)
+    return reduce_norm.connect(SimpleNamespace(**{"use_ubatching": False, **settings}))
+
+
+def test_a_group_is_connected_once_and_its_successor_anew(
+    connections: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Group(), Group()
+    assert [connect_as_vllm(group, monkeypatch) for group in (first, first, second)] == ["tp:0"] * 3
+    assert connections == [None, None]
+
+
+def test_one_rank_needs_no_group(
+    connections: list[Any], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connect_as_vllm(Group(1), monkeypatch) is None
+    assert not connections
+    assert not log.records
+
+
+def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce_norm, "Watch", None)  # its own communicator watches it
+    memory = SimpleNamespace(mailbox=...)
+    assert connect_as_vllm(Group(2, "cuda", memory), monkeypatch) == "tp:0"
+    assert connect_as_vllm(Group(2, "cpu", object()), monkeypatch) == "tp:0"
+    assert connections == [memory, None]
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "reason"),
+    [
+        (Group(9), {}, "it has 9 ranks, and up to 8 are served"),
+        (Group(2), {"use_ubatching": True}, "halves of a batch run at once"),
+        (Group(2), {"hosts_of": lambda group: [[0], [1]]}, "its ranks are on several hosts"),
+        (Group(2, "cuda"), {"unreachable": lambda *facts: "GPU 1 is far away"}, "GPU 1 is far away"),
+        (Group(2, "cuda"), {"obstacle": "no memory"}, "no memory"),
+    ],
+    ids=["ranks", "ubatches", "hosts", "peers", "memory"],
+)
+def test_groups_left_to_vllm(
+    group: Group, change: dict[str, Any], reason: str, connections: list[Any], log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if "obstacle" in change:
+        reduce_norm.comm.connect.obstacle = change["obstacle"]
+    for name in {"hosts_of", "unreachable"} & change.keys():
+        monkeypatch.setattr(reduce_norm, name, change[name])
+    settings = {name: value for name, value in change.items() if name == "use_ubatching"}
+    assert [connect_as_vllm(group, monkeypatch, **settings) for _ in range(2)] == [None, None]
+    assert len(log.records) == 1
+    assert reason in log.text
+
+
 # A real engine: two layers, so three graphs, of 1, 2 and 1 norms before a quantization.
 
 
@@ -494,3 +580,17 @@ def test_an_engine_without_the_pass_compiles_anew_and_says_nearly_the_same(engin
     difference = (result.logprobs - engines["on"].logprobs).abs()
     print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
     assert 0 < difference.mean() < 0.2
+
+
+def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engines: dict[str, Result]) -> None:
+    """A codec makes vLLM's all-reduces on a CPU operators, which they always are on GPUs; FP is exact."""
+    variables = {"COMPILE_AS_ON_A_GPU": "1", "VLLM_CACHE_ROOT": str(folder / "fusion-tp2-cache")}
+    variables["VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"] = "FP"
+    settings = {"quantization": "ptpc_fp8", "enforce_eager": False, "tensor_parallel_size": 2}
+    result = run(folder / "fusion-tp2", checkpoint, variables, **settings)
+    assert result.returncode == 0, result.log[-6000:]
+    for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER} (", f"1 x {TOGETHER}, 1 x all-reduce + RMSNorm ("):
+        assert result.log.count(f"one kernel each: {places}") == 1
+    difference = (result.logprobs - engines["on"].logprobs).abs()
+    print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
+    assert difference.mean() < 0.2
