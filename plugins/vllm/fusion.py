@@ -42,6 +42,8 @@ HOOK = "post_grad_custom_post_pass"
 
 _OURS = torch.ops.llm_quant_rocm
 _QUANTIZE = _OURS.per_token_quant_fp8.default
+_FUSED, _ADD_FUSED = _OURS.rms_norm_quant_fp8.default, _OURS.add_rms_norm_quant_fp8.default
+_REDUCE_FUSED = _OURS.reduce_norm_quant.default
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32)
 # vLLM's norms, by the parameters that the pass reads.
@@ -120,8 +122,10 @@ class NormQuantFusion:
     group: str | None = None
 
     def uuid(self) -> str:
-        """Part of the key of vLLM's compile cache: another text of this file is another pass."""
-        return hashlib.sha256(Path(__file__).read_bytes() + repr(self).encode()).hexdigest()
+        """Part of the key of vLLM's compile cache: another text of this file, or another signature of an operator that
+        cached graphs call, is another pass."""
+        key = [repr(self), *(str(target._schema) for target in (_FUSED, _ADD_FUSED, _REDUCE_FUSED))]
+        return hashlib.sha256(Path(__file__).read_bytes() + "\n".join(key).encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> list[str]:
         """Fuses what it can in a functional graph of ATen operators; for each place, what became one operator."""
@@ -209,7 +213,7 @@ class _Norm:
             if not self.is_simple:
                 total, normed, codes, scales = _call(
                     graph,
-                    _OURS.reduce_norm_quant.default,
+                    _REDUCE_FUSED,
                     _arguments(reduction)["tensor"] if reduction else self.x,
                     self.residual,
                     self.weight,
@@ -222,10 +226,10 @@ class _Norm:
                     bool(self.others),
                 )
             elif self.residual is None:
-                codes, scales = _call(graph, _OURS.rms_norm_quant_fp8.default, self.x, self.weight, self.epsilon)
+                codes, scales = _call(graph, _FUSED, self.x, self.weight, self.epsilon)
             else:
                 operands = self.x, self.weight, self.epsilon, self.residual
-                codes, scales, total = _call(graph, _OURS.add_rms_norm_quant_fp8.default, *operands)
+                codes, scales, total = _call(graph, _ADD_FUSED, *operands)
         for quantization in self.quantizations:
             _replace(_items(quantization, 0), codes)
             _replace(_items(quantization, 1), scales)
