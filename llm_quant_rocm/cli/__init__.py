@@ -7,6 +7,7 @@ import typer
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.demo import demo
+from llm_quant_rocm.cli.quantize import quantize
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -15,7 +16,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
+for command in (demo, quantize):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation, evaluate
 from llm_quant_rocm.cli._server import complete, serving
 
@@ -74,15 +74,12 @@ def demo(
     of NVFP4 checkpoints made of the model."""
     output = Console()
     messages = Console(stderr=True) if as_json else output
-    try:
+    with reported("demo", messages):
         folder = find_model(model)
         _vllm.require()
         start = time.monotonic()
         completion = _serve_and_complete(folder, messages)
         results = _evaluate_all(folder, messages)
-    except CommandError as error:
-        messages.print(f"[red]demo: FAILED[/red]. {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
     verdict = judge(results)
     if as_json:
         seconds = round(time.monotonic() - start, 1)
