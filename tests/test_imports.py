@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("backends", "tuning"),
     ("kernels", "reference"),
     ("formats",),
-    ("hardware",),
+    ("hardware", "provenance"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

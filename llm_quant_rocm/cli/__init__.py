@@ -7,6 +7,7 @@ import typer
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.demo import demo
+from llm_quant_rocm.cli.evaluate import evaluate
 from llm_quant_rocm.cli.quantize import quantize
 
 app = typer.Typer(
@@ -16,8 +17,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, quantize):
-    app.command()(command)
+app.command()(demo)
+app.command()(quantize)
+app.command("eval")(evaluate)
 
 
 def _print_version(wanted: bool) -> None:
