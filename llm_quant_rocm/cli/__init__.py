@@ -9,6 +9,7 @@ from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.demo import demo
 from llm_quant_rocm.cli.evaluate import evaluate
 from llm_quant_rocm.cli.quantize import quantize
+from llm_quant_rocm.cli.tune import tune
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(quantize)
 app.command("eval")(evaluate)
+app.command()(tune)
 
 
 def _print_version(wanted: bool) -> None:

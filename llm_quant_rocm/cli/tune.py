@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm-quant-rocm tune`: measure launch configurations on this machine's GPU, for the library to use."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llm_quant_rocm.cli._errors import CommandError, reported
+
+if TYPE_CHECKING:
+    from llm_quant_rocm.hardware import Hardware
+    from llm_quant_rocm.tune.record import Record
+    from llm_quant_rocm.tune.workload import Tuner
+
+Shapes = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Something to measure: a layer's weight [n, k] under m rows."""
+
+    layer: str
+    n: int
+    k: int
+    m: int
+
+
+def tune(
+    operators: Annotated[list[str] | None, typer.Argument(help="ptpc_gemm, nvfp4_gemm; both where left out.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder or config.json, for its layers; left out, well-known models'.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="GPUs that the model will be cut over; one of them measures.")] = 1,
+    layers: Annotated[list[str] | None, typer.Option(help="Only layers of this name, * for anything.")] = None,
+    ms: Annotated[str | None, typer.Option(help="Numbers of rows, for example 1,16,256.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Stop after so many seconds; the same command then goes on.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for OPERATOR/ARCHITECTURE.json; left out, the user's cache.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Measure which launch configuration is fastest for each layer and number of rows. The library then uses it.
+
+    What was measured is kept after every shape, and the same command goes on behind it."""
+    output, messages = Console(), Console(stderr=True)
+    with reported("tune", messages):
+        _require_gpu()
+        names = _operators(operators)
+        chosen = shapes(model, tp, layers or ["*"])
+        rows = parse_ms(ms)
+        from llm_quant_rocm import provenance
+        from llm_quant_rocm.hardware import detect
+
+        try:
+            device = detect(_cuda())
+        except ValueError as error:
+            raise CommandError(f"{error}.") from error
+        if device.arch != "sm_90" and "nvfp4_gemm" in names and not device.arch.startswith("gfx"):
+            raise CommandError(f"nvfp4_gemm has no kernel for {device.arch}: name the operators to tune.")
+        measured_on = provenance.environment()
+        messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
+        end = time.monotonic() + (budget or float("inf"))
+        records = {name: _tune(name, device, chosen, rows, end, out, measured_on, messages) for name in names}
+    if as_json:
+        output.print_json(json.dumps({name: json.loads(record.path.read_text()) for name, record in records.items()}))
+
+
+def shapes(model: Path | None, ranks: int, patterns: Sequence[str]) -> Shapes:
+    """The weights to tune for, by layer; the same weight once.
+
+    Raises:
+        CommandError: the model has no config that can be read, or no layer of such a name.
+    """
+    from llm_quant_rocm.tune.shapes import WELL_KNOWN, of_model
+
+    known = WELL_KNOWN
+    if model is not None:
+        file = model / "config.json" if model.is_dir() else model
+        if not file.is_file():
+            raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
+        try:
+            known = of_model(json.loads(file.read_text()), ranks)
+        except ValueError as error:
+            raise CommandError(f"{error}.") from error
+    elif ranks != 1:
+        raise CommandError("--tp cuts a model's layers: name the model by --model.")
+    chosen = {
+        layer: shape for layer, shape in known.items() if any(fnmatchcase(layer, pattern) for pattern in patterns)
+    }
+    if not chosen:
+        raise CommandError(f"--layers matches none of {', '.join(known)}.")
+    return {layer: shape for shape, layer in {shape: layer for layer, shape in chosen.items()}.items()}
+
+
+def parse_ms(text: str | None) -> tuple[int, ...] | None:
+    """Numbers of rows, rising; None for every operator's own.
+
+    Raises:
+        CommandError: no positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise CommandError(f"--ms {text}: it must be positive whole numbers with commas, for example 1,16,256.")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CommandError("no GPU is here, or torch cannot use it: tune on the machine that will serve the model.")
+    if importlib.util.find_spec("triton") is None:
+        raise CommandError("Triton is not installed, and the kernels to tune are written in it: pip install triton.")
+
+
+def _operators(names: list[str] | None) -> list[str]:
+    from llm_quant_rocm.tune import OPERATORS
+
+    unknown = [name for name in names or [] if name not in OPERATORS]
+    if unknown:
+        raise CommandError(f"{unknown[0]} is not one of {', '.join(OPERATORS)}.")
+    return names or list(OPERATORS)
+
+
+def _cuda():  # type: ignore[no-untyped-def]  # the type imports torch
+    import torch
+
+    return torch.device("cuda")
+
+
+def _tune(
+    name: str,
+    device: "Hardware",
+    layers: Shapes,
+    ms: tuple[int, ...] | None,
+    end: float,
+    out: Path | None,
+    measured_on: dict[str, str],
+    messages: Console,
+) -> "Record":
+    """Measure one operator; ends before `end` on the monotonic clock, or soon after."""
+    from llm_quant_rocm import tuning
+    from llm_quant_rocm.tune import tuner
+    from llm_quant_rocm.tune.record import Record
+
+    method = tuner(name)
+    path = out / name / f"{device.arch}.json" if out else tuning.cache_file(name, device.arch)
+    record = Record(path, measured_on)
+    points = [Point(layer, n, k, m) for layer, (n, k) in layers.items() for m in ms or method.ms]
+    left = [point for point in points if not record.holds(point.n, point.k, point.m)]
+    if left:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+            fit = _compile(method, device, left, progress, messages)
+            _measure(method, device, left, fit, record, end, progress, messages)
+    missing = sum(not record.holds(point.n, point.k, point.m) for point in points)
+    ending = f"{missing} of {len(points)} shapes are left: the same command goes on" if missing else "all shapes"
+    messages.print(f"{name}: {ending}; {path}", highlight=False, soft_wrap=True)
+    return record
+
+
+def _compile(
+    method: "Tuner", device: "Hardware", points: list[Point], progress: Progress, messages: Console
+) -> set[object]:
+    """The candidates that compile and run here."""
+    from llm_quant_rocm.tune.search import compiled
+
+    every = {config for point in points for config in method.candidates(device, point.m, point.n, point.k)}
+    task = progress.add_task(f"{method.operator}: compiling", total=len(every))
+    fit, began = set(), time.monotonic()
+    for config, reason in compiled(every, method.compile):
+        progress.advance(task)
+        if reason is None:
+            fit.add(config)
+    progress.remove_task(task)
+    took = time.monotonic() - began
+    messages.print(f"{method.operator}: {len(fit)} of {len(every)} configurations fit ({took:.0f} s)", highlight=False)
+    return fit
+
+
+def _measure(
+    method: "Tuner",
+    device: "Hardware",
+    points: list[Point],
+    fit: set[object],
+    record: "Record",
+    end: float,
+    progress: Progress,
+    messages: Console,
+) -> None:
+    """Every point, layer by layer, written as it comes."""
+    from llm_quant_rocm.tune.search import fastest
+
+    task = progress.add_task(f"{method.operator}: measuring", total=len(points))
+    layer, weights = "", None
+    for point in points:
+        if time.monotonic() > end:
+            return
+        if point.layer != layer:
+            weights = None  # free before the next are made
+            layer, weights = point.layer, method.weights(point.n, point.k)
+        workload = method.workload(weights, point.m)
+        configs = [c for c in method.candidates(device, point.m, point.n, point.k) if c in fit]
+        if not configs:
+            messages.print(f"{point.layer} m={point.m}: no configuration fits", highlight=False)
+            continue
+        winner, us = fastest({config: workload.ours(config) for config in configs}, workload.peers())
+        record.add(point.n, point.k, point.m, method.backend(point.m, us), winner)
+        times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in us.items())
+        messages.print(
+            f"{point.layer:22} m={point.m:5} microseconds: {times}  {winner}", highlight=False, soft_wrap=True
+        )
+        progress.advance(task)
