@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.cli import bench
 from llm_quant_rocm.cli.demo import demo
 from llm_quant_rocm.cli.evaluate import evaluate
 from llm_quant_rocm.cli.quantize import quantize
@@ -22,6 +23,7 @@ app.command()(demo)
 app.command()(quantize)
 app.command("eval")(evaluate)
 app.command()(tune)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
