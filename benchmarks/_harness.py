@@ -1,58 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: Llama-3-70B's layers, the check of a result before it is timed, and how rows are shown and
-written. llm_quant_rocm/timing.py does the timing."""
+"""What the benchmarks share: Llama-3-70B's layers, and how rows are shown and written. llm_quant_rocm/timing.py checks
+results and times them."""
 
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from llm_quant_rocm.provenance import environment as environment
 from llm_quant_rocm.timing import bf16_rate as bf16_rate
 from llm_quant_rocm.timing import capture as capture
 from llm_quant_rocm.timing import copies as copies
 from llm_quant_rocm.timing import copy_bandwidth as copy_bandwidth
+from llm_quant_rocm.timing import first_line as first_line
+from llm_quant_rocm.timing import measure as measure
+from llm_quant_rocm.timing import relative_error as relative_error
 from llm_quant_rocm.timing import time_graphs as time_graphs
 from llm_quant_rocm.timing import time_variants as time_variants
 
 RESULTS = Path(__file__).parent / "results"
 # Llama-3-70B's layers as [N, K].
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||; NaN where either holds NaN."""
-    return float((found.float() - expected).norm() / expected.norm())
-
-
-def measure(
-    variants: Mapping[str, Sequence[Callable[[], torch.Tensor]]], expected: torch.Tensor, tolerance: Mapping[str, float]
-) -> dict[str, Any]:
-    """What is measured of variants that compute `expected` with their first call: {"us": ..., "error": ...} by name.
-
-    `error` is the relative one; a variant whose error exceeds its `tolerance`, or that raises, is not timed and stands
-    in "failed" with the reason.
-    """
-    graphs, errors, failed = {}, {}, {}
-    for name, calls in variants.items():
-        try:
-            errors[name] = float(f"{relative_error(calls[0](), expected):.3g}")
-            if not errors[name] <= tolerance[name]:
-                raise ArithmeticError(f"relative error {errors[name]} exceeds {tolerance[name]}")
-            graphs[name] = capture(calls), len(calls)
-        except Exception as error:
-            failed[name] = first_line(error)
-    times = {name: round(t, 2) for name, t in time_graphs(graphs).items()}
-    return {"us": times, "error": errors, **({"failed": failed} if failed else {})}
-
-
-def first_line(error: Exception) -> str:
-    """An exception in a table's cell."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
 def show(row: dict[str, Any], base: str) -> str:

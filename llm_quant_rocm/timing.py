@@ -98,3 +98,34 @@ def bf16_rate() -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
     return 2 * size**3 / statistics.median(times[-10:])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN where either holds NaN."""
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def measure(
+    variants: Mapping[str, Sequence[Callable[[], torch.Tensor]]], expected: torch.Tensor, tolerance: Mapping[str, float]
+) -> dict[str, Any]:
+    """What is measured of variants that compute `expected` with their first call: {"us": ..., "error": ...} by name.
+
+    `error` is the relative one; a variant whose error exceeds its `tolerance`, or that raises, is not timed and stands
+    in "failed" with the reason.
+    """
+    graphs, errors, failed = {}, {}, {}
+    for name, calls in variants.items():
+        try:
+            errors[name] = float(f"{relative_error(calls[0](), expected):.3g}")
+            if not errors[name] <= tolerance[name]:
+                raise ArithmeticError(f"relative error {errors[name]} exceeds {tolerance[name]}")
+            graphs[name] = capture(calls), len(calls)
+        except Exception as error:
+            failed[name] = first_line(error)
+    times = {name: round(t, 2) for name, t in time_graphs(graphs).items()}
+    return {"us": times, "error": errors, **({"failed": failed} if failed else {})}
+
+
+def first_line(error: Exception) -> str:
+    """An exception in a table's cell."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm tune`: measure launch configurations on this machine's GPU, for the library to use."""
 
-import importlib.util
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llm_quant_rocm.cli._arguments import Layers, numbers, require_gpu
+from llm_quant_rocm.cli._arguments import layers as layers_of
 from llm_quant_rocm.cli._errors import CommandError, reported
 
 if TYPE_CHECKING:
     from llm_quant_rocm.hardware import Hardware
     from llm_quant_rocm.tune.record import Record
     from llm_quant_rocm.tune.workload import Tuner
-
-Shapes = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,10 @@ def tune(
     What was measured is kept after every shape, and the same command goes on behind it."""
     output, messages = Console(), Console(stderr=True)
     with reported("tune", messages):
-        _require_gpu()
+        require_gpu()
         names = _operators(operators)
-        chosen = shapes(model, tp, layers or ["*"])
-        rows = parse_ms(ms)
+        chosen = layers_of(model, tp, layers)
+        rows = numbers("--ms", ms) if ms is not None else None
         from llm_quant_rocm import provenance
         from llm_quant_rocm.hardware import detect
 
@@ -74,56 +71,6 @@ def tune(
         records = {name: _tune(name, device, chosen, rows, end, out, measured_on, messages) for name in names}
     if as_json:
         output.print_json(json.dumps({name: json.loads(record.path.read_text()) for name, record in records.items()}))
-
-
-def shapes(model: Path | None, ranks: int, patterns: Sequence[str]) -> Shapes:
-    """The weights to tune for, by layer; the same weight once.
-
-    Raises:
-        CommandError: the model has no config that can be read, or no layer of such a name.
-    """
-    from llm_quant_rocm.tune.shapes import WELL_KNOWN, of_model
-
-    known = WELL_KNOWN
-    if model is not None:
-        file = model / "config.json" if model.is_dir() else model
-        if not file.is_file():
-            raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
-        try:
-            known = of_model(json.loads(file.read_text()), ranks)
-        except ValueError as error:
-            raise CommandError(f"{error}.") from error
-    elif ranks != 1:
-        raise CommandError("--tp cuts a model's layers: name the model by --model.")
-    chosen = {
-        layer: shape for layer, shape in known.items() if any(fnmatchcase(layer, pattern) for pattern in patterns)
-    }
-    if not chosen:
-        raise CommandError(f"--layers matches none of {', '.join(known)}.")
-    return {layer: shape for shape, layer in {shape: layer for layer, shape in chosen.items()}.items()}
-
-
-def parse_ms(text: str | None) -> tuple[int, ...] | None:
-    """Numbers of rows, rising; None for every operator's own.
-
-    Raises:
-        CommandError: no positive whole numbers.
-    """
-    if text is None:
-        return None
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise CommandError(f"--ms {text}: it must be positive whole numbers with commas, for example 1,16,256.")
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _require_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise CommandError("no GPU is here, or torch cannot use it: tune on the machine that will serve the model.")
-    if importlib.util.find_spec("triton") is None:
-        raise CommandError("Triton is not installed, and the kernels to tune are written in it: pip install triton.")
 
 
 def _operators(names: list[str] | None) -> list[str]:
@@ -144,7 +91,7 @@ def _cuda():  # type: ignore[no-untyped-def]  # the type imports torch
 def _tune(
     name: str,
     device: "Hardware",
-    layers: Shapes,
+    layers: Layers,
     ms: tuple[int, ...] | None,
     end: float,
     out: Path | None,

@@ -65,7 +65,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     monkeypatch.setattr(
         search, "compiled", lambda configs, compile_one: [(c, "no" if c.tile == 1 else None) for c in configs]
     )
-    monkeypatch.setattr(command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
     monkeypatch.setattr(provenance, "environment", lambda: dict(MEASURED_ON))
     monkeypatch.setattr(provenance, "triton_version", lambda: "3")
@@ -153,5 +153,5 @@ def test_without_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "tune: FAILED. no GPU is here, or torch cannot use it: tune on the machine that will serve the model.\n"
+        "tune: FAILED. no GPU is here, or torch cannot use it: measure on the machine that will serve the model.\n"
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
+from llm_quant_rocm.cli._arguments import numbers
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._methods import Method, methods_named
 from llm_quant_rocm.cli._server import serving
@@ -68,7 +69,7 @@ def serve(
     """Serve a model under several quantizations, one after the other, and measure latency and throughput."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench serve", messages):
-        methods, counts = methods_named(quantization), parse_prompts(prompts)
+        methods, counts = methods_named(quantization), list(numbers("--prompts", prompts))
         _check(model, plot)
         options = [
             "--tensor-parallel-size", str(tp), "--no-enable-prefix-caching", "--max-num-seqs", str(max(counts)),
@@ -95,18 +96,6 @@ def serve(
         return
     output.print(table(title, found))
     output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)
-
-
-def parse_prompts(text: str) -> list[int]:
-    """Numbers of prompts, rising.
-
-    Raises:
-        CommandError: no positive whole numbers.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise CommandError(f"--prompts {text}: it must be positive whole numbers with commas, for example 10,64.")
-    return sorted({int(part) for part in parts})
 
 
 def figures(found: Loads) -> dict[str, Any]:
