@@ -33,8 +33,12 @@ from llm_quant_rocm.checkpoint.reader import INDEX, Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-# Embeddings, the output layer, routers and image encoders stay: engines read them as they are.
-IGNORE = ("lm_head", "*embed*", "*.gate", "*.router", "*.shared_expert_gate", "*visual*", "*vision*")
+# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens, and image
+# encoders stay: engines read them as they are.
+IGNORE = (
+    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*visual*",
+    "*vision*",
+)  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
