@@ -173,17 +173,23 @@ def _write_weights(
         tensors: dict[str, torch.Tensor] = {}
         errors: dict[str, float] = {}
         for name in names:
-            tensor = reader.read(name)
             if name in chosen:
-                parts, error = method.quantize(name, tensor.to(device))
-                tensors |= {f"{_module(name)}.{part}": value.cpu() for part, value in parts.items()}
-                errors[_module(name)] = float(f"{error:.6g}")
+                parts, errors[_module(name)] = _quantized(reader, name, method, device)
+                tensors |= parts
+                del parts
             else:
-                tensors[name] = tensor
-            done += tensor.nbytes
+                tensors[name] = reader.read(name)
+            done += reader.tensors[name].nbytes
             on_progress(done, whole)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         output.save(file, tensors, {"tensor_bytes": nbytes, "errors": errors})
+        del tensors  # before the next file is read
+
+
+def _quantized(reader: Reader, name: str, method: Scheme, device: str) -> tuple[dict[str, torch.Tensor], float]:
+    """A weight's new tensors by name, and its relative error; the weight itself is gone on return."""
+    parts, error = method.quantize(name, reader.read(name).to(device))
+    return {f"{_module(name)}.{part}": value.cpu() for part, value in parts.items()}, float(f"{error:.6g}")
 
 
 def _write_others(

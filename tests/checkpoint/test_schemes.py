@@ -124,7 +124,7 @@ def test_the_relative_error_is_that_of_the_whole() -> None:
 
 
 def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
-    """Eight files of 32 MiB: what the process holds beside the mapped source stays far below all of them."""
+    """Eight files of 32 MiB: what the process holds beside the mapped source does not grow from file to file."""
     tensors = {f"{i}.proj.weight": torch.randn(4096, 4096).bfloat16() for i in range(8)}
     source = write(tmp_path / "source", tensors, 8)
     del tensors
@@ -134,11 +134,11 @@ def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
         "from llm_quant_rocm.checkpoint import quantize_checkpoint\n"
         "held = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "source, target = map(Path, sys.argv[1:])\n"
-        "before, seen = held(), []\n"
+        "seen = []\n"
         "quantize_checkpoint(source, target, scheme='ptpc_fp8', on_progress=lambda *_: seen.append(held()))\n"
-        "print((max(seen) - before) // 1024)\n"
+        "print((max(seen[2:]) - seen[1]) // 1024)\n"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "target")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    # MiB: the output of a file is 16, temporaries of slices 4 each; the output of all would be 128.
-    assert int(done.stdout) < 80, done.stdout
+    # MiB: six more outputs would be 96.
+    assert int(done.stdout) < 40, done.stdout
