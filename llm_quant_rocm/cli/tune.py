@@ -68,9 +68,12 @@ def tune(
         measured_on = provenance.environment()
         messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
         end = time.monotonic() + (budget or float("inf"))
-        records = {name: _tune(name, device, chosen, rows, end, out, measured_on, messages) for name in names}
+        try:
+            records = {name: _tune(name, device, chosen, rows, end, out, measured_on, messages) for name in names}
+        except OSError as error:
+            raise CommandError(f"what was measured cannot be kept ({error}): name another folder by --out.") from error
     if as_json:
-        output.print_json(json.dumps({name: json.loads(record.path.read_text()) for name, record in records.items()}))
+        output.print_json(json.dumps({name: record.content() for name, record in records.items()}))
 
 
 def _operators(names: list[str] | None) -> list[str]:
@@ -111,63 +114,47 @@ def _tune(
     if left:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
-            fit = _compile(method, device, left, progress, messages)
-            _measure(method, device, left, fit, record, end, progress, messages)
+            _measure(method, device, left, record, end, progress, messages)
     missing = sum(not record.holds(point.n, point.k, point.m) for point in points)
     ending = f"{missing} of {len(points)} shapes are left: the same command goes on" if missing else "all shapes"
     messages.print(f"{name}: {ending}; {path}", highlight=False, soft_wrap=True)
     return record
 
 
-def _compile(
-    method: "Tuner", device: "Hardware", points: list[Point], progress: Progress, messages: Console
-) -> set[object]:
-    """The candidates that compile and run here."""
-    from llm_quant_rocm.tune.search import compiled
-
-    every = {config for point in points for config in method.candidates(device, point.m, point.n, point.k)}
-    task = progress.add_task(f"{method.operator}: compiling", total=len(every))
-    fit, began = set(), time.monotonic()
-    for config, reason in compiled(every, method.compile):
-        progress.advance(task)
-        if reason is None:
-            fit.add(config)
-    progress.remove_task(task)
-    took = time.monotonic() - began
-    messages.print(f"{method.operator}: {len(fit)} of {len(every)} configurations fit ({took:.0f} s)", highlight=False)
-    return fit
-
-
 def _measure(
     method: "Tuner",
     device: "Hardware",
     points: list[Point],
-    fit: set[object],
     record: "Record",
     end: float,
     progress: Progress,
     messages: Console,
 ) -> None:
-    """Every point, layer by layer, written as it comes."""
-    from llm_quant_rocm.tune.search import fastest
+    """Every point, layer by layer, written as it comes. Nothing compiles while something is timed."""
+    from llm_quant_rocm.tune.search import Compiler, fastest
 
-    task = progress.add_task(f"{method.operator}: measuring", total=len(points))
+    task = progress.add_task(method.operator, total=len(points))
     layer, weights = "", None
-    for point in points:
-        if time.monotonic() > end:
-            return
-        if point.layer != layer:
-            weights = None  # free before the next are made
-            layer, weights = point.layer, method.weights(point.n, point.k)
-        workload = method.workload(weights, point.m)
-        configs = [c for c in method.candidates(device, point.m, point.n, point.k) if c in fit]
-        if not configs:
-            messages.print(f"{point.layer} m={point.m}: no configuration fits", highlight=False)
-            continue
-        winner, us = fastest({config: workload.ours(config) for config in configs}, workload.peers())
-        record.add(point.n, point.k, point.m, method.backend(point.m, us), winner)
-        times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in us.items())
-        messages.print(
-            f"{point.layer:22} m={point.m:5} microseconds: {times}  {winner}", highlight=False, soft_wrap=True
-        )
-        progress.advance(task)
+    with Compiler(method.compile) as compiler:
+        for point in points:
+            if time.monotonic() > end:
+                return
+            name = f"{point.layer} m={point.m}"
+            progress.update(task, description=f"{method.operator} {name}: compiling")
+            candidates = method.candidates(device, point.m, point.n, point.k)
+            configs = compiler.fit(candidates)
+            if not configs:
+                reason = compiler.reasons[candidates[0]]
+                messages.print(f"{name}: no configuration fits ({reason})", highlight=False, soft_wrap=True)
+                continue
+            progress.update(task, description=f"{method.operator} {name}: timing")
+            if point.layer != layer:
+                weights = None  # free before the next are made
+                layer, weights = point.layer, method.weights(point.n, point.k)
+            workload = method.workload(weights, point.m)
+            winner, us = fastest({config: workload.ours(config) for config in configs}, workload.peers())
+            record.add(point.n, point.k, point.m, method.backend(point.m, us), winner)
+            times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in us.items())
+            line = f"{name:28} microseconds: {times}  {winner}, the best of {len(configs)}"
+            messages.print(line, highlight=False, soft_wrap=True)
+            progress.advance(task)

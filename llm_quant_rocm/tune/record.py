@@ -36,8 +36,12 @@ class Record:
         self.shapes.append({"n": n, "k": k, "m": m, "backend": backend, "config": asdict(config)})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({"measured_on": self._measured_on, "shapes": self.shapes}, indent=1) + "\n")
+        part.write_text(json.dumps(self.content(), indent=1) + "\n")
         part.replace(self.path)
+
+    def content(self) -> dict[str, Any]:
+        """What the file says."""
+        return {"measured_on": self._measured_on, "shapes": self.shapes}
 
 
 def _without_date(measured_on: dict[str, str]) -> dict[str, str]:

@@ -3,9 +3,10 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Self
 
 import torch
 
@@ -17,12 +18,54 @@ _ROUGH_REPEATS, _ROUGH_MS = 3, 6.0
 KEEP = 3  # candidates that go on to the careful timing
 
 
-def compiled(configs: Iterable[Any], compile_one: Callable[[Any], None]) -> Iterator[tuple[Any, str | None]]:
-    """Every configuration, and why it does not compile or run, None where it does; compiled by a process a core."""
-    every = sorted(set(configs), key=str)
-    workers = max(1, min(len(every), (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from zip(every, pool.map(_Attempt(compile_one), every, chunksize=4), strict=True)
+class Compiler:
+    """Compiles configurations in a process a core, each once. Use within `with`.
+
+    Attributes:
+        reasons: of every configuration that was tried, why it does not compile or run; None where it does.
+
+    Args:
+        compile_one: a function of a module; raises for a configuration that does not fit.
+    """
+
+    def __init__(self, compile_one: Callable[[Any], None]) -> None:
+        self._attempt = _Attempt(compile_one)
+        self._workers = max(1, (os.cpu_count() or 2) - 2)
+        self._pool = self._new_pool(self._workers)
+        self.reasons: dict[Any, str | None] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def fit(self, configs: Sequence[Any]) -> list[Any]:
+        """Those that compile and run."""
+        crashed = self._try([config for config in configs if config not in self.reasons])
+        if crashed:
+            # One of them took the pool with it: each again, by itself.
+            for config in crashed:
+                self._pool = self._new_pool(1)
+                if self._try([config]):
+                    self.reasons[config] = "it ends the process that compiles it"
+            self._pool = self._new_pool(self._workers)
+        return [config for config in configs if self.reasons[config] is None]
+
+    def _try(self, configs: Sequence[Any]) -> list[Any]:
+        """Takes the reasons of `configs`, but for those whose process ended."""
+        attempts = [(config, self._pool.submit(self._attempt, config)) for config in configs]
+        crashed = []
+        for config, attempt in attempts:
+            try:
+                self.reasons[config] = attempt.result()
+            except BrokenProcessPool:
+                crashed.append(config)
+        return crashed
+
+    @staticmethod
+    def _new_pool(workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 class _Attempt:
@@ -34,7 +77,8 @@ class _Attempt:
     def __call__(self, config: Any) -> str | None:
         try:
             self.compile_one(config)
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         except Exception as error:
             return f"{type(error).__name__} {str(error)[-160:]}"
         return None

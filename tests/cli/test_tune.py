@@ -46,6 +46,11 @@ class Workload:
         return {}
 
 
+def compile_two_and_three(self: search.Compiler, configs: list[Config]) -> list[Config]:
+    self.reasons.update({config: "no" if config.tile == 1 else None for config in configs})
+    return []
+
+
 @pytest.fixture
 def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows that were timed. The GPU, Triton and the times are made up; tile 1 does not compile."""
@@ -62,9 +67,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     )  # fmt: skip
     monkeypatch.setattr(tuners, "tuner", lambda name: made_up)
     monkeypatch.setattr(search, "fastest", fastest)
-    monkeypatch.setattr(
-        search, "compiled", lambda configs, compile_one: [(c, "no" if c.tile == 1 else None) for c in configs]
-    )
+    monkeypatch.setattr(search.Compiler, "_try", compile_two_and_three)
     monkeypatch.setattr(command, "require_gpu", lambda: None)
     monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
     monkeypatch.setattr(provenance, "environment", lambda: dict(MEASURED_ON))
@@ -92,11 +95,13 @@ def test_what_it_measures_is_what_the_library_then_uses(timed: list[int]) -> Non
 def test_it_goes_on_where_it_stopped(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(command.time, "monotonic", lambda: float(next(now)))
-    result = run("--layers", "llama-o", "--layers", "llama-qkv", "--budget", 5)
+    layers = ("--layers", "llama-o", "--layers", "llama-qkv")
+    result = run(*layers, "--budget", 2)
     assert result.exit_code == 0, result.output
-    stopped = len(timed)
-    assert 0 < stopped < 4
-    assert f"{4 - stopped} of 4 shapes are left: the same command goes on" in result.stderr
+    assert timed == [1, 16]
+    assert "2 of 4 shapes are left: the same command goes on" in result.stderr
+    assert "ptpc_gemm: all shapes" in run(*layers).stderr
+    assert timed == [1, 16, 1, 16]
 
 
 def test_shapes_that_are_there_are_not_measured_again(timed: list[int]) -> None:
@@ -127,6 +132,13 @@ def test_the_layers_of_a_model(timed: list[int], tmp_path: Path) -> None:
     shapes = json.loads(result.stdout)["ptpc_gemm"]["shapes"]
     # qkv, o, gate_up, down
     assert [(shape["n"], shape["k"]) for shape in shapes] == [(64, 64), (64, 32), (128, 64), (64, 64)][:3]
+
+
+def test_a_folder_that_cannot_be_written(timed: list[int], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("--layers", "llama-o", "--ms", "16", "--out", tmp_path / "file")
+    assert result.exit_code == 1
+    assert "what was measured cannot be kept (" in result.stderr and "name another folder by --out" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from llm_quant_rocm import provenance, tuning
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.tune import OPERATORS, tuner
 from llm_quant_rocm.tune.record import Record
-from llm_quant_rocm.tune.search import compiled, fastest
+from llm_quant_rocm.tune.search import Compiler, fastest
 
 N, K, M = 1024, 2048, 16
 
@@ -20,7 +20,8 @@ def test_a_shape_is_measured_and_used(operator: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device, method = detect(torch.device("cuda")), tuner(operator)
     configs = method.candidates(device, M, N, K)[:6]
-    fit = [config for config, reason in compiled(configs, method.compile) if reason is None]
+    with Compiler(method.compile) as compiler:
+        fit = compiler.fit(configs)
     assert configs[0] in fit, "the default"
     workload = method.workload(method.weights(N, K), M)
     winner, us = fastest({config: workload.ours(config) for config in fit}, workload.peers())
