@@ -118,6 +118,11 @@ def quantize_checkpoint(
     reader = Reader(source)
     chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
     _check_experts(reader, ignore)
+    if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
+        raise ValueError(
+            "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
+            "compressed-tensors, or keep the experts with ignore"
+        )
     _check_fused(chosen, reader)
     if input_amax is not None:
         _check_inputs(chosen, input_amax)

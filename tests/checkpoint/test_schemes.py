@@ -99,19 +99,30 @@ def test_the_search_leaves_less_error_in_every_layer(tmp_path: Path) -> None:
         assert error < 0.93 * nearest.errors[module], module
 
 
-def test_experts_and_their_router(tmp_path: Path) -> None:
-    mlp = "model.layers.0.mlp"
+def experts(mlp: str) -> dict[str, torch.Tensor]:
     tensors = {f"{mlp}.gate.weight": torch.randn(4, 64), f"{mlp}.shared_expert_gate.weight": torch.randn(1, 64)}
     for expert in range(4):
         for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
             tensors[f"{mlp}.experts.{expert}.{name}.weight"] = torch.randn(shape) * (1 + expert)
-    report = quantize_checkpoint(write(tmp_path / "source", tensors, 3), tmp_path / "target", "modelopt")
+    return tensors
+
+
+def test_experts_and_their_router(tmp_path: Path) -> None:
+    mlp = "model.layers.0.mlp"
+    report = quantize_checkpoint(write(tmp_path / "source", experts(mlp), 3), tmp_path / "target", "modelopt")
     assert set(report.kept) == {f"{mlp}.gate", f"{mlp}.shared_expert_gate"}
     assert len(report.quantized) == 12
     found = read(tmp_path / "target")
     for expert in range(4):
         gate, up = (found[f"{mlp}.experts.{expert}.{name}_proj.weight_scale_2"] for name in ("gate", "up"))
         assert gate == up
+
+
+def test_modelopt_has_no_experts_with_a_scale_a_channel(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", experts("model.layers.0.mlp"))
+    with pytest.raises(ValueError, match="with one scale a tensor, not one a channel: take compressed-tensors"):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt", scheme="ptpc_fp8")
+    assert len(quantize_checkpoint(source, tmp_path / "target", scheme="ptpc_fp8").quantized) == 12
 
 
 def test_the_relative_error_is_that_of_the_whole() -> None:
