@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized all-reduce of GPUs that reach each other's memory, over torch's symmetric memory."""
 
+import time
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Algorithm
-from llm_quant_rocm.formats.wire import DTYPES, Codec
+from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 
 INBOX_BYTES = 32 * 1024 * 1024
+TIMEOUT_SECONDS = 60.0
 MAX_TILES = 32768
-MAX_SPINS = 100_000_000
+_MAX_SPINS = 2**31 - 2
+_REHEARSED_SPINS = 50_000  # some 50 ms
 _ALIGNMENT = 16
 _KERNELS = {Algorithm.ONE_SHOT: kernels.one_shot, Algorithm.TWO_SHOT: kernels.two_shot}
 
@@ -22,16 +25,21 @@ _KERNELS = {Algorithm.ONE_SHOT: kernels.one_shot, Algorithm.TWO_SHOT: kernels.tw
 class QuickReduce:
     """All-reduces of one group of ranks. All ranks make the same calls in the same order, on one stream at a time.
 
-    A call allocates nothing but its result, waits for nothing on the host, and may be captured in a graph.
+    A call allocates nothing but its result, waits for nothing on the host, and may be captured in a graph. So it cannot
+    say that a rank is lost: let a `comm.watch.Watch` call `check`, or call it yourself.
     """
 
-    def __init__(self, mailbox: Mailbox, config: Config, region: torch.Tensor, max_spins: int = MAX_SPINS) -> None:
+    def __init__(
+        self, mailbox: Mailbox, region: torch.Tensor, max_spins: int = _MAX_SPINS, config: Config | None = None
+    ) -> None:
         """
         Args:
             region: this rank's part of the memory behind `mailbox`, kept alive; zeros on all ranks by now.
             max_spins: looks at a flag until its rank counts as lost.
+            config: how messages are cut, on all ranks alike; None for what their size says.
         """
-        self._mailbox, self._config, self._region, self._max_spins = mailbox, config, region, max_spins
+        self._mailbox, self._region, self._max_spins, self._config = mailbox, region, max_spins, config
+        self._hardware = detect(region.device)
 
     @classmethod
     def over(
@@ -39,12 +47,15 @@ class QuickReduce:
         group: dist.ProcessGroup,
         device: torch.device,
         inbox_bytes: int = INBOX_BYTES,
-        max_spins: int = MAX_SPINS,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Self:
         """For the ranks of `group`, which all call. Takes four times `inbox_bytes` of every GPU's memory, and some.
 
         Args:
-            inbox_bytes: room for encoded values on their way, a multiple of 16. With less, fewer programs run.
+            inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
+                messages are smaller: two ranks fill 16 MiB with 128 MiB of values in FP4, and 117 MiB with 1 GiB.
+            timeout: seconds that a call's kernel waits for a rank until it counts as lost; longer, never shorter, where
+                many flags are looked at, as how long a look takes is measured here, on this GPU, for one.
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
@@ -57,7 +68,6 @@ class QuickReduce:
             raise ValueError(
                 f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
             )
-        config = kernels.default_config(detect(device))
         size = kernels.region_bytes(world, inbox_bytes, MAX_TILES)
         region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(region, group)
@@ -65,8 +75,8 @@ class QuickReduce:
         handle.barrier()  # nobody sets a flag that somebody clears afterwards
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
-        state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
-        return cls(Mailbox(peers, state, handle.rank, inbox_bytes, MAX_TILES), config, region, max_spins)
+        box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES)
+        return cls(box, region, min(_MAX_SPINS, int(timeout / seconds_of_a_look(device, world))))
 
     def all_reduce(
         self,
@@ -98,8 +108,9 @@ class QuickReduce:
             values = values.clone()
         out = torch.empty_like(values)
         if x.numel():
+            config = self._config or kernels.default_config(self._hardware, x.numel(), self._mailbox.world)
             _KERNELS[algorithm](
-                values.view(-1), out.view(-1), self._mailbox, codec, self._config, self._max_spins,
+                values.view(-1), out.view(-1), self._mailbox, codec, config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,
             )  # fmt: skip
         return out
@@ -120,14 +131,40 @@ class QuickReduce:
         return self._max_spins
 
     def check(self) -> None:
-        """Waits for the device and sees whether all ranks arrived in all calls so far.
+        """Says whether a rank was lost, as far as kernels have found by now. It waits for nothing and calls no driver,
+        so any thread may call it at any time: every `comm.watch.INTERVAL_SECONDS`, or after a synchronization.
 
         Raises:
-            RuntimeError: one did not; the results of that call and of all later ones are not valid.
+            RuntimeError: one was; the results of that call and of all later ones are not valid.
         """
-        call, peer, phase = self._mailbox.state[kernels.FAILED_CALL.value :].tolist()[:3]
-        if call:
+        lost = self._mailbox.lost()
+        if lost is not None:
+            call, peer, phase = lost
             raise RuntimeError(
                 f"quantized all-reduce: rank {peer} of the group did not arrive in call {call}, phase {phase + 1}, "
                 f"which rank {self._mailbox.rank} noticed after looking {self._max_spins} times"
             )
+
+
+def seconds_of_a_look(device: torch.device, world: int) -> float:
+    """How long a kernel takes to look at a flag once: a rehearsal with ranks that do not come."""
+    codec, config = CODECS["FP"], Config(blocks=16, programs=1, num_warps=128 // detect(device).lanes)
+    phase_bytes = kernels.SLOTS.value * world * config.buffer_bytes(codec)
+    regions = torch.zeros((world, kernels.region_bytes(world, phase_bytes, 1)), dtype=torch.uint8, device=device)
+    peers = torch.tensor([region.data_ptr() for region in regions], device=device)
+    x = torch.zeros(1, dtype=torch.bfloat16, device=device)
+    for spins in (1, _REHEARSED_SPINS):  # compiled by the first one
+        box = Mailbox(peers, *_own_memory(device), 0, phase_bytes, 1)
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        kernels.one_shot(x, torch.empty_like(x), box, codec, config, spins)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+        assert box.lost(), "a rank that did not come was not missed"
+    return seconds / _REHEARSED_SPINS
+
+
+def _own_memory(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Mailbox.state` and `Mailbox.report`."""
+    state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
+    return state, torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -29,9 +29,9 @@ finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrit
 change between calls.
 
 **Order.** All waves of a program have stored before one of them releases its flags to the system, and a flag is
-acquired before what it guards is loaded. Who has looked at a flag `max_spins` times says in `state` whose it was, waits
-no more, sends no more, and ends, with anything in `out`; so do all later calls. A rank that comes late after all finds
-what was sent to it unchanged.
+acquired before what it guards is loaded. Who has looked at a flag `max_spins` times says in `report` whose it was,
+waits no more, sends no more, and ends, with anything in `out`; so do all later calls. A rank that comes late after all
+finds what was sent to it unchanged.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import wire, wire_units
 
 # int32 words of `Mailbox.state`.
-CALL, DONE, FAILED_CALL, FAILED_PEER, FAILED_PHASE = (tl.constexpr(word) for word in range(5))
-STATE_WORDS = 8
+CALL, DONE, LOST = (tl.constexpr(word) for word in range(3))
+STATE_WORDS = 4
 PHASES, PARITIES = 2, 2
 SLOTS = tl.constexpr(4)
 
@@ -63,6 +63,7 @@ class Config:
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
         rounds: tiles of a program from which on pieces grow, to at most `buffers` buffers.
         buffers: the most buffers of a piece.
+        flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
     """
 
     blocks: int
@@ -70,6 +71,7 @@ class Config:
     num_warps: int
     rounds: int = 8
     buffers: int = 8
+    flags_at_once: bool = False
 
     @property
     def buffer_values(self) -> int:
@@ -94,8 +96,8 @@ class Mailbox:
 
     Attributes:
         peers: int64 [ranks], the addresses of the ranks' regions of `region_bytes`, multiples of 16.
-        state: int32 [STATE_WORDS], this rank's own, zeros at first. Word FAILED_CALL becomes the number of the first
-            call in which a rank did not arrive, FAILED_PEER that rank, and FAILED_PHASE 0 or 1.
+        state: int32 [STATE_WORDS], this rank's own, zeros at first. Word LOST becomes 1 once a rank did not arrive.
+        report: int64 [1], zero at first, memory of the host that the GPU writes to: `lost` reads it.
         rank: this one.
         phase_bytes: bytes of an inbox of one phase, a multiple of 16.
         max_tiles: tiles that have flags.
@@ -103,6 +105,7 @@ class Mailbox:
 
     peers: torch.Tensor
     state: torch.Tensor
+    report: torch.Tensor
     rank: int
     phase_bytes: int
     max_tiles: int
@@ -115,6 +118,12 @@ class Mailbox:
         """Bytes of each rank's region."""
         return region_bytes(self.world, self.phase_bytes, self.max_tiles)
 
+    def lost(self) -> tuple[int, int, int] | None:
+        """(call, rank, phase 0 or 1) of the first flag that a kernel gave up, or None. It waits for nothing, and calls
+        no driver: kernels that have not ended may still find a rank lost."""
+        report = int(self.report)
+        return (report & 0xFFFFFFFF, (report >> 32) % 16 - 1, report >> 36) if report else None
+
     def cut(self, count: int, codec: Codec, config: Config, shots: int) -> Cut:
         """How `count` values are cut.
 
@@ -124,7 +133,9 @@ class Mailbox:
         slots = self.phase_bytes // (SLOTS.value * self.world * config.buffer_bytes(codec))
         values = config.buffer_values * (self.world if shots == 2 else 1)
         wanted = triton.cdiv(count, values * config.programs * config.rounds)
-        buffers = max(1, min(wanted, config.buffers, slots), triton.cdiv(count, values * self.max_tiles))
+        # Where inboxes are small, pieces are, and not the number of programs.
+        fitting = max(1, slots // config.programs)
+        buffers = max(min(wanted, config.buffers, fitting), triton.cdiv(count, values * self.max_tiles))
         programs = min(config.programs, slots // buffers)
         if programs == 0:
             raise ValueError(
@@ -140,10 +151,19 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * 4
 
 
-def default_config(hardware: Hardware) -> Config:
-    """A group a lane, and four programs for each compute unit of the largest GPU of its kind. Not measured on AMD."""
+def default_config(hardware: Hardware, count: int, world: int) -> Config:
+    """What serves a message of `count` values between `world` ranks best, as far as it was measured.
+
+    That is on two H200 with codecs of 4.5 bits (docs/quick_reduce.md): a group a lane, and 6 programs a multiprocessor
+    are the fastest from 128 MiB on; with 4 too few loads are under way, with 8 all are slower. Where 4 share all tiles
+    in two rounds, 6 would leave their second round half empty and take as long for each. Smaller messages have fewer
+    tiles than that. On AMD GPUs nothing is measured: 4 for each compute unit of the largest of its kind.
+    """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
-    return Config(blocks=16, programs=4 * units, num_warps=128 // hardware.lanes)
+    blocks = 16
+    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * world
+    programs = 4 if two_rounds or hardware.arch.startswith("gfx") else 6
+    return Config(blocks, programs * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(
@@ -182,6 +202,7 @@ def _launch(
         out,
         mailbox.peers,
         mailbox.state,
+        mailbox.report,
         x.numel(),
         cut.tiles,
         cut.buffers,
@@ -192,6 +213,7 @@ def _launch(
         MAX=torch.finfo(carried).max,
         GROUPS=config.buffer_values // GROUP,
         WORLD=mailbox.world,
+        AT_ONCE=config.flags_at_once,
         **wire.constants(codec, carried),
         num_warps=config.num_warps,
         enable_fp_fusion=False,
@@ -203,9 +225,9 @@ _RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "ma
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def two_shot_kernel(
-    x_ptr, out_ptr, peers_ptr, state_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
+    x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -229,7 +251,9 @@ def two_shot_kernel(
 
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
-            patience = await_flags(mine, state_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
+            patience = await_flags(
+                mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
+            )
             if patience >= 0:
                 slot = owned % (SLOTS * programs)
                 pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
@@ -246,7 +270,9 @@ def two_shot_kernel(
 
         received = tile - 2 * programs
         if received >= 0:
-            patience = await_flags(mine, state_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD)
+            patience = await_flags(
+                mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
+            )
             slot = received % (SLOTS * programs)
             pieces = mine + inbox(call, 1, slot, 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
@@ -261,9 +287,9 @@ def two_shot_kernel(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def one_shot_kernel(
-    x_ptr, out_ptr, peers_ptr, state_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
+    x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -286,7 +312,9 @@ def one_shot_kernel(
 
         received = tile - programs
         if received >= 0:
-            patience = await_flags(mine, state_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD)
+            patience = await_flags(
+                mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
+            )
             slot = received % (SLOTS * programs)
             pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
             for index in range(buffers):
@@ -313,7 +341,7 @@ def flags(PHASE: tl.constexpr, tile, phase_bytes, max_tiles, WORLD: tl.constexpr
 @triton.jit
 def begin_call(state_ptr, max_spins):
     """This call's number, and how often a flag may be looked at: -1 once a rank is lost."""
-    lost = tl.load(state_ptr + FAILED_CALL) != 0
+    lost = tl.load(state_ptr + LOST) != 0
     return tl.load(state_ptr + CALL) + 1, tl.where(lost, -1, max_spins)
 
 
@@ -336,21 +364,36 @@ def set_flags(
 
 @triton.jit
 def await_flags(
-    mine, state_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles,
+    WORLD: tl.constexpr, AT_ONCE: tl.constexpr = False
 ):  # fmt: skip
     """Waits until every rank's pieces of a tile are here. Returns the patience left: -1 where a rank is lost."""
     first = (mine + flags(PHASE, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(tl.int32))
-    for source in range(WORLD):
+    for source in range(1 if AT_ONCE else WORLD):
         spins = 0
-        while (tl.atomic_add(first + source, 0, sem="acquire", scope="sys") - call < 0) & (spins <= patience):
+        absent = look(first, source, call, WORLD, AT_ONCE)
+        while (absent < WORLD) & (spins < patience):
+            absent = look(first, source, call, WORLD, AT_ONCE)
             spins += 1
-        if spins > patience:
+        if absent < WORLD:
             # The first of all programs to lose a rank says so.
-            if (patience >= 0) & (tl.atomic_cas(state_ptr + FAILED_CALL, 0, call) == 0):
-                tl.store(state_ptr + FAILED_PEER, source)
-                tl.store(state_ptr + FAILED_PHASE, PHASE)
+            if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
+                # In one store, which needs no order
+                told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
+                tl.store(report_ptr, told)
             patience = -1
     return patience
+
+
+@triton.jit
+def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The first rank, of all or of `source` alone, whose flag in [WORLD] from `first` on is not set; WORLD if none."""
+    if AT_ONCE:
+        lane = tl.arange(0, triton.next_power_of_2(WORLD))
+        flag = tl.atomic_add(first + lane, 0, mask=lane < WORLD, sem="acquire", scope="sys")
+        return tl.min(tl.where((lane < WORLD) & (flag - call < 0), lane, WORLD), axis=0)
+    else:
+        return tl.where(tl.atomic_add(first + source, 0, sem="acquire", scope="sys") - call < 0, source, WORLD)
 
 
 @triton.jit

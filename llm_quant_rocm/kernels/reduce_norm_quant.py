@@ -115,6 +115,7 @@ def _reduction(x: torch.Tensor, mailbox: Mailbox, codec: Codec, max_spins: int) 
     return {
         "peers_ptr": mailbox.peers,
         "state_ptr": mailbox.state,
+        "report_ptr": mailbox.report,
         "rank": mailbox.rank,
         "phase_bytes": mailbox.phase_bytes,
         "max_tiles": mailbox.max_tiles,
@@ -156,7 +157,8 @@ _RUNTIME = ["rows", "programs", "rank", "phase_bytes", "max_tiles", "max_spins"]
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_norm_one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
-    rows, programs, x_stride, residual_stride, eps, peers_ptr, state_ptr, rank, phase_bytes, max_tiles, max_spins,
+    rows, programs, x_stride, residual_stride, eps,
+    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
@@ -186,7 +188,9 @@ def reduce_norm_one_shot_kernel(
                 # Loads that wait for nobody are under way while the flags are.
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
-                patience = await_flags(mine, state_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD)
+                patience = await_flags(
+                    mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
+                )
                 slots = mine + inbox(call, 0, received, 0, phase_bytes, PIECE_BYTES, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
@@ -206,7 +210,8 @@ def reduce_norm_one_shot_kernel(
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_norm_two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
-    rows, programs, x_stride, residual_stride, eps, peers_ptr, state_ptr, rank, phase_bytes, max_tiles, max_spins,
+    rows, programs, x_stride, residual_stride, eps,
+    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
@@ -236,7 +241,9 @@ def reduce_norm_two_shot_kernel(
 
             owned = tile - programs
             if (owned >= 0) & (owned < tiles):
-                patience = await_flags(mine, state_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
+                patience = await_flags(
+                    mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD
+                )
                 if (owned * WORLD + rank < rows) & (patience >= 0):
                     slots = mine + inbox(call, 0, owned, 0, phase_bytes, PIECE_BYTES, WORLD)
                     slot = inbox(call, 1, owned, rank, phase_bytes, PIECE_BYTES, WORLD)
@@ -252,7 +259,9 @@ def reduce_norm_two_shot_kernel(
 
             received = tile - 2 * programs
             if received >= 0:
-                patience = await_flags(mine, state_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD)
+                patience = await_flags(
+                    mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
+                )
                 slots = mine + inbox(call, 1, received, 0, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
                     row = (received * WORLD + owner).to(tl.int64)

@@ -41,7 +41,8 @@ def set_flags_at_once(
 
 @triton.jit
 def await_no_flags(
-    mine, state_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles,
+    WORLD: tl.constexpr, AT_ONCE: tl.constexpr = False
 ):  # fmt: skip
     return patience
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from llm_quant_rocm.comm import quick_reduce as comm
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.hardware import amd, nvidia
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config
 from llm_quant_rocm.reference import quick_reduce as reference
@@ -28,8 +30,12 @@ def group(world: int, max_spins: int = 1_000_000, phase_bytes: int = 1 << 14) ->
     """Several ranks with small inboxes."""
     ranks = Ranks(world, phase_bytes)
     return ranks, [
-        QuickReduce(box, SMALL, region, max_spins) for box, region in zip(ranks.boxes, ranks.regions, strict=True)
+        QuickReduce(box, region, max_spins, SMALL) for box, region in zip(ranks.boxes, ranks.regions, strict=True)
     ]
+
+
+def own_memory() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(kernels.STATE_WORDS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
 
 
 def all_reduces() -> None:
@@ -101,21 +107,23 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         patch.object(dist, "get_world_size", return_value=3),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
-        patch.object(kernels, "default_config", return_value=SMALL),
+        patch.object(comm, "seconds_of_a_look", return_value=2e-6),
     ):
-        found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16)
+        found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16, timeout=3)
     assert met.called
     box = found._mailbox
     assert box.peers.dtype == torch.int64 and box.peers.tolist() == [4352, 65792, regions[0].data_ptr()]
     assert (box.rank, box.world, box.state.tolist()) == (2, 3, [0] * kernels.STATE_WORDS)
     assert regions[0].numel() == box.region_bytes()
+    assert box.report.dtype == torch.int64 and box.lost() is None
+    assert found.max_spins == 1_500_000
 
 
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_how_messages_are_cut(world: int, shots: int) -> None:
     """Every value is in a tile, tiles have flags, and what programs have on their way fits the inboxes."""
-    box = kernels.Mailbox(torch.zeros(world, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), 0, 1 << 22, 4096)
+    box = kernels.Mailbox(torch.zeros(world, dtype=torch.int64), *own_memory(), 0, 1 << 22, 4096)
     config = Config(blocks=16, programs=40, num_warps=4, rounds=4, buffers=4)
     for codec in CODECS.values():
         for count in (1, 4096, 4097, 10**6, 2**28 - 1):
@@ -123,14 +131,25 @@ def test_how_messages_are_cut(world: int, shots: int) -> None:
             values = cut.buffers * config.buffer_values * (world if shots == 2 else 1)
             assert (cut.tiles - 1) * values < count <= cut.tiles * values
             assert 1 <= cut.programs <= min(cut.tiles, 40) and cut.tiles <= 4096
+            assert cut.programs == min(cut.tiles, 40) or cut.buffers == 1 or cut.tiles * 2 > 4096  # small pieces first
             slots = cut.programs * kernels.SLOTS.value * world
             assert slots * cut.buffers * config.buffer_bytes(codec) <= 1 << 22
             assert count > 10**6 or cut.buffers <= 4
 
 
+def test_how_many_programs_run() -> None:
+    """On Hopper 6 a multiprocessor, but 4 where these share all tiles in two rounds; 4 on AMD."""
+    hopper, mi300 = nvidia(9, 0), amd("gfx942")
+    assert kernels.default_config(hopper, 2**23, 2).programs == 4 * 132  # 16 MiB
+    assert kernels.default_config(hopper, 2**26, 2).programs == 6 * 132
+    assert kernels.default_config(hopper, 2**26, 8).programs == 6 * 132
+    assert kernels.default_config(mi300, 2**26, 2).programs == 4 * 304
+    assert [kernels.default_config(h, 1, 2).num_warps for h in (hopper, mi300)] == [4, 2]
+
+
 def test_errors() -> None:
-    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), 0, 4096, 1)
-    member = QuickReduce(box, SMALL, torch.zeros(1, dtype=torch.uint8))
+    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 4096, 1)
+    member = QuickReduce(box, torch.zeros(1, dtype=torch.uint8), config=SMALL)
     x = torch.zeros(64, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"takes bf16 or fp16, not torch\.float32"):
         member.all_reduce(x.float(), FP4)
@@ -138,11 +157,11 @@ def test_errors() -> None:
         member.all_reduce(x.to("meta"), FP4)
     with pytest.raises(ValueError, match="one_shot and two_shot, not engine"):
         member.all_reduce(x, FP4, Algorithm.ENGINE)
-    small = kernels.Mailbox(box.peers, box.state, 0, 512, 1)
+    small = kernels.Mailbox(box.peers, box.state, box.report, 0, 512, 1)
     with pytest.raises(
         ValueError, match="inboxes of 512 bytes with flags of 1 tiles do not serve 64 values of FP between 2 ranks"
     ):
-        QuickReduce(small, SMALL, torch.zeros(1, dtype=torch.uint8)).all_reduce(x, CODECS["FP"])
+        QuickReduce(small, torch.zeros(1, dtype=torch.uint8), config=SMALL).all_reduce(x, CODECS["FP"])
     with (
         patch.object(dist, "get_world_size", return_value=9),
         pytest.raises(ValueError, match="serves 2 to 8 ranks, the group has 9"),

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import triton
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import quick_reduce
-from llm_quant_rocm.kernels.quick_reduce import CALL, FAILED_CALL, Config, Mailbox
+from llm_quant_rocm.kernels.quick_reduce import CALL, Config, Mailbox
 from llm_quant_rocm.reference import quick_reduce as reference
 from tests.amd import isa, kernels, tritons
 from tests.amd.budget import Budget
@@ -20,6 +21,7 @@ from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
 SMALL = Config(blocks=2, programs=2, num_warps=2)
+AT_ONCE = replace(SMALL, flags_at_once=True)
 
 
 STORED, WAITED, MET = range(3)
@@ -64,9 +66,10 @@ class Ranks:
         ]
         peers = self.gpu.addresses(self.regions)
         self.boxes = [
-            Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), rank, phase_bytes, max_tiles)
+            Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64),
+                    rank, phase_bytes, max_tiles)
             for rank in range(world)
-        ]
+        ]  # fmt: skip
 
     def launch(
         self, shot: Callable[..., None], inputs: Sequence[torch.Tensor], codec: Codec, config: Config = SMALL,
@@ -89,7 +92,7 @@ class Ranks:
             outs = self.launch(shot, inputs, codec, **options)
         check(shot, inputs, outs, codec, **options)
         for box in self.boxes:
-            assert box.state.tolist() == [(before + 2**31 + 1) % 2**32 - 2**31, *[0] * 7]
+            assert box.state.tolist() == [(before + 2**31 + 1) % 2**32 - 2**31, *[0] * 3]
 
 
 def check(
@@ -114,36 +117,37 @@ def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torc
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def launch(shot: Callable[..., None], world: int, codec: Codec) -> None:
-        ranks = Ranks(world, 1 << 20)
-        ranks.launch(shot, draw(1, 3000, torch.bfloat16), codec, quick_reduce.default_config(hardware))
+    def launch(shot: str, world: int, codec: str, at_once: bool) -> None:
+        ranks, config = Ranks(world, 1 << 20), quick_reduce.default_config(hardware, 3000, world)
+        config = replace(config, flags_at_once=at_once)
+        ranks.launch(getattr(quick_reduce, shot), draw(1, 3000, torch.bfloat16), CODECS[codec], config)
 
-    cases = {"two_shot": (2, "FP4"), "two_shot ": (8, "FP4"), "one_shot": (8, "FP"), "one_shot ": (2, "INT4")}
+    cases = (("two_shot", 2, "FP4", False), ("two_shot", 8, "FP4", False), ("one_shot", 8, "FP", False),
+             ("one_shot", 2, "INT4", False), ("two_shot", 3, "FP4", True))  # fmt: skip
     return {
-        f"{name.strip()} of {world}, {codec}": partial(
-            launch, getattr(quick_reduce, name.strip()), world, CODECS[codec]
-        )
-        for name, (world, codec) in cases.items()
+        f"{shot} of {world}, {codec}{', flags at once' * at_once}": partial(launch, shot, world, codec, at_once)
+        for shot, world, codec, at_once in cases
     }
 
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def in_a_row(world: int, codec: Codec, dtype: torch.dtype, cast: bool = False) -> None:
+    def in_a_row(world: int, codec: Codec, dtype: torch.dtype, cast: bool = False, config: Config = SMALL) -> None:
         """Ragged counts, a whole number of tiles, and one value, so that all owners but the first have none."""
         ranks, options = Ranks(world), {"cast_bf16_to_fp16": True} if cast else {}
+        options["config"] = config
         calls = ((quick_reduce.two_shot, 3001), (quick_reduce.one_shot, 3001), (quick_reduce.two_shot, 1),
                  (quick_reduce.two_shot, 512 * world))  # fmt: skip
         for seed, (shot, count) in enumerate(calls):
             ranks.call(shot, draw(world, count, dtype, seed), codec, **options)
 
-    def late(codec: Codec) -> None:
+    def late(codec: Codec, config: Config = SMALL) -> None:
         """Ranks begin at different times, and none waits for the others between its calls: the first ones run ahead as
         far as they may. Sizes, codecs, algorithms and grids change on the way."""
         ranks = Ranks(3)
         calls = [
-            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, SMALL),
-            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], SMALL),
-            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, SMALL),
+            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, config),
+            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], config),
+            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, config),
             (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16, 3), codec, Config(2, 1, 2)),
         ]
         with ranks.gpu.together():
@@ -162,16 +166,16 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for seed in range(3):
             ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16, seed), codec)
 
-    def lost(codec: Codec) -> None:
+    def lost(codec: Codec, config: Config = SMALL) -> None:
         """Rank 2 does not come: the others say so, and later calls end at once and write to nobody."""
         ranks = Ranks(3)
         inputs = draw(3, 3000, torch.bfloat16)
-        ranks.call(quick_reduce.two_shot, inputs, codec)
+        ranks.call(quick_reduce.two_shot, inputs, codec, config=config)
         for patience in (100, 2**31 - 1):
             with ranks.gpu.together():
-                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, patience=patience)
+                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, config, patience)
             for box in ranks.boxes[:2]:
-                assert box.state[FAILED_CALL.value :].tolist()[:3] == [2, 2, 0]
+                assert box.lost() == (2, 2, 0)
             assert all(region[: 4 * box.phase_bytes].eq(0xFF).all() for region in ranks.regions) == (patience > 100)
             for region in ranks.regions:
                 region[: 4 * box.phase_bytes] = 0xFF
@@ -180,12 +184,14 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     cases: dict[str, Callable[[], object]] = {"FP4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16)}
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, fp4), "a lost rank": partial(lost, fp4)}
+        cases |= {"late ranks, flags at once": partial(late, fp4, AT_ONCE),
+                  "a lost rank, flags at once": partial(lost, fp4, AT_ONCE)}  # fmt: skip
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
         every = [(codec, dtype) for codec in CODECS.values() for dtype in DTYPES]
         cases |= {
             f"{codec.name} of {names[dtype]}, {world} ranks": partial(in_a_row, world, codec, dtype)
             for index, (codec, dtype) in enumerate(every)
-            for world in (2 + index % 3,)
+            for world in (2 + index % 7,)
         }
         cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
         cases["wrapping calls"] = partial(wrapping, fp4)
