@@ -56,6 +56,7 @@ STEPS = (
     Step("routing_{arch}", "routing.py", ("--vllm-ops", VLLM)),
     Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING)),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM)),
+    *(Step(f"quick_reduce_{{arch}}_tp{world}", "quick_reduce.py", (str(world),), gpus=world) for world in (2, 4, 8)),
     Step("vllm_engine_{arch}", "vllm_engine.py", engine=True),
     Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine=True),
     Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine=True),

@@ -108,7 +108,8 @@ class QuickReduce:
             values = values.clone()
         out = torch.empty_like(values)
         if x.numel():
-            config = self._config or kernels.default_config(self._hardware, x.numel(), self._mailbox.world)
+            pieces = self._mailbox.world if algorithm is Algorithm.TWO_SHOT else 1
+            config = self._config or kernels.default_config(self._hardware, x.numel(), pieces)
             _KERNELS[algorithm](
                 values.view(-1), out.view(-1), self._mailbox, codec, config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,
@@ -119,6 +120,11 @@ class QuickReduce:
     def mailbox(self) -> Mailbox:
         """For other kernels on the same memory, whose calls count among these."""
         return self._mailbox
+
+    @property
+    def region(self) -> torch.Tensor:
+        """This rank's part of the memory."""
+        return self._region
 
     @property
     def device(self) -> torch.device:

@@ -151,17 +151,20 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * 4
 
 
-def default_config(hardware: Hardware, count: int, world: int) -> Config:
-    """What serves a message of `count` values between `world` ranks best, as far as it was measured.
+def default_config(hardware: Hardware, count: int, pieces: int) -> Config:
+    """What serves a message of `count` values best, as far as it was measured.
 
-    That is on two H200 with codecs of 4.5 bits (docs/quick_reduce.md): a group a lane, and 6 programs a multiprocessor
-    are the fastest from 128 MiB on; with 4 too few loads are under way, with 8 all are slower. Where 4 share all tiles
-    in two rounds, 6 would leave their second round half empty and take as long for each. Smaller messages have fewer
-    tiles than that. On AMD GPUs nothing is measured: 4 for each compute unit of the largest of its kind.
+    That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are the
+    fastest from 128 MiB on; with 4 too few loads are under way, with 8 all are slower. Where 4 share all tiles in two
+    rounds, 6 would leave their second round half empty and take as long for each. Smaller messages have fewer tiles
+    than that. On AMD GPUs nothing is measured: 4 for each compute unit of the largest of its kind.
+
+    Args:
+        pieces: of a tile: as many as ranks in two-shot, 1 in one-shot.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     blocks = 16
-    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * world
+    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * pieces
     programs = 4 if two_rounds or hardware.arch.startswith("gfx") else 6
     return Config(blocks, programs * units, num_warps=128 // hardware.lanes)
 
@@ -210,14 +213,35 @@ def _launch(
         mailbox.phase_bytes,
         mailbox.max_tiles,
         max_spins,
-        MAX=torch.finfo(carried).max,
-        GROUPS=config.buffer_values // GROUP,
-        WORLD=mailbox.world,
-        AT_ONCE=config.flags_at_once,
-        **wire.constants(codec, carried),
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        **_constants(codec, carried, config, mailbox.world),
     )
+
+
+def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world: int) -> None:
+    """Compiles the kernel of such calls for the current GPU into Triton's cache; launches nothing.
+
+    Args:
+        shots: 1 or 2.
+        dtype: of the values, which travel in it.
+    """
+    kernel = two_shot_kernel if shots == 2 else one_shot_kernel
+    kernel.warmup(
+        dtype, dtype, torch.int64, torch.int32, torch.int64, *[1] * len(_RUNTIME), grid=(1,),
+        **_constants(codec, dtype, config, world),
+    )  # fmt: skip
+
+
+def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    return {
+        **wire.constants(codec, carried),
+        "MAX": torch.finfo(carried).max,
+        "GROUPS": config.buffer_values // GROUP,
+        "WORLD": world,
+        "AT_ONCE": config.flags_at_once,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": False,
+    }
 
 
 _RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "max_spins"]

@@ -77,12 +77,25 @@ def lost_rank() -> None:
     members[1].check()
 
 
+def warmed_up() -> None:
+    """What `warm_up` compiles is what a call launches."""
+    kernels.warm_up(2, torch.bfloat16, FP4, SMALL, 2)
+    compiled = kernels.two_shot_kernel.device_caches[0][0]
+    assert len(compiled) == 1
+    ranks, members = group(2)
+    with ranks.gpu.together():
+        for rank, member in enumerate(members):
+            ranks.gpu.stream = rank
+            member.all_reduce(torch.ones(100, dtype=torch.bfloat16), FP4)
+    assert len(compiled) == 1 and len(ranks.gpu.launches) == 2
+
+
 def on_the_virtual_gpu(case: str) -> None:
     activate("gfx942")
     globals()[case]()
 
 
-@pytest.mark.parametrize("case", ["all_reduces", "lost_rank"])
+@pytest.mark.parametrize("case", ["all_reduces", "lost_rank", "warmed_up"])
 def test_on_the_virtual_gpu(case: str) -> None:
     call(tritons.VERSIONS[-1], on_the_virtual_gpu, case)
 

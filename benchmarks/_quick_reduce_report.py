@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's sections on the quantized all-reduce: latency and speed-up by size. A number of ranks without its file
+in results/ is left out."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks._markdown import RESULTS, load, measured_on, table
+
+RANKS = range(2, 9)
+BASE = "NCCL"
+PEERS = (BASE, "symm one-shot", "symm two-shot")
+CODECS = ("FP4", "INT4", "INT8", "FP8", "FP")
+
+
+def sections() -> str:
+    names = [f"quick_reduce_sm_90_tp{ranks}" for ranks in RANKS]
+    return "".join(_section(name) for name in names if (RESULTS / f"{name}.json").exists())
+
+
+def _section(name: str) -> str:
+    result = load(f"{name}.json")
+    plot(result, RESULTS / f"{name}.png")
+    columns = [column for column in (*PEERS, *CODECS, *(f"{codec} one-shot" for codec in CODECS))]
+    rows = []
+    for row in result["rows"]:
+        us = row["us"]
+        cells = [f"{us[column]:.1f}" if column in us else "" for column in columns]
+        best = min(_ours(us).values(), default=float("nan"))
+        rows.append([size(row["bytes"]), *cells, f"{us[BASE] / best:.2f}"])
+    header = ["message", *columns, f"{BASE} / fastest of ours"]
+    return (
+        f"\n## The quantized all-reduce between {result['world']} GPUs\n\n{measured_on(result)}\n\n"
+        f"![latency and speed-up over {BASE}]({name}.png)\n\nbf16, the slowest rank; codecs are two-shot where nothing "
+        f"else is said, and FP sends bf16 as it is.\n\n{table(header, rows)}\n"
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Latency and speed-up over NCCL against the size of the message; of each codec the faster of both shots."""
+    figure, (latency, speed) = plt.subplots(1, 2, figsize=(13, 5.2))
+    for name in (*PEERS, *CODECS):
+        points = [(row["bytes"], t, row["us"][BASE]) for row in result["rows"] if (t := _fastest(row["us"], name))]
+        style: dict[str, Any] = (
+            {"linestyle": "--", "linewidth": 1.2} if name in PEERS else {"linestyle": "-", "linewidth": 2}
+        )
+        sizes = [nbytes for nbytes, _, _ in points]
+        latency.plot(sizes, [t for _, t, _ in points], marker=".", label=name, **style)
+        speed.plot(sizes, [base / t for _, t, base in points], marker=".", label=name, **style)
+    for axis, label in ((latency, "microseconds a call"), (speed, f"speed-up over {BASE}")):
+        ticks = [row["bytes"] for row in result["rows"]][:: 1 if len(result["rows"]) < 10 else 2]
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [size(nbytes) for nbytes in ticks], rotation=45, fontsize=8)
+        axis.set_xlabel("bytes of the message (bf16)")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    latency.set_yscale("log")
+    latency.legend(fontsize=8)
+    figure.suptitle(f"All-reduce between {result['world']} GPUs\n{measured_on(result)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def size(nbytes: int) -> str:
+    """A size in the largest unit of which it is a multiple."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def _ours(us: dict[str, float]) -> dict[str, float]:
+    return {codec: t for codec in CODECS if (t := _fastest(us, codec))}
+
+
+def _fastest(us: dict[str, float], name: str) -> float | None:
+    """The time of a peer, or of a codec by the faster of both shots; None if it was not measured."""
+    return min((us[key] for key in (name, f"{name} one-shot") if us.get(key)), default=None)
