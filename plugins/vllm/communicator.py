@@ -79,7 +79,7 @@ class QuantizedAllReduce:
             super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)  # type: ignore[call-arg]
         if unique_name.split(":")[0] == "tp":
             self.quantized = connect(self, settings)
-        if self.quantized is not None and hasattr(self, "qr_comm") and not _vllm_quick_reduce_serves(self):
+        if self.quantized is not None and not _vllm_quick_reduce_serves(self):
             # Read by vLLM's fusion of the all-reduce with AITER's RMSNorm, which may otherwise send what is ours.
             self.qr_comm = self.quantized
             self._aiter_qr_rmsnorm_comm = False  # no AITER kernel of its own for codecs that it does not know
