@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.device_communicators.quick_all_reduce import QuickReduceRegime
 from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.distributed.utils import get_distributed_timeout_or_none
 from vllm.platforms import current_platform
@@ -104,12 +105,20 @@ class QuantizedAllReduce:
 
 
 class QuickReduceComm:
-    """The quantized all-reduce of one group, with the methods of vLLM's `QuickAllReduce`."""
+    """The quantized all-reduce of one group, with the names of vLLM's `QuickAllReduce`.
+
+    Attributes:
+        qr_quant_level: vLLM's own for the codec; None for FP4 and FP8.
+        use_fp16_kernels: whether bf16 travels as fp16.
+    """
 
     disabled = False
 
     def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
+        assert policy.settings.codec is not None
         self.policy = policy
+        self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
+        self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
         self._transport, self._watch = transport, watch
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
@@ -126,9 +135,7 @@ class QuickReduceComm:
             self._watch.raise_if_lost()
         choice = self._choice(inp)
         assert choice.codec is not None
-        return self._transport.all_reduce(
-            inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.policy.settings.cast_bf16_to_fp16
-        )
+        return self._transport.all_reduce(inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.use_fp16_kernels)
 
     def uses_flydsl_int4(self, inp: torch.Tensor) -> bool:
         """True for what is ours: to AITER's fusion it means that an all-reduce and an RMSNorm apart serve `inp`."""
@@ -136,7 +143,7 @@ class QuickReduceComm:
 
     def _get_qr_quant_level(self, inp: torch.Tensor) -> int:
         """The level that AITER's fused kernel would send by: FP. It serves nothing of ours."""
-        return 0
+        return QuickReduceRegime.FP.value
 
     def close(self) -> None:
         """Ends the watch over lost ranks."""
