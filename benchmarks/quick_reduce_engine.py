@@ -121,6 +121,7 @@ def measure(ranks: int, codecs: list[str], timed: bool) -> None:
             "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # we have asked for GPUs before
             # On CPUs: the default asks for a NUMA node a rank.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -193,7 +193,9 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
     config = get_current_vllm_config_or_none()
     if config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")
-    return QuickReduceComm(transport, policy, Watch(transport.check) if peers else None)
+    # A check that waits for the device would spoil graphs that another thread captures.
+    watched = peers and not getattr(transport, "check_waits", True)
+    return QuickReduceComm(transport, policy, Watch(transport.check) if watched else None)
 
 
 def hosts_of(group: dist.ProcessGroup) -> list[list[int]]:

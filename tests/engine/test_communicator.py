@@ -181,10 +181,11 @@ def test_stepping_aside() -> None:
 class OnGpus:
     """A communicator as vLLM makes it for a GPU, up to where memory is touched."""
 
-    def __init__(self, rank: int, reach: bool = True, quick_reduce: Any = None) -> None:
+    def __init__(self, rank: int, reach: bool = True, quick_reduce: Any = None, waits: bool = False) -> None:
         self.cpu_group, self.unique_name = dist.group.WORLD, "tp:0"
         self.device, self.qr_comm = torch.device("cuda", rank), quick_reduce
         self.over, self.watch, self.warm_up = MagicMock(), MagicMock(), MagicMock()
+        self.over.return_value.check_waits = waits
         self.reach = reach
 
     def connect(self, **variables: str) -> tuple[communicator.QuickReduceComm | None, list[str]]:
@@ -205,6 +206,7 @@ def connect_gpus(rank: int) -> None:
     found, said = gpus.connect(QUANTIZATION="FP4")
     gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device)
     transport = gpus.over.return_value
+    assert not transport.check_waits
     assert gpus.warm_up.call_args.args == (transport, found.policy, gpus.device)
     gpus.watch.assert_called_once_with(transport.check)
     assert rank or said[0].startswith("quantized all-reduce: engine from 0 bytes, two_shot FP4 from 1048576 bytes")
@@ -220,6 +222,10 @@ def connect_gpus(rank: int) -> None:
         found.quick_all_reduce(large)
     found.close()
     gpus.watch.return_value.stop.assert_called_once_with()
+
+    # A check that would spoil a capture is not called from a thread.
+    gpus = OnGpus(rank, waits=True)
+    assert gpus.connect(QUANTIZATION="FP4")[0] is not None and not gpus.watch.called
 
     # No peer access, seen by one rank: all step aside, and nobody asks for memory.
     gpus = OnGpus(rank, reach=rank == 0)
