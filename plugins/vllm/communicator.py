@@ -108,6 +108,8 @@ class QuickReduceComm:
     """The quantized all-reduce of one group, with the names of vLLM's `QuickAllReduce`.
 
     Attributes:
+        policy: what serves a message.
+        transport: how its bytes travel.
         qr_quant_level: vLLM's own for the codec; None for FP4 and FP8.
         use_fp16_kernels: whether bf16 travels as fp16.
     """
@@ -119,7 +121,7 @@ class QuickReduceComm:
         self.policy = policy
         self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
         self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
-        self._transport, self._watch = transport, watch
+        self.transport, self._watch = transport, watch
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
         """Whether a message is ours."""
@@ -135,7 +137,7 @@ class QuickReduceComm:
             self._watch.raise_if_lost()
         choice = self._choice(inp)
         assert choice.codec is not None
-        return self._transport.all_reduce(inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.use_fp16_kernels)
+        return self.transport.all_reduce(inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.use_fp16_kernels)
 
     def uses_flydsl_int4(self, inp: torch.Tensor) -> bool:
         """True for what is ours: to AITER's fusion it means that an all-reduce and an RMSNorm apart serve `inp`."""
@@ -176,8 +178,8 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         if any(steps != everyone[0][1] for _, steps in everyone):
             refusal = "the ranks have different settings or measured crossovers"
         elif peers:
-            refusal = _unreachable(device, [facts for facts, _ in everyone])
-        refusal = _first(refusal, group)
+            refusal = unreachable(device, [facts for facts, _ in everyone])
+        refusal = first_refusal(refusal, group)
     transport: Transport | None = None
     if refusal is None:
         try:
@@ -185,7 +187,7 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
             _warm_up(transport, policy, device)
         except (RuntimeError, ValueError) as error:
             refusal = str(error).splitlines()[0]
-        refusal = _first(refusal, group)
+        refusal = first_refusal(refusal, group)
     if refusal is not None or transport is None:
         log("quantized all-reduce: vLLM's own serves the group %s; %s", communicator.unique_name, refusal)
         return None
@@ -242,7 +244,7 @@ def _vllm_quick_reduce_serves(communicator: Any) -> bool:
     return theirs is not None and not theirs.disabled
 
 
-def _unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> str | None:
+def unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> str | None:
     """Which GPU's memory this one does not reach. `facts` are the visible devices and the index of every rank's: ranks
     that see others than this one cannot be asked about, and are found out when they connect."""
     visible = os.environ.get(current_platform.device_control_env_var)
@@ -252,7 +254,7 @@ def _unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> s
     return None
 
 
-def _first(refusal: str | None, group: dist.ProcessGroup) -> str | None:
+def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
     """The first rank's refusal: who steps aside does so with all others."""
     everyone: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, refusal, group)
