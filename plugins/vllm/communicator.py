@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.device_communicators.quick_all_reduce import QuickReduceRegime
 from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.distributed.utils import get_distributed_timeout_or_none
 from vllm.platforms import current_platform
@@ -79,7 +80,7 @@ class QuantizedAllReduce:
             super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)  # type: ignore[call-arg]
         if unique_name.split(":")[0] == "tp":
             self.quantized = connect(self, settings)
-        if self.quantized is not None and hasattr(self, "qr_comm") and not _vllm_quick_reduce_serves(self):
+        if self.quantized is not None and not _vllm_quick_reduce_serves(self):
             # Read by vLLM's fusion of the all-reduce with AITER's RMSNorm, which may otherwise send what is ours.
             self.qr_comm = self.quantized
             self._aiter_qr_rmsnorm_comm = False  # no AITER kernel of its own for codecs that it does not know
@@ -104,17 +105,22 @@ class QuantizedAllReduce:
 
 
 class QuickReduceComm:
-    """The quantized all-reduce of one group, with the methods of vLLM's `QuickAllReduce`.
+    """The quantized all-reduce of one group, with the names of vLLM's `QuickAllReduce`.
 
     Attributes:
         policy: what serves a message.
         transport: how its bytes travel.
+        qr_quant_level: vLLM's own for the codec; None for FP4 and FP8.
+        use_fp16_kernels: whether bf16 travels as fp16.
     """
 
     disabled = False
 
     def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
+        assert policy.settings.codec is not None
         self.policy = policy
+        self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
+        self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
         self.transport, self._watch = transport, watch
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
@@ -131,9 +137,7 @@ class QuickReduceComm:
             self._watch.raise_if_lost()
         choice = self._choice(inp)
         assert choice.codec is not None
-        return self.transport.all_reduce(
-            inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.policy.settings.cast_bf16_to_fp16
-        )
+        return self.transport.all_reduce(inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.use_fp16_kernels)
 
     def uses_flydsl_int4(self, inp: torch.Tensor) -> bool:
         """True for what is ours: to AITER's fusion it means that an all-reduce and an RMSNorm apart serve `inp`."""
@@ -141,7 +145,7 @@ class QuickReduceComm:
 
     def _get_qr_quant_level(self, inp: torch.Tensor) -> int:
         """The level that AITER's fused kernel would send by: FP. It serves nothing of ours."""
-        return 0
+        return QuickReduceRegime.FP.value
 
     def close(self) -> None:
         """Ends the watch over lost ranks."""
@@ -191,7 +195,9 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
     config = get_current_vllm_config_or_none()
     if config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")
-    return QuickReduceComm(transport, policy, Watch(transport.check) if peers else None)
+    # A check that waits for the device would spoil graphs that another thread captures.
+    watched = peers and not getattr(transport, "check_waits", True)
+    return QuickReduceComm(transport, policy, Watch(transport.check) if watched else None)
 
 
 def hosts_of(group: dist.ProcessGroup) -> list[list[int]]:
