@@ -225,7 +225,7 @@ def reduce_norm_two_shot_kernel(
             if (tile < tiles) & (patience >= 0):
                 slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
-                    row = (tile * WORLD + owner).to(tl.int64)
+                    row = tl.cast(tile * WORLD + owner, tl.int64)
                     if row < rows:
                         to = tl.load(peers_ptr + owner) + slot
                         for i in tl.static_range(BLOCKS):
@@ -255,7 +255,7 @@ def reduce_norm_two_shot_kernel(
                 patience = await_flags(mine, state_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD)
                 slots = mine + inbox(call, 1, received, 0, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
-                    row = (received * WORLD + owner).to(tl.int64)
+                    row = tl.cast(received * WORLD + owner, tl.int64)
                     if row < rows:
                         added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                         sums = tl.tuple([])
