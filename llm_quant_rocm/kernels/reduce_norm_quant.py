@@ -10,6 +10,12 @@ that its norm needs, and a program ends a row in registers. docs/fusion.md says 
                again, to all, who normalise and quantize them
 
 A row travels as a whole buffer of `formats.wire`, zeros beyond its columns; groups of zeros alone are not sent.
+
+Inboxes are rings of SLOTS slots a program, which its tiles take in turn, so that they are small and stay in the caches.
+That is safe, as a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends
+tile t of a program has received its t - 3, whose flags the owners set after they read all pieces of t - 3; who stores
+the sum of t has seen everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen
+everybody's flag of t - 2, set after everybody received t - 4.
 """
 
 from dataclasses import dataclass
@@ -35,6 +41,7 @@ from llm_quant_rocm.kernels.norm_row import (
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.quick_reduce import Mailbox, await_flags, begin_call, end_call, inbox, set_flags
 
+SLOTS = tl.constexpr(4)
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
 
@@ -67,10 +74,26 @@ def piece_bytes(columns: int, codec: Codec) -> int:
     return _groups(columns) * codec.group_bytes
 
 
-def capacity(mailbox: Mailbox, columns: int, codec: Codec, shots: int) -> int:
+def max_rows(mailbox: Mailbox, shots: int) -> int:
     """The most rows that one call can carry."""
-    tiles = min(mailbox.max_tiles, mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec)))
-    return tiles * (mailbox.world if shots == 2 else 1)
+    return mailbox.max_tiles * (mailbox.world if shots == 2 else 1)
+
+
+def programs_of(tiles: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config) -> int:
+    """Programs that share `tiles`.
+
+    Raises:
+        ValueError: the inboxes do not hold the slots of one program.
+    """
+    slots = mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec))
+    # A program of a single tile takes a single slot.
+    programs = min(tiles, config.programs, slots if tiles <= min(slots, config.programs) else slots // SLOTS.value)
+    if not programs:
+        raise ValueError(
+            f"inboxes of {mailbox.phase_bytes} bytes do not hold {SLOTS.value} rows of {columns} columns in "
+            f"{codec.name} from each of {mailbox.world} ranks: enlarge them"
+        )
+    return programs
 
 
 def one_shot(
@@ -80,14 +103,13 @@ def one_shot(
     """Writes `out`, the results of x summed over the ranks. All ranks call with as many rows.
 
     Args:
-        x, residual: bf16 or fp16 [M, K], at most `capacity` rows, the last dimension contiguous; K a multiple of 16,
+        x, residual: bf16 or fp16 [M, K], at most `max_rows`, the last dimension contiguous; K a multiple of 16,
             at most MAX_COLUMNS.
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
     tiles = x.shape[0]
-    _launch(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, config,
-            **_reduction(x, mailbox, codec, max_spins))  # fmt: skip
+    _reduce(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def two_shot(
@@ -96,14 +118,12 @@ def two_shot(
 ) -> None:  # fmt: skip
     """`one_shot`, where every row is added up by one rank."""
     tiles = triton.cdiv(x.shape[0], mailbox.world)
-    _launch(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, config,
-            **_reduction(x, mailbox, codec, max_spins))  # fmt: skip
+    _reduce(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
     """`one_shot` of one rank alone, on any number of rows."""
-    config = Config(default_config(x.shape[1], detect(x.device)).threads, x.shape[0])
-    _launch(norm_quant_kernel, x.shape[0], x, residual, norm, target, out, config)
+    _launch(norm_quant_kernel, x.shape[0], default_config(x.shape[1], detect(x.device)), x, residual, norm, target, out)
 
 
 def _groups(columns: int) -> int:
@@ -111,31 +131,28 @@ def _groups(columns: int) -> int:
     return triton.cdiv(columns, BLOCK) * (BLOCK // GROUP)
 
 
-def _reduction(x: torch.Tensor, mailbox: Mailbox, codec: Codec, max_spins: int) -> dict[str, Any]:
-    return {
-        "peers_ptr": mailbox.peers,
-        "state_ptr": mailbox.state,
-        "rank": mailbox.rank,
-        "phase_bytes": mailbox.phase_bytes,
-        "max_tiles": mailbox.max_tiles,
-        "max_spins": max_spins,
-        "MAX": torch.finfo(x.dtype).max,
-        "PIECE_BYTES": piece_bytes(x.shape[1], codec),
-        "ROW_GROUPS": _groups(x.shape[1]),
-        "WORLD": mailbox.world,
+def _reduce(
+    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
+    mailbox: Mailbox, codec: Codec, config: Config, max_spins: int,
+) -> None:  # fmt: skip
+    columns = x.shape[1]
+    _launch(
+        kernel, programs_of(tiles, columns, codec, mailbox, config) if tiles else 0, config, x, residual, norm, target,
+        out, peers_ptr=mailbox.peers, state_ptr=mailbox.state, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes,
+        max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
+        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), WORLD=mailbox.world,
         **wire.constants(codec, x.dtype),
-    }
+    )  # fmt: skip
 
 
 def _launch(
-    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
-    config: Config, **reduction: Any,
+    kernel: Any, programs: int, config: Config, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm,
+    target: Target, out: Result, **reduction: Any,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     if not rows:
         return
     hardware = detect(x.device)
-    programs = min(tiles, config.programs)
     padded = out.scales.shape[0] - rows if out.scales is not None else 0
     added = x if residual is None else residual
     # What is absent is not touched; x stands in for it.
@@ -171,7 +188,7 @@ def reduce_norm_one_shot_kernel(
     if program < programs:
         for tile in range(program, rows + programs, programs):
             if (tile < rows) & (patience >= 0):
-                slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
+                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                 x_row = x_ptr + tl.cast(tile, tl.int64) * x_stride
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     parts = wire.encode(load_tile(x_row, i, COLUMNS, BLOCK), KIND, LIMIT, CAP, LOW, HIGH)
@@ -187,7 +204,7 @@ def reduce_norm_one_shot_kernel(
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                 patience = await_flags(mine, state_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD)
-                slots = mine + inbox(call, 0, received, 0, phase_bytes, PIECE_BYTES, WORLD)
+                slots = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     total = add_rows(
@@ -223,7 +240,7 @@ def reduce_norm_two_shot_kernel(
     if program < programs:
         for tile in range(program, tiles + 2 * programs, programs):
             if (tile < tiles) & (patience >= 0):
-                slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
+                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
                     row = tl.cast(tile * WORLD + owner, tl.int64)
                     if row < rows:
@@ -238,8 +255,8 @@ def reduce_norm_two_shot_kernel(
             if (owned >= 0) & (owned < tiles):
                 patience = await_flags(mine, state_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
                 if (owned * WORLD + rank < rows) & (patience >= 0):
-                    slots = mine + inbox(call, 0, owned, 0, phase_bytes, PIECE_BYTES, WORLD)
-                    slot = inbox(call, 1, owned, rank, phase_bytes, PIECE_BYTES, WORLD)
+                    slots = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                    slot = inbox(call, 1, slot_of(owned, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                     for i in tl.static_range(BLOCKS):
                         total = add_rows(
                             slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
@@ -253,7 +270,7 @@ def reduce_norm_two_shot_kernel(
             received = tile - 2 * programs
             if received >= 0:
                 patience = await_flags(mine, state_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD)
-                slots = mine + inbox(call, 1, received, 0, phase_bytes, PIECE_BYTES, WORLD)
+                slots = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
                     row = tl.cast(received * WORLD + owner, tl.int64)
                     if row < rows:
@@ -298,6 +315,12 @@ def norm_quant_kernel(
         )  # fmt: skip
     elif LAYOUT != LINEAR:
         pad_scales(scales_ptr, row, LAYOUT, COLUMNS, BLOCK)
+
+
+@triton.jit
+def slot_of(tile, programs):
+    """Where in the ring of its program the pieces of a tile lie."""
+    return tl.cast(tile, tl.int32) % (SLOTS * programs)
 
 
 @triton.jit

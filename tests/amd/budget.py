@@ -14,7 +14,7 @@ from tests.amd import isa
 
 LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}  # bytes of a compute unit; Triton does not check
 WIDE_SHARE = 0.75  # of the bytes that the hot loop loads, those that must come 16 at a time
-SCRATCH = re.compile(r"scratch_|buffer_(load|store)_\S+ .*\bs\[0:3\]")  # where it begins is in s[0:3] on gfx90a
+SCRATCH = re.compile(r"scratch_|buffer_(load|store)_\S+ \S+ off,")  # without a lane's offset: gfx90a's
 SCALAR_LDS = re.compile(r"ds_(read|write)_(u8|i8|u16|i16|b8|b16)")
 
 # CDNA2 has no FP8: codes become FP16 in the kernel, and its conversion to FP8 is in software.
