@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and quantization in one kernel between GPUs that reach each other's memory.
 
-The bits of `reference.reduce_norm_quant`. Tiles, memory, calls and order are those of `kernels.quick_reduce`, whose
-region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds all
-that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
+The bits of `reference.reduce_norm_quant`. Tiles, memory, slots, calls and order are those of `kernels.quick_reduce`,
+whose region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds
+all that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
 
     one-shot   a tile is a row: every rank sends it to everybody, who adds, normalises and quantizes it for itself
     two-shot   a tile is a row of every owner, rows tile * WORLD + owner: owners add them up and send the sums, encoded
                again, to all, who normalise and quantize them
 
 A row travels as a whole buffer of `formats.wire`, zeros beyond its columns; groups of zeros alone are not sent.
-
-Inboxes are rings of SLOTS slots a program, which its tiles take in turn, so that they are small and stay in the caches.
-That is safe, as a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends
-tile t of a program has received its t - 3, whose flags the owners set after they read all pieces of t - 3; who stores
-the sum of t has seen everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen
-everybody's flag of t - 2, set after everybody received t - 4.
 """
 
 from dataclasses import dataclass
@@ -39,9 +33,8 @@ from llm_quant_rocm.kernels.norm_row import (
     pad_scales,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.quick_reduce import Mailbox, await_flags, begin_call, end_call, inbox, set_flags
+from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox, await_flags, begin_call, end_call, inbox, set_flags
 
-SLOTS = tl.constexpr(4)
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
 

@@ -119,13 +119,13 @@ def test_messages_of_several_kernels() -> None:
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_slots_fit_the_inboxes(columns: int, codec: str) -> None:
     from llm_quant_rocm.kernels import reduce_norm_quant as kernels
-    from llm_quant_rocm.kernels.quick_reduce import Mailbox
+    from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox
 
     for world, mib, tiles in itertools.product((2, 5, 8), (1, 32), (1, 40, 65, 5000)):
         box = Mailbox(torch.zeros(world, dtype=torch.int64), torch.zeros(8), 0, mib << 20, 1 << 15)
         programs = kernels.programs_of(tiles, columns, CODECS[codec], box, kernels.Config(512, 132))
         assert 1 <= programs <= min(tiles, 132)
-        slots = min(tiles, kernels.SLOTS.value * programs)
+        slots = min(tiles, SLOTS.value * programs)
         assert slots * world * kernels.piece_bytes(columns, CODECS[codec]) <= box.phase_bytes
 
 
