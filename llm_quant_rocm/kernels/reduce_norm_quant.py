@@ -271,7 +271,7 @@ def reduce_norm_two_shot_kernel(
                         sums = tl.tuple([])
                         for i in tl.static_range(BLOCKS):
                             parts = load_groups(
-                                slots + owner * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
+                                slots + owner * PIECE_BYTES, 0, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
                             )
                             value, _ = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
                             if KIND == wire.INT:
@@ -336,7 +336,7 @@ def add_rows(
     total = tl.zeros([BLOCK // 32, 32], tl.float32)
     finite = tl.full([BLOCK // 32, 32 if KIND == wire.FP else 1], True, tl.int1)
     for source in tl.static_range(WORLD):
-        parts = load_groups(slots + source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+        parts = load_groups(slots, source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
         value, extent = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
         total += value
         finite = finite & (tl.abs(extent) < float("inf"))
@@ -351,52 +351,67 @@ def store_groups(
 ):  # fmt: skip
     """Stores block i of an encoded row into its buffer of ROW_GROUPS groups at `piece`; nothing beyond the columns."""
     if LOW == 0:
-        _store_part(piece, parts[0], i, 32, COLUMNS, BLOCK)
+        _store_part(piece, 0, parts[0], i, 32, COLUMNS, BLOCK)
     else:
-        _store_part(piece, parts[0], i, LOW, COLUMNS, BLOCK)
+        _store_part(piece, 0, parts[0], i, LOW, COLUMNS, BLOCK)
         if HIGH != 0:
-            _store_part(piece + ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
+            _store_part(piece, ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
         scales = tl.expand_dims(parts[len(parts) - 1], 1)
-        _store_part(piece + ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
-
-
-@triton.jit
-def _store_part(start, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    GROUPS: tl.constexpr = BLOCK // 32
-    pointers = wire.part_pointers(start, part.dtype, GROUPS, WIDTH) + i * GROUPS * WIDTH
-    if (i + 1) * BLOCK <= COLUMNS:
-        tl.store(pointers, part)
-    else:
-        group = i * GROUPS + tl.arange(0, GROUPS)[:, None]
-        tl.store(pointers, part, mask=group * 32 < COLUMNS)
+        _store_part(piece, ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
 
 
 @triton.jit
 def load_groups(
-    piece, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
+    piece, START: tl.constexpr, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
 ):  # fmt: skip
-    """The parts that `store_groups` stored; those of groups beyond the columns decode to zeros."""
+    """The parts that `store_groups` stored START bytes behind `piece`; those of groups beyond the columns decode to
+    zeros."""
     if LOW == 0:
-        return (_load_part(piece, T, i, 32, COLUMNS, BLOCK),)
+        return (_load_part(piece, START, T, i, 32, COLUMNS, BLOCK),)
     else:
-        low = _load_part(piece, tl.int32, i, LOW, COLUMNS, BLOCK)
-        scales = _load_part(piece + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
+        low = _load_part(piece, START, tl.int32, i, LOW, COLUMNS, BLOCK)
+        scales = _load_part(piece, START + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
         scale = tl.reshape(scales, (BLOCK // 32,))
         if HIGH == 0:
             return low, scale
         else:
-            return low, _load_part(piece + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
+            return low, _load_part(piece, START + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
+
+
+@triton.jit
+def _store_part(
+    piece, START: tl.constexpr, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    pointers = _pointers(piece, START, part.dtype, i, WIDTH, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        tl.store(pointers, part)
+    else:
+        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
+        tl.store(pointers, part, mask=group * 32 < COLUMNS)
 
 
 @triton.jit
 def _load_part(
-    start, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    GROUPS: tl.constexpr = BLOCK // 32
-    pointers = wire.part_pointers(start, T, GROUPS, WIDTH) + i * GROUPS * WIDTH
+    pointers = _pointers(piece, START, T, i, WIDTH, BLOCK)
     if (i + 1) * BLOCK <= COLUMNS:
         return tl.load(pointers)
     else:
-        group = i * GROUPS + tl.arange(0, GROUPS)[:, None]
+        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
         return tl.load(pointers, mask=group * 32 < COLUMNS, other=0)
+
+
+@triton.jit
+def _pointers(
+    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Pointers [BLOCK / 32, WIDTH] to block i of a part that begins START bytes behind the address `piece`.
+
+    START is added to the pointer: Triton would forget the alignment of an address to which a constant is added.
+    """
+    GROUPS: tl.constexpr = BLOCK // 32
+    first: tl.constexpr = START // (T.primitive_bitwidth // 8) + i * GROUPS * WIDTH
+    return wire.part_pointers(piece, T, GROUPS, WIDTH) + first
