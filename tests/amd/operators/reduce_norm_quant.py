@@ -55,7 +55,7 @@ def flags_and_conversions(assembly: isa.Assembly, arch: str, constants: Mapping[
     return stores_awaited(assembly, arch, constants) + conversions(assembly, arch, constants)
 
 
-_REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=120, more=flags_and_conversions)
+_REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=100, more=flags_and_conversions)
 BUDGETS = {
     "reduce_norm_one_shot_kernel": _REDUCES,
     "reduce_norm_two_shot_kernel": _REDUCES,
