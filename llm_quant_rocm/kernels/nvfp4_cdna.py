@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM and experts on CDNA, as the operators call them.
 
-One kernel serves any number of rows: 64 rows of x take longer to multiply than their weights to decode, so that
-decoding once for each 64 rows does not show. The FP8 product expands the weight to FP8 first.
+One kernel decodes and multiplies, for any number of rows. With many rows the weight may instead be expanded in memory,
+to 16 bits or to FP8, for the vendor's product.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,10 +15,19 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
+from llm_quant_rocm.kernels.nvfp4_slices import multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
-__all__ = ["batch_invariant", "config_of", "default_config", "gemm", "gemm_fp8", "grouped_gemm", "moe_config"]
+__all__ = [
+    "batch_invariant",
+    "config_of",
+    "default_config",
+    "gemm",
+    "gemm_expanded",
+    "gemm_fp8",
+    "grouped_gemm",
+    "moe_config",
+]
 
 # The product that takes an expert for each tile of rows.
 grouped_gemm = gemm
@@ -28,6 +39,27 @@ UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one."""
     return nvfp4_mfma.default_config(m, n, k, UNITS[hardware.arch])
+
+
+def gemm_expanded(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    runs: Sequence[tuple[int, float]],
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The product of `gemm` by the vendor: codes times block scales are expanded to x's dtype, exactly, and the global
+    scales, `runs` of (rows, scale), are applied by the product itself (`multiply_runs`). bias is of x's dtype."""
+    k = x.shape[1]
+
+    def expanded(first: int, rows: int) -> torch.Tensor:
+        weight = torch.empty((rows, k), dtype=x.dtype, device=x.device)
+        expand(words, scale_bytes, None, weight, first, n, hardware)
+        return weight
+
+    return multiply_runs(x, runs, bias, torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device), expanded)
 
 
 def gemm_fp8(
