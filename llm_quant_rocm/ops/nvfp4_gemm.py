@@ -238,8 +238,8 @@ def nvfp4_gemm(
     """x . weight^T + bias [..., N], in x's dtype, with the weight decoded on the way.
 
     The codes times their block scales are exact in 16 bits; they are multiplied by x, added in fp32, multiplied by the
-    row's global scale and added to the bias in fp32, and rounded once. On AMD, with many rows, the vendor's product does
-    that with a weight that is expanded in memory (`EXPANDING_ROWS`).
+    row's global scale and added to the bias in fp32, and rounded once. On AMD, with many rows, the vendor's product
+    does that with a weight that is expanded in memory (`EXPANDING_ROWS`).
 
     Args:
         x: bf16 or fp16 [..., K], any strides, any number of rows, none included. K is a multiple of 16.
