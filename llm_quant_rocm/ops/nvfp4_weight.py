@@ -9,6 +9,7 @@ import torch
 
 from llm_quant_rocm import backends, hardware
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_wgmma
+from llm_quant_rocm.formats.nvfp4_packing import Parts
 from llm_quant_rocm.ops._register import check
 
 ROW = "row"
@@ -16,7 +17,7 @@ ROW = "row"
 MAX_RUNS = 8
 
 
-def _row_parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+def _row_parts(n: int, k: int) -> Parts:
     return (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // nvfp4.BLOCK))
 
 
