@@ -2,7 +2,7 @@
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +45,9 @@ DECODE_ROWS = 64
 # With half of the decoding hidden they are twice as many, about a thousand. Expanding then costs about a third of the
 # time that gfx942 needs at the least for the product itself (2 * 1024 operations a weight, 1307 TFLOP/s), and 8% of it
 # at 4096 rows.
-EXPANDING_ROWS = 1024
+VENDOR_ROWS = 1024
+# Choices that are kept, one for each number of rows of each layer: a server meets thousands of numbers.
+_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,6 @@ class GemmCall:
     runs: int = 0
     captured: bool = False
 
-    @property
-    def fp8_units(self) -> bool:
-        """Whether it is computed in FP8 units; without them FP8 would save nothing."""
-        return self.fp8 and self.hardware.fp8_units and self.k <= MAX_COLUMNS
-
 
 def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall) -> torch.Tensor:
     rows = rows_of_weight(weight)
@@ -95,12 +92,19 @@ def kernels_of(arch: str) -> ModuleType:
     return nvfp4_cdna
 
 
+def _in_fp8(call: GemmCall) -> bool:
+    """Whether the kernels compute the call in FP8. Without FP8 units that would save nothing."""
+    if not call.fp8 or not call.hardware.fp8_units or call.k > MAX_COLUMNS:
+        return False
+    return kernels_of(call.hardware.arch).serves_fp8(call.dtype, call.bias, call.n)
+
+
 def _run_triton(
     x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall
 ) -> torch.Tensor:
     kernels = kernels_of(call.hardware.arch)
     tensors = (weight.codes, weight.scales, weight.global_scale)
-    if call.fp8_units:
+    if _in_fp8(call):
         return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
@@ -108,7 +112,7 @@ def _run_triton(
     return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
-@cache
+@lru_cache(_KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
@@ -119,7 +123,7 @@ def _torch_refusal(call: GemmCall) -> str | None:
         return reason
     if call.batch_invariant:
         return "the vendor's product may add up a row differently when other rows are beside it"
-    if call.fp8_units:
+    if _in_fp8(call):
         return "prefill='fp8' is another product"
     if call.bias not in (None, call.dtype):
         return f"its bias is of x's dtype, {call.dtype}, not {call.bias}"
@@ -145,10 +149,10 @@ BACKENDS = (
 )
 
 
-@cache
+@lru_cache(_KEPT)
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
-    usual = "torch" if call.m >= EXPANDING_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
+    usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
     return choose(NAME, BACKENDS, call, measured.backend if measured else usual)
 
 
@@ -239,7 +243,7 @@ def nvfp4_gemm(
 
     The codes times their block scales are exact in 16 bits; they are multiplied by x, added in fp32, multiplied by the
     row's global scale and added to the bias in fp32, and rounded once. On AMD, with many rows, the vendor's product
-    does that with a weight that is expanded in memory (`EXPANDING_ROWS`).
+    does that with a weight that is expanded in memory (`VENDOR_ROWS`).
 
     Args:
         x: bf16 or fp16 [..., K], any strides, any number of rows, none included. K is a multiple of 16.

@@ -10,7 +10,7 @@ import torch
 
 from llm_quant_rocm import backends, hardware, ops, reference, tuning
 from llm_quant_rocm.formats import fp8, nvfp4
-from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, EXPANDING_ROWS, GemmCall, _choose
+from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, VENDOR_ROWS, GemmCall, _choose
 from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, random_rows
 from tests.nvfp4_inputs import nasty_weight, weight64
@@ -165,7 +165,7 @@ def test_the_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 MANY = GemmCall(
-    hardware.amd("gfx942"), EXPANDING_ROWS, 96, 64, torch.bfloat16, "mfma", False, False, torch.bfloat16, 3, False
+    hardware.amd("gfx942"), VENDOR_ROWS, 96, 64, torch.bfloat16, "mfma", False, False, torch.bfloat16, 3, False
 )
 
 
@@ -184,7 +184,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"dtype": torch.float16, "bias": None}, "torch", None),
         ({"hardware": hardware.amd("gfx90a"), "fp8": True}, "torch", None),  # which has no FP8 units
         ({"hardware": hardware.amd("gfx950"), "layout": "mfma_fp4", "m": 5000}, "torch", None),
-        ({"m": EXPANDING_ROWS - 1}, "triton", None),
+        ({"m": VENDOR_ROWS - 1}, "triton", None),
         ({"batch_invariant": True}, "triton", "the vendor's product may add up a row differently"),
         ({"fp8": True}, "triton", "prefill='fp8' is another product"),
         ({"bias": torch.float32}, "triton", "its bias is of x's dtype, torch.bfloat16, not torch.float32"),

@@ -73,7 +73,6 @@ BUDGETS = {
     "nvfp4_mfma_kernel": Budget(matrix=MATRIX, more=loop_over_k),
     "nvfp4_mfma_add_kernel": Budget(),
 }
-UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}  # compute units of one die, of an MI300X, of an MI355X
 HALF = (torch.bfloat16, torch.float16)
 # Projections of Llama 3 70B: whole, and sharded over 8 GPUs.
 SHAPES = [(m, 8192, 8192) for m in (1, 16, 32, 64, 256)] + [(16, 1280, 8192), (16, 57344, 8192), (64, 8192, 3584)]
@@ -105,9 +104,8 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
             tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
         )  # fmt: skip
 
-    units = UNITS[hardware.arch]
     return {
-        f"{m} x {n} x {k} {dtype}": partial(run, m, n, k, dtype, default_config(m, n, k, units))
+        f"{m} x {n} x {k} {dtype}": partial(run, m, n, k, dtype, default_config(m, n, k, hardware.units))
         for m, n, k in SHAPES
         for dtype in HALF
     } | {
@@ -122,7 +120,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     arch = hardware.arch
 
     def product(x: torch.Tensor, weight: NvFp4Weight, bias: Any = None, config: Config | None = None) -> torch.Tensor:
-        config = config or default_config(x.shape[0], weight.n, weight.k, UNITS[arch])
+        config = config or default_config(x.shape[0], weight.n, weight.k, hardware.units)
         return gemm(x, *packed(weight, arch), bias, weight.n, hardware, config)
 
     def every_code(dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_slices
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.ops.nvfp4_gemm import EXPANDING_ROWS
+from llm_quant_rocm.ops.nvfp4_gemm import VENDOR_ROWS
 from tests.amd.budget import Budget
 from tests.amd.operators.nvfp4_mfma import HALF, packed
 from tests.inputs import assert_same
@@ -43,7 +43,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def expanded(n: int, k: int, dtype: torch.dtype) -> None:
         (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
         weight = torch.empty(words, dtype=word_dtype), torch.empty(scales, dtype=byte_dtype)
-        factor = None if dtype in HALF else torch.empty(n)
+        factor = None if dtype in HALF else 1 / 6
         expand(*weight, factor, torch.empty(n, k, dtype=dtype), 0, n, hardware)
 
     return {f"expand {dtype}": partial(expanded, 1024, 8192, dtype) for dtype in expanded_dtypes(hardware)}
@@ -61,13 +61,13 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         if dtype in HALF:
             expand(words, scale_bytes, None, out, 128, 300, hardware)
         else:
-            factor = torch.finfo(dtype).max / values.abs().amax(dim=1).clamp_min(1e-3)
-            expand(words, scale_bytes, factor, out, 128, 300, hardware)
-            values = (values * factor[:, None]).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+            factor = torch.tensor(torch.finfo(dtype).max / nvfp4.RANGE)
+            expand(words, scale_bytes, factor.item(), out, 128, 300, hardware)
+            values = values * factor
         assert_same(out.float() + 0.0, values[128:].to(dtype).float() + 0.0)
 
     def operands(dtype: torch.dtype) -> tuple[torch.Tensor, NvFp4Weight, torch.Tensor]:
-        x, weight, bias = exact_operands(EXPANDING_ROWS, sum(SHARDS), 272, dtype)
+        x, weight, bias = exact_operands(VENDOR_ROWS, sum(SHARDS), 272, dtype)
         scales = torch.tensor([0.5, 4.0, 4.0]).repeat_interleave(torch.tensor(SHARDS))
         return x, NvFp4Weight(weight.codes, weight.scales, scales), bias
 
@@ -75,7 +75,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         """As an engine calls it with many tokens: one expansion for each slice of the weight, and nothing else."""
         x, weight, bias = operands(dtype)
         prepared = ops.prepare_nvfp4_weight(weight)
-        wide = torch.full((EXPANDING_ROWS, 300), float("nan"), dtype=dtype)
+        wide = torch.full((VENDOR_ROWS, 300), float("nan"), dtype=dtype)
         wide[:, 3:275] = x
         for added in (None, bias.to(dtype)):
             expected = x.double() @ weight64(weight).t() + (0 if added is None else added.double())
@@ -90,7 +90,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         generator = torch.Generator().manual_seed(0)
         parts = [nvfp4.quantize(torch.randn(n, 512, generator=generator) / 22) for n in SHARDS]
         weight = NvFp4Weight(*(torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])))
-        x = torch.randn(EXPANDING_ROWS, 512, generator=generator).to(dtype)
+        x = torch.randn(VENDOR_ROWS, 512, generator=generator).to(dtype)
         expected = x.double() @ weight64(weight).t()
         emulated = (x.float() @ weight.dequantize(dtype).float().t()).to(dtype)
         found, kernels = launched(partial(ops.nvfp4_gemm, x, ops.prepare_nvfp4_weight(weight)))
@@ -102,7 +102,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def batch_invariant(dtype: torch.dtype) -> None:
         """The vendor's product promises no order of sums: it is not asked."""
         generator = torch.Generator().manual_seed(0)
-        x, weight = torch.randn(EXPANDING_ROWS, 64, generator=generator).to(dtype), nasty_weight(16, 64)
+        x, weight = torch.randn(VENDOR_ROWS, 64, generator=generator).to(dtype), nasty_weight(16, 64)
         prepared = ops.prepare_nvfp4_weight(weight)
         bias = -ops.nvfp4_gemm(x[5:6], prepared, batch_invariant=True)[0].float()
         few = ops.nvfp4_gemm(x[5:6], prepared, bias, batch_invariant=True)
@@ -112,7 +112,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
     def refused(dtype: torch.dtype) -> None:
         """A bias of more bits than the vendor adds, and global scales that differ from row to row."""
-        x, weight, bias = exact_operands(EXPANDING_ROWS, 20, 64, dtype)
+        x, weight, bias = exact_operands(VENDOR_ROWS, 20, 64, dtype)
         one = NvFp4Weight(weight.codes, weight.scales, torch.ones(20))
         for given, added in ((one, bias), (weight, bias.to(dtype))):
             found, kernels = launched(partial(ops.nvfp4_gemm, x, ops.prepare_nvfp4_weight(given), added))
