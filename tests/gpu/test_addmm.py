@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.addmm applies alpha and beta in fp32, before its only rounding: on that stands `nvfp4_slices.multiply_runs`."""
+"""torch.addmm applies alpha and beta in fp32, before its only rounding: on that stands `nvfp4_slices.multiply_runs`.
+
+Of AMD's kernels nothing is needed: formats/nvfp4.py expands the weight."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.kernels import nvfp4_slices
 from tests.inputs import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -67,3 +71,31 @@ def test_a_bias_before_the_rounding(m: int, n: int, k: int, dtype: torch.dtype) 
         for out in (in_columns(m, n, dtype), torch.empty(m, n, dtype=dtype, device="cuda")):
             torch.addmm(bias, x, weight.t(), alpha=scale, out=out)
             assert ((out.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps / 2 + slack).all()
+
+
+@HALF
+@pytest.mark.parametrize("values", [2**26, 2**18], ids=["whole", "slices"])
+@pytest.mark.parametrize("biased", [False, True], ids=["no_bias", "bias"])
+def test_the_product_of_runs(biased: bool, values: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rounding from float64, and closer to it than upstream's emulation, which rounds the weight too."""
+    monkeypatch.setattr(nvfp4_slices, "EXPANDED_VALUES", values)
+    shards, sizes = (1000, 300, 236), (1.0, 30.0, 0.03)
+    parts = [nvfp4.quantize(torch.randn(n, 1024) * size / 32) for n, size in zip(shards, sizes, strict=True)]
+    weight = nvfp4.NvFp4Weight(*(torch.cat([getattr(part, name) for part in parts]).cuda() for name in vars(parts[0])))
+    x = torch.randn(1024, 1024, device="cuda").to(dtype)
+    bias = torch.cat([torch.randn(n) * size / 4 for n, size in zip(shards, sizes, strict=True)]).to(dtype).cuda()
+    bias = bias if biased else None
+    added = 0 if bias is None else bias.double()
+    expected = x.double() @ weight.dequantize(torch.float64).t() + added
+    emulated = (x.float() @ weight.dequantize(dtype).float().t() + (0 if bias is None else bias.float())).to(dtype)
+
+    def expand(first: int, rows: int) -> torch.Tensor:
+        some = slice(first, first + rows)
+        return nvfp4.block_values(weight.codes[some], weight.scales[some]).to(dtype)
+
+    runs = [(n, part.global_scale[0].item()) for n, part in zip(shards, parts, strict=True)]
+    out = nvfp4_slices.multiply_runs(x, runs, bias, torch.full_like(emulated, float("nan")), expand)
+    for columns in torch.arange(sum(shards)).split(shards):
+        error, theirs = ((found.double() - expected)[:, columns].norm() for found in (out, emulated))
+        assert error < 0.9 * theirs
+        assert error < expected[:, columns].norm() * (2.2e-3 if dtype == torch.bfloat16 else 3e-4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_quant_rocm import backends, hardware, ops, reference, tuning
+from llm_quant_rocm import hardware, ops, reference, tuning
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, VENDOR_ROWS, GemmCall, _choose
 from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS
@@ -170,8 +170,8 @@ MANY = GemmCall(
 
 
 @pytest.fixture
-def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "missing", lambda module: None)
+def with_triton() -> Iterator[None]:
+    pytest.importorskip("triton")
     _choose.cache_clear()
     yield
     _choose.cache_clear()
@@ -187,6 +187,9 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"m": VENDOR_ROWS - 1}, "triton", None),
         ({"batch_invariant": True}, "triton", "the vendor's product may add up a row differently"),
         ({"fp8": True}, "triton", "prefill='fp8' is another product"),
+        # The vendor's FP8 product has neither fp16 results nor such rows.
+        ({"fp8": True, "dtype": torch.float16, "bias": None}, "torch", None),
+        ({"fp8": True, "n": 100}, "torch", None),
         ({"bias": torch.float32}, "triton", "its bias is of x's dtype, torch.bfloat16, not torch.float32"),
         ({"runs": 0}, "triton", "it takes up to 8 runs of rows under one global scale"),
         ({"captured": True}, "triton", "the CUDA graph would keep today's global scales"),
