@@ -84,7 +84,7 @@ BACKENDS = (
 
 @cache
 def _choose(call: MoeCall) -> Choice:
-    return choose(NAME, BACKENDS, call)
+    return choose("nvfp4_moe", BACKENDS, call)
 
 
 def _validate(
