@@ -47,10 +47,10 @@ def multiply_runs(
     neighbouring rows of the weight under one fp32 scale, and that scale; the numbers add up to n.
 
     The scale is the product's alpha, and the bias its C under a beta of 1. Both are applied in fp32, before the only
-    rounding, on every path from `torch.addmm` to the matrix units, as far as it was read in PyTorch and in ROCm's manuals
-    (tests/gpu/test_addmm.py sees it in the bits):
+    rounding, on every path from `torch.addmm` to the matrix units, as far as it was read in PyTorch and in ROCm's
+    manuals (tests/gpu/test_addmm.py sees it in the bits):
 
-    - aten/src/ATen/native/cuda/Blas.cpp (960a6846) converts alpha and beta to `at::opmath_type`, fp32 for bf16 and fp16;
+    - aten/src/ATen/native/cuda/Blas.cpp (960a6846) converts alpha and beta to `at::opmath_type`, fp32 for 16 bits;
     - aten/src/ATen/cuda/CUDABlas.cpp (bd53dc4f) hands them on with CUBLAS_COMPUTE_32F and a scale type of CUDA_R_32F
       (hipBLASLt), or with rocblas_datatype_f32_r or CUBLAS_COMPUTE_32F as the type to compute in (rocBLAS, hipBLAS);
     - hipBLASLt computes D = alpha A B + beta C + bias with fp32 as compute and scale type of bf16 and fp16 matrices,
