@@ -2,6 +2,8 @@
 """Quantized checkpoints made of 16-bit ones. Needs safetensors, and compressed-tensors for its layout."""
 
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS as LAYOUTS
+from llm_quant_rocm.checkpoint.layouts import PTPC_LAYOUTS as PTPC_LAYOUTS
 from llm_quant_rocm.checkpoint.quantize import IGNORE as IGNORE
+from llm_quant_rocm.checkpoint.quantize import SCHEMES as SCHEMES
 from llm_quant_rocm.checkpoint.quantize import Report as Report
 from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
