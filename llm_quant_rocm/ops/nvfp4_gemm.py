@@ -30,7 +30,7 @@ PREFILLS = ("exact", "fp8")
 # With prefill="fp8", calls of at most so many rows are decode: limited by reading the weight, and exact all the same.
 DECODE_ROWS = 64
 # On AMD, from so many rows of x on the weight is expanded to 16 bits and the vendor multiplies. Where a shape has been
-# measured, the "backend" that configs/nvfp4_gemm/<architecture>.json names for it counts instead.
+# measured (`llm-quant-rocm tune nvfp4_gemm`), the winner counts instead.
 #
 # The number is derived, not measured: no AMD GPU was at hand. Expanding costs memory traffic, for every weight 4.5 bits
 # read and 16 written, 2.56 bytes. It saves vector instructions: the kernel decodes every weight again for each 64 rows
