@@ -37,7 +37,7 @@ def _hopper(m: int, n: int, k: int) -> list[Any]:
         # block_k, unroll, stages
         steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
         for block_m in (max(16, m),) if m <= 64 else {128, 256} - ({256} if m == 128 else set()):
-            for block_n, warps in ((64, 4), (128, 8)) if m >= 64 else ((64, 4),):
+            for block_n, warps in ((64, 4), (128, 8)) if m >= 32 else ((64, 4),):
                 tiles = -(-n // block_n) * -(-m // block_m)
                 for block_k, unroll, stages in steps:
                     group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
