@@ -60,13 +60,23 @@ def test_ptpc(folder: Path, bf16: torch.Tensor) -> None:
     assert (served.logprobs - bf16).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-def test_nvfp4_without_a_flag(folder: Path, bf16: torch.Tensor, layout: str) -> None:
-    checkpoint = folder / f"demo-{layout}"
-    quantize_checkpoint(DEMO, checkpoint, layout, share_global_scales=False)
-    served = servers.run(folder / f"demo-{layout}-run", checkpoint)
+def test_nvfp4_without_a_flag(folder: Path, bf16: torch.Tensor) -> None:
+    checkpoint = folder / "demo-modelopt"
+    quantize_checkpoint(DEMO, checkpoint, "modelopt", share_global_scales=False)
+    served = servers.run(folder / "demo-modelopt-run", checkpoint)
     assert "nvfp4_triton: 12 linear layers" in served.log
     assert (served.logprobs - bf16).abs().mean() < 0.5
+
+
+def test_two_ranks_with_the_quantized_all_reduce(folder: Path, bf16: torch.Tensor) -> None:
+    checkpoint = folder / "demo-compressed-tensors"
+    quantize_checkpoint(DEMO, checkpoint, "compressed-tensors", share_global_scales=False)
+    wishes = {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "0"}
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    served = servers.run(folder / "demo-compressed-tensors-run", checkpoint, "--tp-size=2", **binding, **wishes)
+    assert "nvfp4_triton: 12 linear layers" in served.log
+    assert "quantized all-reduce: process_group FP4 from 0 bytes" in served.log
+    assert (served.logprobs - bf16).abs().mean() < 0.6
 
 
 def test_experts_and_unequal_scales(folder: Path, nvfp4_moe: nvfp4_checkpoints.Quantized) -> None:
