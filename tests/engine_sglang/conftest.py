@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that the tests share. They run where SGLang is, as `make test` runs them:
 
-    PYTHONPATH=tests/engine_sglang/stand_ins:.venv/sglang .venv/bin/python -m pytest tests/engine_sglang
+PYTHONPATH=tests/engine_sglang/stand_ins:.venv/sglang .venv/bin/python -m pytest tests/engine_sglang
 """
 
 import os
