@@ -6,6 +6,7 @@ from typing import Any
 
 import nvfp4_checkpoints
 import pytest
+import torch
 from checkpoints import edit_config
 from conftest import DEMO
 from sglang.srt.configs import model_config
@@ -121,6 +122,15 @@ def test_a_truncated_file_is_refused_before_the_model_is_built(
 def test_broken_configurations(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NvFp4Config.from_config(config)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_weights_alone_in_nvfp4(nested: bool) -> None:
+    """SGLang 0.5.17 knows no W4A16_NVFP4."""
+    settings = {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules" if nested else "ignore": ["lm_head"]}
+    config = NvFp4Config.from_config({"quantization": settings} if nested else {"quant_method": "modelopt", **settings})
+    assert config.algorithm(torch.nn.Module(), "model.layers.0.mlp.down_proj") == "NVFP4"
+    assert config.algorithm(torch.nn.Module(), "lm_head") is None
 
 
 def test_a_fused_layer_of_two_kinds_is_refused() -> None:
