@@ -26,8 +26,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -55,6 +56,7 @@ METHODS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
     "sglang_nvfp4": (None, True, {"LLM_QUANT_ROCM_NVFP4": "0"}),
     "nvfp4": (None, True, {}),
 }
+START_S = 300
 ON_DEMO = ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4")
 
 
@@ -159,8 +161,8 @@ def checkpoints(task: str, folder: Path) -> dict[bool, Path]:
     return made
 
 
-def measure_all(task: str, methods: tuple[str, ...], scratch: Path) -> dict[str, dict[str, Any]]:
-    """What every method of a task came to; {"failed": ...} where an engine ended by itself."""
+def measure_all(task: str, methods: Sequence[str], scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each method of a task came to; {"failed": ...} where an engine ended by itself, or was not up in time."""
     models = checkpoints(task, scratch)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": plugin_path(scratch)}
     engines = {}
@@ -175,9 +177,11 @@ def measure_all(task: str, methods: tuple[str, ...], scratch: Path) -> dict[str,
                 command, env=variables, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
             ),
         )
-    found: dict[str, dict[str, Any]] = {}
+    late = threading.Timer(START_S, lambda: [_end(process) for _, process in engines.values()])
+    late.start()
     for _, process in engines.values():
         _line(process)  # all are up, or ended, before the first is measured
+    late.cancel()
     for method, (log, process) in engines.items():
         if process.poll() is None:
             assert process.stdin is not None
@@ -185,10 +189,8 @@ def measure_all(task: str, methods: tuple[str, ...], scratch: Path) -> dict[str,
             process.stdin.flush()
         answer = _line(process)
         log.seek(0)
-        found[method] = json.loads(answer) if answer else {"failed": log.read()[-1500:]}
-        print(json.dumps({method: {key: value for key, value in found[method].items() if key != "greedy"}}), flush=True)
+        yield method, json.loads(answer) if answer else {"failed": log.read()[-1500:]}
         _end(process)
-    return found
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -242,19 +244,17 @@ def main() -> None:
     try:
         for task in TASKS if args.task == "all" else (args.task,):
             default = ON_DEMO if task == "demo" else tuple(METHODS)
-            found = measure_all(task, tuple(args.methods or default), scratch)
-            if task == "demo":
-                bf16 = found.get("bf16", {}).get("greedy")
-                for entry in found.values():
-                    greedy = entry.pop("greedy", None)
-                    if greedy and bf16:
-                        same = sum(a == b for a, b in zip(greedy, bf16, strict=True))
-                        entry["agreement"] = round(same / len(bf16), 4)
-                        entry["perplexity"] = round(entry["perplexity"], 4)
-            result["demo_model" if task == "demo" else "llama_3_70b_8_layers"] = found
-            if torch.cuda.is_available():
-                print("written to", harness.write("sglang_engine_sm_90", result), flush=True)
-        print(json.dumps(result, indent=1))
+            found = result[{"demo": "demo_model", "llama": "llama_3_70b_8_layers"}[task]] = {}
+            bf16: list[int] = []
+            for method, entry in measure_all(task, args.methods or default, scratch):
+                if greedy := entry.pop("greedy", None):
+                    bf16 = bf16 or greedy  # the first method's
+                    entry["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
+                    entry["perplexity"] = round(entry["perplexity"], 4)
+                found[method] = entry
+                print(json.dumps({method: entry}), flush=True)
+                if torch.cuda.is_available():
+                    harness.write("sglang_engine_sm_90", result)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

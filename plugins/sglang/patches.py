@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llm_quant_rocm_sglang import communicator, nvfp4, ptpc_fp8
+from llm_quant_rocm_sglang import communicator, nvfp4, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -57,6 +57,14 @@ PATCHES = (
         why="ROCm's list of allowed methods is a local variable of it, and ModelOpt's methods come first among those "
         "that may claim a checkpoint. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when a plugin's method is allowed on "
         "ROCm and asked first.",
+    ),
+    Patch(
+        target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
+        parameters=("port_args", "server_args", "scheduler_info"),
+        hook=processes.write_data,
+        purpose="--tokenizer-worker-num above 1 with a checkpoint or a method of ours",
+        why="SGLang loads no plugins in those processes, which know the model's quantization method all the same. "
+        "Checked on 0.5.17, 0.5.21, 0.5.23. Can go when SGLang loads them.",
     ),
     Patch(
         target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",

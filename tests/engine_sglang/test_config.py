@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which method a checkpoint and a user's wish come to, by SGLang's own ModelConfig; no model is built."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import nvfp4_checkpoints
 import pytest
 import torch
-from checkpoints import edit_config
 from conftest import DEMO
 from sglang.srt.configs import model_config
 from sglang.srt.configs.model_config import ModelConfig
@@ -24,9 +24,10 @@ def plugin() -> None:
     HookRegistry.apply_hooks()
 
 
-def method(checkpoint: Path, wish: str | None = None) -> str | None:
+def method(checkpoint: Path, wish: str | None = None, overrides: str = "{}") -> str | None:
     """The quantization that SGLang would serve the checkpoint with."""
-    return ModelConfig(model_path=str(checkpoint), quantization=wish, dtype="bfloat16").quantization
+    config = ModelConfig(model_path=str(checkpoint), quantization=wish, dtype="bfloat16", model_override_args=overrides)
+    return config.quantization
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +82,11 @@ def test_unquantized_checkpoints(tmp_path: Path) -> None:
         method(DEMO, "petit_nvfp4")
 
 
-def test_a_checkpoint_may_ask_for_ptpc(tmp_path: Path) -> None:
-    copy = tmp_path / "asks"
-    copy.mkdir()
-    for file in DEMO.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+def test_a_checkpoint_may_ask_for_ptpc() -> None:
+    """As --json-model-override-args makes it, for example."""
     wishes = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}
-    edit_config(copy, quantization_config=wishes)
-    assert method(copy) == method(copy, "ptpc_fp8") == "ptpc_fp8"
+    overrides = json.dumps({"quantization_config": wishes})
+    assert method(DEMO, None, overrides) == method(DEMO, "ptpc_fp8", overrides) == "ptpc_fp8"
     config = PtpcFp8Config.from_config({**wishes, "packed_modules_mapping": {}, "hf_config": None})
     assert config.layers.ignored == ["o_proj"]
     with pytest.raises(ValueError, match="knows no setting scheme"):

@@ -2,6 +2,7 @@
 """One test for each hook into SGLang, which fails when SGLang moves, and what happens then."""
 
 import logging
+import pickle
 import pkgutil
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
 from llm_quant_rocm.comm.group import GroupReduce
-from llm_quant_rocm_sglang import communicator, nvfp4, patches, ptpc_fp8, register
+from llm_quant_rocm_sglang import communicator, nvfp4, patches, processes, ptpc_fp8, register
 
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 
@@ -62,6 +63,17 @@ def test_a_hook_that_fits_no_more_is_one_line(
     assert words in record.getMessage()
     assert "Without it does not work: the thing it is for." in record.getMessage()
     assert moved.hook not in [hook for _, hook, _ in HookRegistry._hooks.get(target, [])]
+
+
+def test_tokenizers_load_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    processes.write_data(lambda *data: written.append(pickle.dumps(data)), "ports", "arguments", {"max": 7})
+    loaded = MagicMock()
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", loaded)
+    found = pickle.loads(written[0])
+    assert found == ("ports", "arguments", {"max": 7})
+    assert type(found[2]) is dict
+    loaded.assert_called_once_with()
 
 
 class Ours(GroupReduce):
