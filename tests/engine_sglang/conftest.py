@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moe_checkpoint(folder: Path) -> Path:
-    """Experts in every layer: SGLang's Qwen3-MoE has no others."""
-    return checkpoints.moe(folder / "moe", dense_layers=())
+    """Experts in every layer: SGLang's Qwen3-MoE has no others. Of a size that it need not pad on CPUs."""
+    return checkpoints.moe(folder / "moe", dense_layers=(), inner=128)
 
 
 @pytest.fixture(scope="session")

@@ -91,14 +91,15 @@ def test_experts_and_unequal_scales(folder: Path, nvfp4_moe: nvfp4_checkpoints.Q
 
 def test_experts_quantized_on_two_ranks(folder: Path, moe_checkpoint: Path) -> None:
     binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    served = servers.run(folder / "moe-ptpc", moe_checkpoint, "--quantization=ptpc_fp8", "--tp-size=2", **binding)
+    # In fp16: bf16's roundings flip the choice of an expert too often.
+    arguments = ("--quantization=ptpc_fp8", "--tp-size=2", "--dtype=float16")
+    served = servers.run(folder / "moe-ptpc", moe_checkpoint, *arguments, **binding)
     assert "ptpc_fp8: quantizing 4 linear layers and 2 mixture-of-experts layers" in served.log
-    assert "2 router gates" in served.log
     # Codes and scales are those of whole rows, whatever the number of ranks that share them.
     for number, layer in enumerate(fake_quantized.load(moe_checkpoint).model.layers):
         gate_up, down = layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data
         for name, whole in (("w13", gate_up), ("w2", down)):
-            codes, scale = fp8.quantize_rows(whole.bfloat16(), fp8.OCP)
+            codes, scale = fp8.quantize_rows(whole.half(), fp8.OCP)
             for rank, weights in enumerate(served.weights):
                 found = weights[f"model.layers.{number}.mlp.experts.{name}_weight"]
                 found_scale = weights[f"model.layers.{number}.mlp.experts.{name}_weight_scale"]
