@@ -14,7 +14,10 @@ import pytest
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 
 if find_spec("sglang"):
-    os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
     sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     import checkpoints
     import nvfp4_checkpoints
