@@ -11,13 +11,15 @@ from typing import Any
 
 
 class _Declare(importlib.abc.MetaPathFinder):
-    """Declares the operators when torchvision is first looked for, and finds nothing."""
+    """Declares the operators when torchvision is first looked for, and finds nothing. On CUDA's torch does neither."""
 
     def find_spec(self, name: str, *args: Any) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
             import torch
 
+            if torch.version.cuda is not None:
+                return
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
