@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("kernels", "reference"),
     ("formats",),
     ("hardware",),
+    ("environment", "versions"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.environment import read
 
 PTPC = "ptpc_fp8"
 _INSTALL_VLLM = (
@@ -30,7 +31,7 @@ def require() -> None:
             "vLLM cannot find the llm-quant-rocm plugin: install the distribution "
             "(`pip install -e .` in its repository) in the environment of vLLM."
         )
-    wanted = os.environ.get("VLLM_PLUGINS")
+    wanted = read("VLLM_PLUGINS")
     if wanted is not None and "llm_quant_rocm" not in wanted.split(","):
         raise CommandError("VLLM_PLUGINS leaves llm_quant_rocm out: unset it or add llm_quant_rocm.")
 

@@ -7,7 +7,6 @@ NVFP4 units of their own are left to vLLM.
 """
 
 import logging
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,8 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from llm_quant_rocm import environment
+from llm_quant_rocm.environment import NVFP4 as _SWITCH
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
 
@@ -28,7 +29,6 @@ MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 MIXED_PRECISION = "MIXED_PRECISION"
 COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
 
-_SWITCH = "LLM_QUANT_ROCM_NVFP4"
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
 
@@ -54,11 +54,11 @@ class Options:
         Raises:
             ValueError: a value that is not known.
         """
-        known = {"activations": ("16bit", "nvfp4"), "prefill": ("exact", "fp8")}
         chosen = {}
-        for option, values in known.items():
+        for option, default in (("activations", cls.activations), ("prefill", cls.prefill)):
             variable = f"{_SWITCH}_{option.upper()}"
-            chosen[option] = os.environ.get(variable) or config.get(option) or values[0]
+            values = environment.VARIABLES[variable].values
+            chosen[option] = environment.read(variable) or config.get(option) or default
             if chosen[option] not in values:
                 raise ValueError(
                     f"{variable} (or {option!r} in the quantization_config) is {' or '.join(values)}, "
@@ -262,7 +262,7 @@ def refuse_group_size(size: int | str | None, where: str) -> None:
 
 
 def _switched_on() -> bool:
-    switch = os.environ.get(_SWITCH, "1")
+    switch = environment.read(_SWITCH) or "1"
     if switch not in ("0", "1"):
         raise ValueError(f"{_SWITCH} is 0 or 1, not {switch!r}")
     return switch == "1"
