@@ -5,8 +5,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_OURS = "LLM_QUANT_ROCM_"
-NVFP4 = f"{_OURS}NVFP4"
+OURS = "LLM_QUANT_ROCM_"
+NVFP4 = f"{OURS}NVFP4"
 QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_"
 
 
@@ -32,7 +32,7 @@ def _listed(values: tuple[str, ...]) -> str:
 
 def backend_of(operator: str) -> str:
     """The variable that forces a backend of `operator`."""
-    return _OURS + operator.upper()
+    return OURS + operator.upper()
 
 
 def _backend(operator: str, what: str, *backends: str) -> Variable:

@@ -18,6 +18,10 @@ class Range:
         release = _release(version)
         return bool(release) and _release(self.first) <= release and (self.end is None or release < _release(self.end))
 
+    def was_tested(self, version: str) -> bool:
+        """Whether `version`, by its leading numbers, is one of those that ran."""
+        return any(_release(version)[: len(_release(tested))] == _release(tested) for tested in self.tested)
+
     def __str__(self) -> str:
         return f"{self.first} and newer" if self.end is None else f"{self.first} up to, not including, {self.end}"
 
@@ -29,6 +33,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 # docs/vllm.md says what was tested of vLLM, and how, by version.
 SUPPORTED = {
+    "python": Range("3.11", "3.15", ("3.11", "3.12")),
     "torch": Range("2.11", None, ("2.11.0", "2.13.0")),
     "triton": Range("3.6", None, ("3.6.0", "3.9.0")),
     "vllm": Range("0.26", "0.34", ("0.26.0", "0.32.0")),

@@ -7,6 +7,7 @@ import typer
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.demo import demo
+from llm_quant_rocm.cli.doctor import doctor
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,9 +18,9 @@ from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm import environment
+from llm_quant_rocm.checkpoint.files import refuse_truncated
 from llm_quant_rocm.environment import NVFP4 as _SWITCH
 from llm_quant_rocm.formats.nvfp4 import BLOCK
-from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
 
 NAME = "nvfp4_triton"
 ALIAS = "petit_nvfp4"  # what vLLM called its own method of this kind, up to 0.14
