@@ -22,7 +22,8 @@ def print_tables(parts: Sequence[Part], console: Console) -> None:
     problems = [problem for part in parts for problem in part.problems]
     for number, problem in enumerate(problems, 1):
         console.print(f"[red]{number}. {escape(problem.what)}[/red]", highlight=False)
-        console.print(f"   cure: {escape(problem.cure)}", highlight=False)
+        if problem.cure:
+            console.print(f"   cure: {escape(problem.cure)}", highlight=False)
     if problems:
         console.print(f"[red]doctor: {len(problems)} found that would not work[/red]", highlight=False)
     else:
@@ -53,9 +54,9 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:,.1f}"
+        return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3g}"
     if isinstance(value, list | tuple):
-        return ", ".join(map(_cell, value))
+        return ", ".join(map(str, value))
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_cell(entry)}" for key, entry in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

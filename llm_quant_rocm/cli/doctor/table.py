@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 _HEADING = "heading"
 
@@ -14,6 +14,12 @@ class Problem:
 
     what: str
     cure: str
+
+    @classmethod
+    def of(cls, message: str) -> Self:
+        """Of one of this project's messages, whose cure stands behind the last colon."""
+        what, _, cure = message.rpartition(": ")
+        return cls(what or message, cure if what else "")
 
 
 @dataclass(frozen=True)
