@@ -4,6 +4,8 @@
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 
+from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -20,6 +22,15 @@ def lacking(moe: FusedMoEConfig) -> str | None:
     if moe.moe_parallel_config.use_all2all_kernels:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
     return None
+
+
+def expert_names(layer: RoutedExperts, prefix: str) -> ExpertNames:
+    """Which experts `layer` has on this rank, and the checkpoint's names of them."""
+    return ExpertNames(
+        name=lambda expert, shard: expert_name(layer, prefix, expert, shard),
+        local=lambda expert: local_expert(layer, expert),
+        whole=lambda expert: global_expert(layer, expert),
+    )
 
 
 def expert_name(layer: RoutedExperts, prefix: str, expert: int, shard: str) -> str:

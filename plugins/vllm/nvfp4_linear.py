@@ -10,10 +10,20 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, LinearTensors
+from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
+from llm_quant_rocm.checkpoint.nvfp4_tensors import (
+    Piece,
+    assemble,
+    dummy,
+    input_global_scale,
+    keep,
+    kept,
+    refuse_ragged,
+)
 from llm_quant_rocm.formats.nvfp4 import BLOCK, fake_quantize_activation
-from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, LinearTensors
-from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options
-from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, input_global_scale, keep, kept, refuse_ragged
+from llm_quant_rocm_vllm.engine_layers import ENGINE
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 
 class NvFp4LinearMethod(LinearMethodBase):
@@ -57,6 +67,7 @@ class NvFp4LinearMethod(LinearMethodBase):
             output_partition_sizes,
             output_size,
             extra_weight_attrs["weight_loader"],
+            ENGINE,
         )
         self.checkpoint.add_matrix(names.codes, torch.uint8, k // 2, input_size // 2)
         self.checkpoint.add_matrix(names.scales, torch.float8_e4m3fn, k // BLOCK, input_size // BLOCK)

@@ -9,9 +9,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 
 from llm_quant_rocm import ops
-from llm_quant_rocm_vllm.expert_tensors import STEMS, ExpertTensors
-from llm_quant_rocm_vllm.experts import expert_map, lacking
-from llm_quant_rocm_vllm.nvfp4_tensors import assemble, dummy, keep, kept, kept_rows, refuse_ragged
+from llm_quant_rocm.checkpoint.expert_tensors import STEMS, ExpertTensors
+from llm_quant_rocm.checkpoint.nvfp4_tensors import assemble, dummy, keep, kept, kept_rows, refuse_ragged
+from llm_quant_rocm_vllm.experts import expert_map, expert_names, lacking
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
@@ -58,7 +58,12 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
         refuse_ragged(f"{self.prefix}.*.{layer.ckpt_gate_proj_name}", hidden, hidden)
         refuse_ragged(f"{self.prefix}.*.{layer.ckpt_down_proj_name}", inner, whole_inner)
         self.checkpoint = ExpertTensors(
-            layer, self.prefix, self.config.tensors, extra_weight_attrs.pop("weight_loader"), extra_weight_attrs
+            layer,
+            self.prefix,
+            expert_names(layer, self.prefix),
+            self.config.tensors,
+            extra_weight_attrs.pop("weight_loader"),
+            extra_weight_attrs,
         )
         self.checkpoint.add("w13_", num_experts, (2 * inner, hidden), (whole_inner, hidden))
         self.checkpoint.add("w2_", num_experts, (hidden, inner), (hidden, whole_inner))

@@ -9,9 +9,10 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -73,7 +74,9 @@ class PtpcFp8LinearMethod(LinearMethodBase):
             return f"{self.config.shard_name(self.prefix, shard)}.weight"
 
         group = get_tp_group().device_group if self.input_is_sharded else None
-        codes, scale = quantize_weight(layer.weight, f"{self.prefix}.weight", name_of_row, group)
+        codes, scale = quantize_weight(
+            layer.weight, f"{self.prefix}.weight", name_of_row, group, current_platform.device_type
+        )
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)

@@ -8,10 +8,11 @@ from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
 from llm_quant_rocm_vllm.experts import expert_map, expert_name, global_expert, lacking
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -84,7 +85,9 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
                 shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
                 return f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
 
-            codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group)
+            codes, scale = quantize_weight(
+                weight, f"{self.prefix}.{name}", name_of_row, group, current_platform.device_type
+            )
             replace_parameter(layer, name, codes)
             replace_parameter(layer, f"{name}_scale", scale)
         layer._already_called_process_weights_after_loading = True

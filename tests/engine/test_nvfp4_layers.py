@@ -12,13 +12,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.expert_tensors import ExpertTensors
+from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT as TENSORS
+from llm_quant_rocm.checkpoint.nvfp4_tensors import keep, kept
 from llm_quant_rocm.formats import nvfp4
-from llm_quant_rocm_vllm.expert_tensors import ExpertTensors
+from llm_quant_rocm_vllm.experts import expert_names
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
-from llm_quant_rocm_vllm.nvfp4_tensors import MODELOPT as TENSORS
-from llm_quant_rocm_vllm.nvfp4_tensors import keep, kept
 
 MODELOPT = {
     "quant_method": "modelopt",
@@ -208,7 +209,8 @@ PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_
 
 def expert_tensors(**attributes: Any) -> ExpertTensors:
     layer = SimpleNamespace(**PROJECTIONS, **attributes)
-    return ExpertTensors(layer, "model.experts", TENSORS, lambda *args: None, {})
+    names = expert_names(layer, "model.experts")
+    return ExpertTensors(layer, "model.experts", names, TENSORS, lambda *args: None, {})
 
 
 def test_experts_in_one_tensor_are_refused() -> None:

@@ -90,7 +90,7 @@ def assemble(names: TensorNames, codes: torch.Tensor, scales: torch.Tensor, piec
 
 
 def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:
-    """A weight of random codes in these tensors, for vLLM's load format "dummy", which leaves codes as they are."""
+    """A weight of random codes in these tensors, for the load format "dummy", which leaves codes as they are."""
     codes.random_(0, 256)
     scales.view(torch.uint8).fill_(_ONE)
     return NvFp4Weight(codes, scales, torch.full(codes.shape[:-1], 2.0**-12, dtype=torch.float32, device=codes.device))
@@ -100,7 +100,7 @@ def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "", *, in_rows
     """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`; with
     `in_rows` as it stands, whatever the kernels want.
 
-    These are the names by which other parts of vLLM look for a layer's weight and its device. The codes are kept as
+    These are the names by which other parts of engines look for a layer's weight and its device. The codes are kept as
     bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is uint8.
     """
     if in_rows:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint's names of what vLLM fuses into one layer."""
+"""The checkpoint's names of what engines fuse into one layer."""
 
 from collections.abc import Mapping, Sequence
 
-# The shards of a fused attention projection by vLLM's letters, in the order of their rows.
+# The shards of a fused attention projection by the engines' letters, in the order of their rows.
 _LETTERS = ("q", "k", "v", "index_q", "index_k")
 
 
 def shard_name(prefix: str, shard: int, fused: Mapping[str, Sequence[str]]) -> str:
-    """The checkpoint's name of shard number `shard` of the layer that vLLM calls `prefix`, fused or not.
+    """The checkpoint's name of shard number `shard` of the layer that the engine calls `prefix`, fused or not.
 
-    `fused` is vLLM's packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}.
+    `fused` is the engine's packed_modules_mapping: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}.
     """
     parent, dot, leaf = prefix.rpartition(".")
     shards = fused.get(leaf, [leaf])
@@ -18,7 +18,7 @@ def shard_name(prefix: str, shard: int, fused: Mapping[str, Sequence[str]]) -> s
 
 
 def shard_numbers(shard: str | int | tuple[int, ...] | None, count: int) -> list[int]:
-    """The shards that vLLM means by `shard`, of a layer with `count`: a number, several, a letter, or None for all."""
+    """The shards that an engine means by `shard`, of a layer with `count`: a number, several, a letter, None: all."""
     if shard is None:
         return list(range(count))
     if isinstance(shard, tuple):
