@@ -16,6 +16,13 @@ def test_outside(version: str) -> None:
     assert not Range("0.26", "0.34", ()).holds(version)
 
 
+def test_tested_versions_count_by_their_leading_numbers() -> None:
+    known = Range("0.26", "0.34", ("0.26.0", "0.32"))
+    assert known.was_tested("0.26.0+cu130")
+    assert known.was_tested("0.32.1")
+    assert not known.was_tested("0.26.1")
+
+
 def test_no_end() -> None:
     assert Range("2.11", None, ()).holds("3.0")
     assert not Range("2.11", None, ()).holds("2.9.1")
