@@ -72,6 +72,7 @@ _ALL = (
     Variable(f"{QUICK_REDUCE}QUANTIZATION_MIN_SIZE_KB", "KiB: smaller messages travel unquantized", "0"),
     Variable(f"{QUICK_REDUCE}CAST_BF16_TO_FP16", "1 or true: bf16 travels as fp16", "0"),
     Variable("VLLM_PLUGINS", "vLLM's: the plugins that it loads, separated by commas; ours is llm_quant_rocm", "all"),
+    Variable("SGLANG_PLUGINS", "the same of SGLang", "all"),
     Variable(
         "VLLM_BATCH_INVARIANT",
         "vLLM's: 1 asks for results that do not depend on the batch; NVFP4's dense layers have them, ptpc_fp8 refuses",

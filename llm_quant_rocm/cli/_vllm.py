@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
-from llm_quant_rocm.environment import read
+from llm_quant_rocm.cli.doctor import engines
 
 PTPC = "ptpc_fp8"
 _INSTALL_VLLM = (
@@ -25,15 +25,9 @@ def require() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError(_INSTALL_VLLM)
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if "llm_quant_rocm" not in plugins.names:
-        raise CommandError(
-            "vLLM cannot find the llm-quant-rocm plugin: install the distribution "
-            "(`pip install -e .` in its repository) in the environment of vLLM."
-        )
-    wanted = read("VLLM_PLUGINS")
-    if wanted is not None and "llm_quant_rocm" not in wanted.split(","):
-        raise CommandError("VLLM_PLUGINS leaves llm_quant_rocm out: unset it or add llm_quant_rocm.")
+    problem = engines.refusal(engines.VLLM)
+    if problem:
+        raise CommandError(f"{problem.what}: {problem.cure}.")
 
 
 def on_cpu() -> bool:

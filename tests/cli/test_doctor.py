@@ -225,12 +225,32 @@ def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch, value: str, 
     assert (engines.examine(load=False).problems == []) == passes
 
 
-def test_a_plugin_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_entry_points(monkeypatch, REGISTERED)
-    monkeypatch.setattr(engines, "_LOAD", "raise ImportError('libamdhip64.so is gone')")
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("raise ImportError('libamdhip64.so is gone')", "does not load into vllm: ImportError: libamdhip64.so is gone"),
+        ("raise SystemExit(3)", "does not load into vllm: exit status 3"),
+        ("logging.getLogger('llm_quant_rocm').error('a hook is gone: %s', 'update')", "a hook is gone"),
+        ("logging.getLogger('llm_quant_rocm').info('all is well'); print('noise')", None),
+    ],
+    ids=["raises", "exits", "warns", "loads"],
+)
+def test_a_plugin_is_loaded_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, what: str) -> None:
+    (tmp_path / "planted.py").write_text(f"import logging\n\n\ndef register():\n    {body}\n")
+    (tmp_path / "planted-1.dist-info").mkdir()
+    entry = "[planted.plugins]\nllm_quant_rocm = planted:register\n"
+    (tmp_path / "planted-1.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "planted-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setattr(engines, "HOSTS", (engines.Host("vllm", "planted.plugins", "VLLM_PLUGINS"),))
+    monkeypatch.setattr(engines, "installed", lambda engine: "0.32.0")
     part = engines.examine(load=True)
-    assert "does not load into vllm: ImportError: libamdhip64.so is gone" in part.problems[0].what
-    assert part.rows[0].loads is False
+    assert part.rows[0].loads is (what is None)
+    if what:
+        assert len(part.problems) == 1
+        assert what in part.problems[0].what
+    assert engines.examine(load=False).rows[0].loads is None
 
 
 def test_the_plugin_loads_into_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines: whether they will find the plugin, and, if asked, whether it loads into them."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
+from llm_quant_rocm.cli.doctor.load_plugin import OURS
 from llm_quant_rocm.cli.doctor.packages import installed
 from llm_quant_rocm.cli.doctor.table import Part, Problem
 from llm_quant_rocm.environment import read
 
-OURS = "llm_quant_rocm"
 _SECONDS = 300  # importing an engine for the first time may compile
-_LOAD = f"""
-import sys
-from importlib.metadata import entry_points
-(plugin,) = entry_points(group=sys.argv[1], name={OURS!r})
-plugin.load()()
-"""
+_LOADER = "llm_quant_rocm.cli.doctor.load_plugin"
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,8 @@ class Host:
     chooser: str
 
 
-HOSTS = (Host("vllm", "vllm.general_plugins", "VLLM_PLUGINS"),)
+VLLM = Host("vllm", "vllm.general_plugins", "VLLM_PLUGINS")
+HOSTS = (VLLM, Host("sglang", "sglang.srt.plugins", "SGLANG_PLUGINS"))
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Engine:
 
     Attributes:
         plugin: what the engine would call, as its entry point names it; None where there is none.
-        loads: whether it did load, None where nobody asked.
+        loads: whether it did load, every patch with it; None where nobody asked.
     """
 
     engine: str
@@ -56,21 +53,23 @@ def examine(load: bool) -> Part:
         version = installed(host.engine)
         if version is None:
             continue
-        found = next(iter(entry_points(group=host.group, name=OURS)), None)
-        problem = _refusal(host, found)
-        loads = None
-        if load and problem is None:
-            problem = _failure(host)
-            loads = problem is None
-        if problem:
-            problems.append(problem)
+        found = _entry_point(host)
+        problem = refusal(host)
+        failures = _failures(host) if load and problem is None else []
+        problems += [problem] if problem else failures
+        loads = not failures if load and problem is None else None
         rows.append(Engine(host.engine, version, found.value if found else None, loads))
     notes = [] if load else ["no engine was imported: --engines loads the plugin into each, some ten seconds"]
     return Part("engines", "Engines", rows, notes if rows else ["no engine is installed here"], problems)
 
 
-def _refusal(host: Host, found: EntryPoint | None) -> Problem | None:
-    """Why the engine would not load the plugin, or None."""
+def _entry_point(host: Host) -> EntryPoint | None:
+    return next(iter(entry_points(group=host.group, name=OURS)), None)
+
+
+def refusal(host: Host) -> Problem | None:
+    """Why the engine, which is installed, would not load the plugin, or None. Imports neither."""
+    found = _entry_point(host)
     install = f"install llm-quant-rocm in the environment of {host.engine}"
     if found is None:
         return Problem(f"{host.engine} cannot find the plugin: {host.group} has no entry point {OURS}", install)
@@ -82,18 +81,19 @@ def _refusal(host: Host, found: EntryPoint | None) -> Problem | None:
     return None
 
 
-def _failure(host: Host) -> Problem | None:
-    """What went wrong when the engine's Python loaded and registered the plugin, or None."""
+def _failures(host: Host) -> list[Problem]:
+    """What went wrong, or was warned of, when the engine's Python loaded the plugin and called it."""
+    command = [sys.executable, "-m", _LOADER, host.group]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOAD, host.group], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Problem(f"{host.engine} did not load the plugin in {_SECONDS} s", f"import {host.engine} alone")
+        return [Problem(f"{host.engine} did not load the plugin in {_SECONDS} s", f"import {host.engine} alone")]
     if done.returncode == 0:
-        return None
+        return [Problem.of(message) for message in json.loads(done.stdout.splitlines()[-1])]
     last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-    return Problem(
-        f"the plugin does not load into {host.engine}: {last[0]}",
-        f"see whether `import {host.engine}` works by itself; docs/troubleshooting.md has what is known",
-    )
+    return [
+        Problem(
+            f"the plugin does not load into {host.engine}: {last[0]}",
+            f"see whether `import {host.engine}` works by itself; docs/troubleshooting.md has what is known",
+        )
+    ]

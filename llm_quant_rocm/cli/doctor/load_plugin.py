@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the plugin as an engine would: `python -m llm_quant_rocm.cli.doctor.load_plugin GROUP`.
+
+Prints a JSON list of what the library warned of meanwhile (an unsupported version, a patch that does not fit), on the
+last line. A process of its own, for it imports the engine.
+"""
+
+import json
+import logging
+import sys
+from importlib.metadata import entry_points
+
+OURS = "llm_quant_rocm"
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def main(group: str) -> None:
+    """Call our entry point of `group`."""
+    kept = _Kept()
+    logging.getLogger(OURS).addHandler(kept)
+    (plugin,) = entry_points(group=group, name=OURS)
+    plugin.load()()
+    print(json.dumps(kept.messages))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
