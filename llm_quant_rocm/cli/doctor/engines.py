@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
+from llm_quant_rocm.cli.doctor import load_plugin
 from llm_quant_rocm.cli.doctor.load_plugin import OURS
 from llm_quant_rocm.cli.doctor.packages import installed
 from llm_quant_rocm.cli.doctor.table import Part, Problem
 from llm_quant_rocm.environment import read
 
 _SECONDS = 300  # importing an engine for the first time may compile
-_LOADER = "llm_quant_rocm.cli.doctor.load_plugin"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def refusal(host: Host) -> Problem | None:
 
 def _failures(host: Host) -> list[Problem]:
     """What went wrong, or was warned of, when the engine's Python loaded the plugin and called it."""
-    command = [sys.executable, "-m", _LOADER, host.group]
+    command = [sys.executable, "-c", f"from {load_plugin.__name__} import main; main({host.group!r})"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the plugin as an engine would: `python -m llm_quant_rocm.cli.doctor.load_plugin GROUP`.
-
-Prints a JSON list of what the library warned of meanwhile (an unsupported version, a patch that does not fit), on the
-last line. A process of its own, for it imports the engine.
-"""
+"""Loads the plugin as an engine would. For a process of its own: it imports the engine."""
 
 import json
 import logging
-import sys
 from importlib.metadata import entry_points
 
 OURS = "llm_quant_rocm"
@@ -23,13 +18,10 @@ class _Kept(logging.Handler):
 
 
 def main(group: str) -> None:
-    """Call our entry point of `group`."""
+    """Call our entry point of `group`, and print a JSON list of what the library warned of meanwhile (an unsupported
+    version, a patch that does not fit) on the last line."""
     kept = _Kept()
     logging.getLogger(OURS).addHandler(kept)
     (plugin,) = entry_points(group=group, name=OURS)
     plugin.load()()
     print(json.dumps(kept.messages))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
