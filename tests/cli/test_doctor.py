@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm import backends
+from llm_quant_rocm import backends, hardware
 from llm_quant_rocm.cli import app
 from llm_quant_rocm.cli.doctor import engines, environment, machine, operators, packages, render
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
@@ -76,10 +76,15 @@ assert result.exception is None or isinstance(result.exception, SystemExit), res
 # --- machine
 
 
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
 def test_a_gpu_that_torch_was_not_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "kfd"
     driver.touch()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with_gpus(monkeypatch, 0)
     monkeypatch.setattr(torch.version, "hip", None)
     part = machine.examine({driver: ("an AMD GPU", "ROCm")})
     assert len(part.problems) == 1
@@ -90,7 +95,7 @@ def test_a_gpu_that_torch_was_not_built_for(tmp_path: Path, monkeypatch: pytest.
 def test_a_gpu_that_is_hidden_or_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "kfd"
     driver.touch()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with_gpus(monkeypatch, 0)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     drivers = {driver: ("an AMD GPU", "ROCm")}
     assert "HIP_VISIBLE_DEVICES" in machine.examine(drivers).problems[0].cure
@@ -99,7 +104,7 @@ def test_a_gpu_that_is_hidden_or_closed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_driver_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with_gpus(monkeypatch, 0)
     assert machine.examine({tmp_path / "kfd": ("an AMD GPU", "ROCm")}).problems == []
 
 
@@ -107,11 +112,41 @@ def test_an_unknown_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(device: torch.device) -> None:
         raise ValueError("gfx1100 is not supported: llm-quant-rocm knows gfx90a, gfx942, gfx950")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with_gpus(monkeypatch, 1)
     monkeypatch.setattr(machine.hardware, "detect", unknown)
     part = machine.examine({})
     assert whats(part) == ["cuda:0: gfx1100 is not supported: llm-quant-rocm knows gfx90a, gfx942, gfx950"]
     assert part.rows == []
+
+
+def test_a_gpu_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore lines")
+
+    with_gpus(monkeypatch, 1)
+    monkeypatch.setattr(machine.hardware, "detect", lambda device: hardware.nvidia(9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    part = machine.examine({})
+    assert whats(part) == ["cuda:0 does not answer: CUDA error: out of memory"]
+    assert "another program fills its memory" in part.problems[0].cure
+
+
+def test_gpus_and_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 3)
+    monkeypatch.setattr(machine.hardware, "detect", lambda device: hardware.amd("gfx942"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 192 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {0, 2})
+    monkeypatch.setattr(machine, "_copy_bandwidth", lambda device, size: float(size // 2**20))
+    part = machine.examine({})
+    assert part.problems == []
+    assert [(row.device, row.reaches) for row in part.rows] == [("cuda:0", [1]), ("cuda:1", [0, 2]), ("cuda:2", [1])]
+    assert {(row.fp8, row.nvfp4_units, row.memory, row.free) for row in part.rows} == {("FNUZ", False, 192.0, 1.0)}
+    assert part.rows[0].copy == 256.0  # a quarter of what is free
+
+
+def test_a_copy_without_room_is_not_measured() -> None:
+    assert machine._copy_bandwidth(torch.device("cuda"), 2**20) is None
 
 
 # --- packages

@@ -45,11 +45,12 @@ def _of_machine(load_engines: bool) -> list[Part]:
 
     from llm_quant_rocm.cli.doctor import engines, environment, machine, operators, packages
 
-    gpu = torch.cuda.is_available()
+    devices = machine.examine()
+    best = torch.device(devices.rows[0].device if devices.rows else "cpu")
     return [
-        machine.examine(),
-        packages.examine(gpu),
-        operators.examine(torch.device("cuda" if gpu else "cpu")),
+        devices,
+        packages.examine(gpu=best.type == "cuda"),
+        operators.examine(best),
         engines.examine(load_engines),
         environment.examine(),
     ]

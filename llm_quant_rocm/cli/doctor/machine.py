@@ -13,8 +13,8 @@ from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.formats import fp8
 
 _GIB = 2**30
-# Far above any cache, and copied in some milliseconds.
-_COPY_BYTES = 256 * 2**20
+# Far above any cache, and copied in some milliseconds; and what is too little to say anything.
+_COPY_BYTES, _LEAST_BYTES = 512 * 2**20, 128 * 2**20
 _COPIES = 10
 # What the kernel drivers of AMD's and NVIDIA's GPUs put there, and the vendor's build of torch.
 DRIVERS = {Path("/dev/kfd"): ("an AMD GPU", "ROCm"), Path("/dev/nvidia0"): ("an NVIDIA GPU", "CUDA")}
@@ -46,12 +46,15 @@ def examine(drivers: dict[Path, tuple[str, str]] | None = None) -> Part:
     """The devices that torch sees, and why it may not see one that is there (`drivers`: DRIVERS)."""
     problems: list[Problem] = []
     rows = []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
             rows.append(_gpu(index))
         except ValueError as error:  # an AMD GPU that the library does not know
             cure = "hide it with HIP_VISIBLE_DEVICES, or add it: docs/adding_an_architecture.md"
             problems.append(Problem(f"cuda:{index}: {error}", cure))
+        except RuntimeError as error:
+            cure = "see whether another program fills its memory, and whether the driver suits torch's build"
+            problems.append(Problem(f"cuda:{index} does not answer: {str(error).splitlines()[0]}", cure))
     notes = [f"{platform.platform()}, Python {platform.python_version()}"]
     if not rows and not problems:
         rows.append(_cpu())
@@ -91,6 +94,8 @@ def _fp8(facts: hardware.Hardware) -> str:
 
 def _copy_bandwidth(device: torch.device, size: int) -> float | None:
     """GB/s, reads and writes counted, of copies of `size` bytes; None where the memory has no room for them."""
+    if size < _LEAST_BYTES:
+        return None
     try:
         source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     except torch.OutOfMemoryError:
