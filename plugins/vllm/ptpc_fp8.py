@@ -13,7 +13,6 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.layer_names import shard_name
 from llm_quant_rocm.checkpoint.online_layers import (
     EMBEDDINGS,
     EXPERTS,
@@ -141,10 +140,6 @@ class PtpcFp8Config(QuantizationConfig):
         elif isinstance(layer, Attention | MLAAttention):
             return BaseKVCacheMethod(self)
         return None
-
-    def shard_name(self, prefix: str, shard: int) -> str:
-        """The checkpoint's name of shard number `shard` of the layer that vLLM calls `prefix`, fused or not."""
-        return shard_name(prefix, shard, self.packed_modules_mapping)
 
     def report(self) -> None:
         """Log once what is quantized and what is not. Call it when the whole model exists."""

@@ -74,7 +74,9 @@ def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
     served, layer, given = method("o_proj"), torch.nn.Module(), weight()
-    served.checkpoint = SimpleNamespace(refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))])
+    served.linear.checkpoint = SimpleNamespace(
+        refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))]
+    )
     tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
     for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
         layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
