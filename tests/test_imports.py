@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("backends", "tuning"),
     ("kernels", "reference"),
     ("formats",),
-    ("hardware",),
+    ("hardware", "provenance"),
     ("environment", "versions"),
     (None,),
 )

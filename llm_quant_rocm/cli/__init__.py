@@ -8,6 +8,8 @@ import typer
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.demo import demo
 from llm_quant_rocm.cli.doctor import doctor
+from llm_quant_rocm.cli.evaluate import evaluate
+from llm_quant_rocm.cli.quantize import quantize
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -18,6 +20,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(quantize)
+app.command("eval")(evaluate)
 
 
 def _print_version(wanted: bool) -> None:
