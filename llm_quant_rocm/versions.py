@@ -31,10 +31,11 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[1].split("."))) if found else ()
 
 
-# docs/vllm.md says what was tested of vLLM, and how, by version.
+# docs/vllm.md and docs/sglang.md say what was tested of the engines, and how, by version.
 SUPPORTED = {
     "python": Range("3.11", "3.15", ("3.11", "3.12")),
     "torch": Range("2.11", None, ("2.11.0", "2.13.0")),
     "triton": Range("3.6", None, ("3.6.0", "3.9.0")),
     "vllm": Range("0.26", "0.34", ("0.26.0", "0.32.0")),
+    "sglang": Range("0.5.17", "0.5.24", ("0.5.17", "0.5.21", "0.5.23")),
 }

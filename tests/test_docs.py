@@ -71,7 +71,7 @@ def check_ours(arguments: list[str], folder: Path) -> None:
 
     from llm_quant_rocm.cli import app
 
-    known = {"MODEL": str(ROOT / "examples" / "demo_model")}
+    known = {"MODEL": str(ROOT / "examples" / "demo_model"), "COMMAND": "doctor"}
     arguments = [known.get(a) or (str(folder / a) if re.fullmatch(r"[A-Z][A-Z0-9-]+", a) else a) for a in arguments]
     group = get_command(app)
     if not arguments or arguments[0].startswith("-"):
@@ -83,6 +83,8 @@ def check_ours(arguments: list[str], folder: Path) -> None:
     try:
         command.make_context(name, rest)
     except Exception as error:  # the parser's own, of whichever click typer brings
+        if getattr(error, "exit_code", None) == 0:  # --help
+            return
         raise AssertionError(f"llm-quant-rocm {shlex.join(arguments)}: {error!r}") from error
 
 
@@ -302,6 +304,8 @@ FOR_USERS = (
 )  # fmt: skip
 # What cannot be met but by a mistake of ours.
 INTERNAL = ("the evaluations are of different texts", "sizes ... do not rise from 0", "a step of ... by ...")
+# Of parts that are listed.
+PUT_TOGETHER = ("... holds ...: ...",)
 
 
 def raised() -> Iterator[tuple[str, str]]:
@@ -321,7 +325,11 @@ def test_every_message_for_users_is_listed() -> None:
     listed = [*quoted_messages(ROOT / "docs" / "troubleshooting.md"), *INTERNAL]
     messages = list(raised())
     assert len(messages) > 40
-    missing = [f"{place}: {message}" for place, message in messages if not any(holds(message, row) for row in listed)]
+    missing = [
+        f"{place}: {message}"
+        for place, message in messages
+        if message not in PUT_TOGETHER and not any(holds(message, row) for row in listed)
+    ]
     assert missing == [], "docs/troubleshooting.md lacks them"
 
 

@@ -24,10 +24,18 @@ FILES = [
 OURS = re.compile(r"\b(?:LLM_QUANT_ROCM|VLLM_ROCM_QUICK_REDUCE)_[A-Z0-9_]*[A-Z0-9]\b")
 
 
+# Other programs' variables, by names that those programs say.
+THEIRS = {"os.environ.get(current_platform.device_control_env_var)"}
+
+
 def direct_reads(tree: ast.Module) -> Iterator[str]:
     """Expressions that take a variable out of os.environ; to hand the whole of it on is none."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Load)
+            and ast.unparse(node.value).endswith("environ")
+        ):
             yield ast.unparse(node)
         if isinstance(node, ast.Call) and re.search(r"(^|\.)(environ\.\w+|getenv)$", ast.unparse(node.func)):
             yield ast.unparse(node)
@@ -38,7 +46,7 @@ def direct_reads(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_variables_are_read_in_one_place(file: Path) -> None:
     text = file.read_text()
-    assert list(direct_reads(ast.parse(text))) == []
+    assert set(direct_reads(ast.parse(text))) <= THEIRS
     assert set(OURS.findall(text)) <= set(VARIABLES)
     # What vLLM reads for us.
     assert set(re.findall(r"\benvs\.([A-Z_]+)", text)) <= set(VARIABLES)

@@ -63,11 +63,6 @@ def environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def user_variable(name: str, default: str) -> str:
-    """A variable as the user has set it."""
-    return os.environ.get(name, default)
-
-
 def serve_command(model: Path, port: int, context: int, quantization: str = PTPC) -> list[str]:
     """``vllm serve`` by the running Python: a ``vllm`` on PATH may belong to another environment."""
     arguments = [

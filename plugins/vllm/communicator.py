@@ -24,6 +24,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
 from llm_quant_rocm.comm.watch import Watch
+from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 
@@ -280,7 +281,7 @@ def _hidden_from_vllm(settings: Settings) -> Iterator[None]:
     if settings.codec is None or settings.codec.name not in _UNKNOWN_TO_VLLM:
         yield
         return
-    before = os.environ[QUANTIZATION]
+    before = read(QUANTIZATION) or "NONE"
     os.environ[QUANTIZATION] = "NONE"
     try:
         yield

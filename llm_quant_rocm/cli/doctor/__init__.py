@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import reported
 from llm_quant_rocm.cli.doctor import render
 from llm_quant_rocm.cli.doctor.table import Part
 
@@ -24,11 +24,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Examine this machine, or what will happen to a checkpoint. Exit status 1 where something would not work."""
-    try:
+    with reported("doctor", Console(stderr=True)):
         parts = _of_checkpoint(model, tp) if model else _of_machine(engines)
-    except CommandError as error:
-        Console(stderr=True).print(f"doctor: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     (render.print_json if as_json else render.print_tables)(parts, Console())
     if any(part.problems for part in parts):
         raise typer.Exit(1)
