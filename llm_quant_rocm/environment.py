@@ -42,6 +42,7 @@ def _backend(operator: str, what: str, *backends: str) -> Variable:
 _ALL = (
     _backend("per_token_quant", "the quantization per token", "triton", "reference"),
     _backend("rms_norm_quant", "RMSNorm with quantization", "triton", "reference"),
+    _backend("reduce_norm_quant", "all-reduce with RMSNorm and quantization", "fused", "triton", "reference"),
     _backend("ptpc_gemm", "the PTPC GEMM", "aiter", "torch", "triton", "reference"),
     _backend("ptpc_moe", "the PTPC experts", "triton", "reference"),
     _backend("nvfp4_gemm", "the NVFP4 GEMM", "triton", "reference"),

@@ -93,13 +93,17 @@ def _calls(device: torch.device, facts: hardware.Hardware) -> dict[str, list[Any
     from llm_quant_rocm.ops.nvfp4_gemm import GemmCall as NvFp4Call
     from llm_quant_rocm.ops.nvfp4_moe import MoeCall
     from llm_quant_rocm.ops.ptpc_gemm import GemmCall as PtpcCall
+    from llm_quant_rocm.ops.reduce_norm_quant import Call as NormCall
 
+    world, peers = _ranks()
+    obstacle = None if peers else "the GPUs do not reach each other's memory"
     _, ptpc = prepare_ptpc_weight(torch.zeros(_SMALL, _SMALL, dtype=fp8.for_device(device).dtype, device=device))
     dense = prepare_nvfp4_weight(_zeros(device)).layout
     w13, w2 = (prepare_nvfp4_weight(_zeros(device, 1), gate_up=gate_up).layout for gate_up in (True, False))
     calls: dict[str, Callable[[int], Any]] = {
         "per_token_quant": lambda m: RowCall(facts, _K),
         "rms_norm_quant": lambda m: RowCall(facts, _K),
+        "reduce_norm_quant": lambda m: NormCall(facts, _K, world, obstacle),
         "ptpc_gemm": lambda m: PtpcCall(device, m, _N, _K, _DTYPE, None, ptpc),
         "ptpc_moe": lambda m: RowCall(facts, _K),
         "nvfp4_gemm": lambda m: NvFp4Call(facts, m, _N, _K, _DTYPE, dense, False, False),
@@ -117,10 +121,14 @@ def _zeros(device: torch.device, *experts: int) -> NvFp4Weight:
     )
 
 
-def _all_reduce(arch: str) -> str:
+def _ranks() -> tuple[int, bool]:
+    """How many ranks the GPUs here make, and whether each reaches the others' memory."""
     gpus = range(torch.cuda.device_count())
-    world = max(2, len(gpus))
     pairs = [(one, other) for one in gpus for other in gpus if one != other]
-    peers = bool(pairs) and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    chosen = policy.Policy(policy.Settings.from_environment(), world, arch, peers)
-    return f"with {world} ranks: {chosen.describe()}"
+    return max(1, len(gpus)), bool(pairs) and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+
+
+def _all_reduce(arch: str) -> str:
+    world, peers = _ranks()
+    world = max(2, world)
+    return f"with {world} ranks: {policy.Policy(policy.Settings.from_environment(), world, arch, peers).describe()}"
