@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.checkpoint.reader import INDEX
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
 _FLOATS = {"BF16", "F16", "F32"}
+# Of the last parts of names: modules that multiply nothing, and output heads, which engines keep.
+_NO_LINEAR = ("embed", "lm_head", "wte", "wpe", "norm", "conv")
 # An NVFP4 weight's tensors by its codes' name: ModelOpt's and compressed-tensors'.
 _NVFP4_PARTS = {
     "weight": ("weight_scale", "weight_scale_2"),
@@ -38,6 +41,16 @@ class Module:
     kind: str
     shape: tuple[int, ...]
     nbytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind in (NVFP4, FP8, OTHER)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it multiplies activations, and is none that engines keep in 16 bits."""
+        leaf = self.name.rpartition(".")[2]
+        return len(self.shape) > 1 and not is_router(self.name) and not any(part in leaf for part in _NO_LINEAR)
 
 
 @dataclass(frozen=True)

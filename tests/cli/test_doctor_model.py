@@ -49,6 +49,17 @@ COMPRESSED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def a_machine_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here, and whatever GPU there is."""
+    with_engines(monkeypatch, "vllm")
+    monkeypatch.setattr(model, "_served_here", lambda: True)
+
+
+def with_engines(monkeypatch: pytest.MonkeyPatch, *engines: str) -> None:
+    monkeypatch.setattr(model, "installed", lambda engine: "1.0" if engine in engines else None)
+
+
 def weight(n: int, k: int) -> Tensors:
     return {"weight": ("BF16", (n, k))}
 
@@ -138,6 +149,21 @@ def test_an_nvfp4_checkpoint_needs_no_flag(tmp_path: Path, linear: Any, config: 
     linear_bytes = 2 * sum(n * k * 4.5 / 8 + 4 * n for n, k in LINEAR.values())
     assert plan.memory * 2**30 == pytest.approx(linear_bytes + 2 * 2 * 128256 * 8192 + 2 * 8192)
     assert plans(parts)["16 bits"].memory > 3 * (plan.memory - 4)
+
+
+def test_commands_are_those_of_the_engines_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "a model", llama(weight))
+    with_engines(monkeypatch, "sglang")
+    assert plans(model.examine(folder, 2))["PTPC FP8"].command == (
+        f"python -m sglang.launch_server --model-path '{folder}' --tp-size 2 --quantization ptpc_fp8"
+    )
+    with_engines(monkeypatch, "vllm", "sglang")
+    assert plans(model.examine(folder, 1))["16 bits"].command.splitlines() == [
+        f"vllm serve '{folder}'",
+        f"python -m sglang.launch_server --model-path '{folder}'",
+    ]
+    with_engines(monkeypatch)
+    assert plans(model.examine(folder, 1))["16 bits"].command == f"vllm serve '{folder}'"
 
 
 def test_what_hf_quant_config_says_counts(tmp_path: Path) -> None:

@@ -7,20 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds
-from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.checkpoint.quantize import FUSED
-from llm_quant_rocm.checkpoint.survey import FP8, NVFP4, OTHER, Module, Survey
+from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey
 
-_QUANTIZED = (NVFP4, FP8, OTHER)
-# Parts of a model that quantizers leave alone without listing them, and layers that are none to them.
-_UNLISTED = ("vision", "visual", "audio", "embed", "lm_head", "norm", "conv")
+# Parts of a model that quantizers leave alone without listing them.
+_UNLISTED = ("vision", "visual", "audio")
 
 
 def contradictions(found: Survey) -> Iterator[str]:
     """One message a kind of contradiction, with its first layer, how many there are, and the cure."""
     config, modules = found.quantization, found.modules
     if config is None:
-        silent = [module for module in modules if module.kind in _QUANTIZED]
+        silent = [module for module in modules if module.is_quantized]
         if silent:
             yield (
                 f"{_several(silent)} quantized ({silent[0].kind}), and neither config.json nor hf_quant_config.json "
@@ -33,7 +31,7 @@ def contradictions(found: Survey) -> Iterator[str]:
     kept = _keeps(config)
     if kept is None:
         return
-    unlisted = [module for module in modules if _is_linear(module) and not kept(module.name)]
+    unlisted = [module for module in modules if _looks_unquantized(module) and not kept(module.name)]
     if unlisted:
         yield (
             f"{_several(unlisted)} {unlisted[0].kind} in the checkpoint, where its quantization_config promises NVFP4: "
@@ -64,9 +62,9 @@ def _halves_of_fused_layers(modules: list[Module]) -> Iterator[str]:
         )
 
 
-def _is_linear(module: Module) -> bool:
-    plain = module.kind not in _QUANTIZED and len(module.shape) == 2
-    return plain and not is_router(module.name) and not any(part in module.name for part in _UNLISTED)
+def _looks_unquantized(module: Module) -> bool:
+    plain = module.is_linear and not module.is_quantized and len(module.shape) == 2
+    return plain and not any(part in module.name for part in _UNLISTED)
 
 
 def _keeps(config: dict[str, Any]) -> Callable[[str], bool] | None:

@@ -9,6 +9,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ import torch
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
+from llm_quant_rocm.checkpoint.quantize import IGNORE
 from llm_quant_rocm.checkpoint.survey import FP8, NVFP4, OTHER, Module, Survey, survey
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor.contradictions import contradictions
+from llm_quant_rocm.cli.doctor.engines import HOSTS
+from llm_quant_rocm.cli.doctor.packages import installed
 from llm_quant_rocm.cli.doctor.shards import Shards, pattern
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 _GIB = 2**30
 _HALF = "16 bits"
-_EMBEDDINGS = ("embed", "lm_head", "wte", "wpe")
 
 
 @dataclass(frozen=True)
@@ -92,24 +95,26 @@ def examine(folder: Path, ranks: int) -> list[Part]:
 
 def _schemes(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | None]:
     """The ways to serve a checkpoint, what it is for last, and why that one would be refused."""
-    serve = ["vllm", "serve", str(folder)] + (["--tensor-parallel-size", str(ranks)] if ranks > 1 else [])
-    command = shlex.join(serve)
+    command = _serve(folder, ranks)
     before = Scheme(f"{_HALF}", "", lambda module: OTHER if module.kind == OTHER else _HALF)
     config = found.quantization
     if config is None or config.get("quant_method") == online_layers.NAME:
         ignored = online_layers.OnlineLayers((config or {}).get("ignored_layers") or [])
-        flag = "" if config else f" --quantization {online_layers.NAME}"
+        flag = [] if config else ["--quantization", online_layers.NAME]
 
         def in_fp8(module: Module) -> str:
-            return FP8 if _is_linear(module) and not ignored.is_ignored(module.name, {}) else _HALF
+            return FP8 if module.is_linear and not ignored.is_ignored(module.name, {}) else _HALF
 
         def in_nvfp4(module: Module) -> str:
-            return NVFP4 if _is_linear(module) and module.shape[-1] % BLOCK == 0 else _HALF
+            ignored = any(fnmatchcase(module.name, pattern) for pattern in IGNORE)
+            return NVFP4 if len(module.shape) == 2 and not ignored else _HALF
 
-        name = shlex.quote(f"{folder.name}-NVFP4")
-        quantize = f"llm-quant-rocm quantize {shlex.quote(str(folder))} {name} --scheme nvfp4, and serve that"
-        schemes = [Scheme(_HALF, command, before.served), Scheme("NVFP4", quantize, in_nvfp4)]
-        return [*schemes, Scheme("PTPC FP8", command + flag, in_fp8)], None
+        target = f"{folder.name}-NVFP4"
+        quantize = shlex.join(["llm-quant-rocm", "quantize", str(folder), target, "--scheme", "nvfp4"])
+        schemes = [Scheme(_HALF, _serve(folder, ranks), before.served)]
+        if not any(len(module.shape) == 3 for module in found.modules):  # experts in one tensor, which it does not take
+            schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
+        return [*schemes, Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8)], None
 
     def as_stored(module: Module) -> str:
         return module.kind if module.kind in (NVFP4, FP8, OTHER) else _HALF
@@ -125,24 +130,30 @@ def _schemes(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str
     return [before, Scheme(here, command, as_stored)], refusal
 
 
+def _serve(folder: Path, ranks: int, *options: str) -> str:
+    """The command lines of the engines that are installed, or vLLM's."""
+    engines = [host.engine for host in HOSTS if installed(host.engine)] or ["vllm"]
+    serve = {
+        "vllm": (["vllm", "serve", str(folder)], "--tensor-parallel-size"),
+        "sglang": (["python", "-m", "sglang.launch_server", "--model-path", str(folder)], "--tp-size"),
+    }
+    lines = []
+    for engine in engines:
+        command, size = serve[engine]
+        lines.append(shlex.join([*command, *((size, str(ranks)) if ranks > 1 else ()), *options]))
+    return "\n".join(lines)
+
+
 def _served_here() -> bool:
     if not torch.cuda.is_available():
         return nvfp4_kinds.served_here("cpu", None)
     return nvfp4_kinds.served_here("rocm" if torch.version.hip else "cuda", torch.cuda.get_device_capability())
 
 
-def _is_linear(module: Module) -> bool:
-    """Whether the module multiplies activations and is none that engines keep in 16 bits."""
-    if len(module.shape) < 2 or online_layers.is_router(module.name):
-        return False
-    leaf = module.name.rpartition(".")[2]
-    return not any(part in leaf for part in (*_EMBEDDINGS, "norm", "conv"))
-
-
 def _plan(scheme: Scheme, modules: Sequence[Module], shards: Shards) -> Plan:
     quantized = sum(scheme.served(module) != _HALF for module in modules)
     memory = sum(_bytes(module, scheme.served(module), shards) for module in modules)
-    kept = sum(scheme.served(module) == _HALF for module in modules if _is_linear(module))
+    kept = sum(scheme.served(module) == _HALF for module in modules if module.is_linear)
     fits = _fits(memory, shards.ranks)
     return Plan(scheme.name, quantized, kept, memory / _GIB, fits, scheme.command)
 
@@ -166,7 +177,9 @@ def _fits(memory: int, ranks: int) -> bool | None:
 
 def _unfit(modules: Sequence[Module], shards: Shards, scheme: Scheme) -> Iterator[str]:
     """Why linear layers cannot be shared among the ranks, or not in whole blocks of NVFP4."""
-    for module in filter(_is_linear, modules):
+    for module in modules:
+        if not module.is_linear:
+            continue
         reason = shards.refusal(module)
         if reason:
             yield reason
