@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.checkpoint.reader import INDEX
 from llm_quant_rocm.formats.nvfp4 import BLOCK
@@ -83,11 +84,22 @@ def survey(folder: Path) -> Survey:
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     faults: list[str] = []
     config = _json(folder / "config.json")
-    quantization = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    if quantization is None and (folder / "hf_quant_config.json").is_file():
-        quantization = _json(folder / "hf_quant_config.json")
     tensors = _tensors(folder, faults)
-    return Survey(config, quantization, _modules(tensors, faults), faults)
+    return Survey(config, _quantization(folder, config), _modules(tensors, faults), faults)
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
+    file of its own."""
+    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    if not (folder / "hf_quant_config.json").is_file():
+        return found
+    older = _json(folder / "hf_quant_config.json")
+    if found is None:
+        return older
+    settings, older_settings = modelopt_settings(found) or {}, modelopt_settings(older) or {}
+    settings.setdefault("quantized_layers", older_settings.get("quantized_layers"))
+    return found
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from llm_quant_rocm.checkpoint import quantize_checkpoint
 from llm_quant_rocm.cli import app
 from llm_quant_rocm.cli._errors import CommandError
-from llm_quant_rocm.cli.doctor import model
+from llm_quant_rocm.cli.doctor import model, schemes
 from llm_quant_rocm.cli.doctor.table import Part
 
 ROOT = Path(__file__).parents[2]
@@ -53,11 +53,11 @@ COMPRESSED = {
 def a_machine_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed here, and whatever GPU there is."""
     with_engines(monkeypatch, "vllm")
-    monkeypatch.setattr(model, "_served_here", lambda: True)
+    monkeypatch.setattr(schemes, "_served_here", lambda: True)
 
 
 def with_engines(monkeypatch: pytest.MonkeyPatch, *engines: str) -> None:
-    monkeypatch.setattr(model, "installed", lambda engine: "1.0" if engine in engines else None)
+    monkeypatch.setattr(schemes, "installed", lambda engine: "1.0" if engine in engines else None)
 
 
 def weight(n: int, k: int) -> Tensors:
@@ -173,6 +173,29 @@ def test_what_hf_quant_config_says_counts(tmp_path: Path) -> None:
     parts = model.examine(tmp_path, 1)
     assert problems(parts) == []
     assert "NVFP4" in plans(parts)
+
+
+@pytest.mark.parametrize("in_older_file", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_a_mixed_checkpoint_is_served_layer_by_layer(tmp_path: Path, in_older_file: bool) -> None:
+    def fp8(n: int, k: int) -> Tensors:
+        return {"weight": ("F8_E4M3", (n, k)), "weight_scale": ("F32", ())}
+
+    tensors = {name: value for name, value in llama(modelopt).items() if "o_proj" not in name}
+    tensors |= {name: value for name, value in llama(fp8).items() if "o_proj" in name}
+    layers = {
+        name.removesuffix(".weight"): {"quant_algo": "FP8" if "o_proj" in name else "NVFP4"}
+        for name in tensors
+        if name.endswith("proj.weight")
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    write(tmp_path, tensors, settings | ({} if in_older_file else {"quantized_layers": layers}))
+    if in_older_file:
+        older = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(older))
+    parts = model.examine(tmp_path, 2)
+    assert problems(parts) == []
+    assert "NVFP4" in plans(parts)
+    assert {row.layer.rpartition(".")[2]: row.served for row in parts[1].rows}["o_proj"] == "FP8"
 
 
 def test_what_this_project_writes_is_whole(tmp_path: Path) -> None:
