@@ -14,6 +14,8 @@ from llm_quant_rocm.checkpoint.survey import Module
 _INPUT_CUT = {"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "c_proj", "fc2", "wo"}
 _WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 _KEYS = {"k_proj", "v_proj"}
+_VOCABULARY = {"embed_tokens", "lm_head"}
+_VOCABULARY_PADDING = 64
 
 
 class Shards:
@@ -60,12 +62,15 @@ class Shards:
         return (*leading, n, -(-k // self.ranks)) if leaf in _INPUT_CUT else (*leading, -(-n // self.ranks), k)
 
     def _padded(self, module: Module) -> tuple[int, ...]:
-        """The shape of the weight on all ranks together: ranks beyond the number of key heads share them."""
-        heads = self._config.get("num_key_value_heads")
-        if not heads or self.ranks <= heads or module.name.rpartition(".")[2] not in _KEYS:
+        """The shape of the weight on all ranks together: vocabularies are padded, and ranks beyond the number of key
+        heads share them."""
+        heads, leaf = self._config.get("num_key_value_heads"), module.name.rpartition(".")[2]
+        if len(module.shape) != 2:
             return module.shape
         n, k = module.shape
-        return n * self.ranks // heads, k
+        if leaf in _VOCABULARY:
+            return -(-n // _VOCABULARY_PADDING) * _VOCABULARY_PADDING, k
+        return (n * self.ranks // heads, k) if leaf in _KEYS and heads and self.ranks > heads else (n, k)
 
 
 def pattern(name: str) -> str:
