@@ -29,25 +29,26 @@ MS = (16, 32, 64, 128, 256, 512, 1024, 4096)
 TUNED = ("qwen3-qkv", "qwen3-o", "deepseek-qkv_a", "deepseek-q_b", "deepseek-o", "deepseek-shared_down")
 
 
+SHARED_BYTES = 227 * 1024
+
+
 def candidates(m: int, n: int, k: int) -> list[Config | Large]:
     """Configurations worth trying on Hopper: enough programs to fill it, not so many that their parts cost more."""
     found = []
-    if m <= 64:
-        block_m = max(16, m)
-        for block_n, warps in ((64, 4), (128, 4 if block_m < 64 else 8)):
-            for block_k, unroll in ((64, 4), (128, 2)):
-                for stages in (3, 5):
-                    for split_k in (1, 2, 3, 4, 6, 8):
-                        programs = -(-n // block_n) * split_k
-                        if (programs >= 100 or split_k == 8) and programs <= 1200 and k >= split_k * block_k * 4:
-                            found.append(Config(block_m, block_n, block_k, split_k, stages, unroll, warps))
-    if 128 <= m <= (1024 if n * k < 2**24 else 512):
-        for block_m in {64, 128, 256} - ({256} if m == 128 else set()):
-            for block_n, warps in ((64, 4), (128, 8)):
-                for block_k, unroll, stages in ((64, 4, 4), (128, 2, 3)):
-                    for split_k in (1, 2, 3):
-                        if block_m * block_n < 256 * 128 and -(-n // block_n) * -(-m // block_m) * split_k <= 700:
-                            found.append(Config(block_m, block_n, block_k, split_k, stages, unroll, warps))
+    if m <= (1024 if n * k < 2**24 else 128):
+        # block_k, unroll, stages
+        steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
+        for block_m in (max(16, m),) if m <= 64 else {128, 256} - ({256} if m == 128 else set()):
+            for block_n, warps in ((64, 4), (128, 8)) if m >= 64 else ((64, 4),):
+                tiles = -(-n // block_n) * -(-m // block_m)
+                for block_k, unroll, stages in steps:
+                    group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
+                    together = min(4 if warps == 4 else 2, SHARED_BYTES // (group_bytes * stages))
+                    if block_m * block_n >= 256 * 128 or not together:
+                        continue
+                    for programs in (0, 2 * tiles, 3 * tiles, 4 * tiles, 132, 264, 396, 528):
+                        if 60 <= (programs or tiles) <= (132 * together if programs else 10000):
+                            found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
     if m >= 128:
         tiles = ((128, 128), (128, 256)) if m == 128 else ((128, 128), (256, 128)) if m <= 512 else ((256, 128),)
         found += [Large(*tile, cut) for tile in tiles for cut in (True, False)]
@@ -65,7 +66,7 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def compile_one(config: Config | Large) -> None:
-    """Compiles for the cache on disk, whole and split sums both: N and K are specialized, M is not."""
+    """Compiles for the cache on disk; how many programs there are does not matter, but for none."""
     x = torch.zeros(max(config.block_m, 16), 8192, dtype=torch.bfloat16, device="cuda")
     gemm(x, *weight(512, 8192), None, 512, detect(x.device), config)
 

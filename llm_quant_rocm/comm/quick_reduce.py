@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Algorithm
-from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
+from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 
 INBOX_BYTES = 32 * 1024 * 1024
+MAX_TILES = 32768
 MAX_SPINS = 100_000_000
 _ALIGNMENT = 16
-_KERNELS = {Algorithm.ONE_SHOT: (kernels.one_shot, 1), Algorithm.TWO_SHOT: (kernels.two_shot, 2)}
+_KERNELS = {Algorithm.ONE_SHOT: kernels.one_shot, Algorithm.TWO_SHOT: kernels.two_shot}
 
 
 class QuickReduce:
@@ -43,7 +44,7 @@ class QuickReduce:
         """For the ranks of `group`, which all call. Takes four times `inbox_bytes` of every GPU's memory, and some.
 
         Args:
-            inbox_bytes: encoded bytes that one kernel carries, a multiple of 16; longer messages take several.
+            inbox_bytes: room for encoded values on their way, a multiple of 16. With less, fewer programs run.
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
@@ -57,8 +58,7 @@ class QuickReduce:
                 f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
             )
         config = kernels.default_config(detect(device))
-        max_tiles = max(1, inbox_bytes // (world * config.piece_bytes(CODECS["INT3"])))
-        size = kernels.region_bytes(world, inbox_bytes, max_tiles)
+        size = kernels.region_bytes(world, inbox_bytes, MAX_TILES)
         region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(region, group)
         region.zero_()
@@ -66,7 +66,7 @@ class QuickReduce:
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
         state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
-        return cls(Mailbox(peers, state, handle.rank, inbox_bytes, max_tiles), config, region, max_spins)
+        return cls(Mailbox(peers, state, handle.rank, inbox_bytes, MAX_TILES), config, region, max_spins)
 
     def all_reduce(
         self,
@@ -85,7 +85,7 @@ class QuickReduce:
 
         Raises:
             TypeError: x's dtype.
-            ValueError: x is on another device, or the algorithm is none of the two.
+            ValueError: x is on another device, the algorithm is none of the two, or the inboxes are too small for it.
         """
         if x.dtype not in DTYPES:
             raise TypeError(f"the quantized all-reduce takes bf16 or fp16, not {x.dtype}")
@@ -93,19 +93,13 @@ class QuickReduce:
             raise ValueError(f"x is on {x.device}, the group's memory on {self._region.device}")
         if algorithm not in _KERNELS:
             raise ValueError(f"peer memory serves {' and '.join(_KERNELS)}, not {algorithm}")
-        kernel, shots = _KERNELS[algorithm]
         values = x.contiguous()
         if values.data_ptr() % _ALIGNMENT:
             values = values.clone()
         out = torch.empty_like(values)
-        step = self._mailbox.capacity(codec, self._config, shots)
-        if step == 0:
-            raise ValueError(f"an inbox of {self._mailbox.phase_bytes} bytes holds no tile of {codec.name}: enlarge it")
-        sent, received = values.view(-1), out.view(-1)
-        for start in range(0, x.numel(), step):
-            part = slice(start, start + step)
-            kernel(
-                sent[part], received[part], self._mailbox, codec, self._config, self._max_spins,
+        if x.numel():
+            _KERNELS[algorithm](
+                values.view(-1), out.view(-1), self._mailbox, codec, self._config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,
             )  # fmt: skip
         return out

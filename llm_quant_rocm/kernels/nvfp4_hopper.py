@@ -36,7 +36,7 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
-    return replace(config, split_k=1) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=False)
+    return replace(config, programs=0) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=False)
 
 
 def gemm(
@@ -86,14 +86,12 @@ def gemm_fp8(
 
 
 def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_wgmma.Config:
-    """What was best on an H100 for the number of rows that an expert has on average.
-
-    Small experts are read in small steps: more programs then fit into a multiprocessor, and they do not last long.
-    """
+    """What was best on an H100 for the number of rows that an expert has on average."""
     rows = slots / experts
-    if rows > 64:
-        return nvfp4_wgmma.Config(128, 128, 64, stages=3, unroll=4, warps=8)
-    block_m = 16 if rows <= 12 else 32 if rows <= 40 else 64
-    if min(hidden, inner) >= 4096:
-        return nvfp4_wgmma.Config(block_m, 64, 128, stages=5 if block_m < 64 else 3, unroll=2)
-    return nvfp4_wgmma.Config(block_m, 64, 64, stages=5 if block_m == 16 else 3, unroll=4)
+    small = min(hidden, inner) < 4096
+    if rows > 24:
+        return nvfp4_wgmma.Config(128 if rows > (192 if small else 96) else 64, 128, 64, unroll=4, stages=2, warps=8)
+    block_m = 16 if rows <= 12 else 32
+    if small:
+        return nvfp4_wgmma.Config(block_m, 64, 64, unroll=4, stages=2)
+    return nvfp4_wgmma.Config(block_m, 64, 128, stages=3 if block_m == 16 else 2)

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights on Hopper's warpgroup matrix units.
 
-The product is computed transposed, out^T = W . x^T: a wgmma takes its first operand from registers, so a weight goes
-from memory through registers, where its codes are decoded, to the matrix unit. Tiles of x come by the tensor memory
-accelerator through a ring in shared memory. While one step multiplies, the codes of the next are decoded and those of
-the one after are loaded.
+The product is computed transposed, out^T = W . x^T: a wgmma takes its first operand from registers, so a weight is
+decoded in the registers from which the matrix unit reads it. The tensor memory accelerator fills a ring in shared
+memory with codes, scales and x: codes that threads load themselves cost more instructions, and those are what a
+multiprocessor runs short of. While one step multiplies, the next is decoded.
 
 Written in Gluon, Triton's lower language, for one reason: Triton 3.6 pipelines a product with an operand in registers
 wrongly (it lets the next step overwrite registers that a wgmma in flight still reads). Here every wait names the
 registers that it frees.
 
-A tile's sum over K can be cut among several programs, so that there are enough of them where N is small. A second
-kernel adds their parts in order.
+The steps of all tiles can be shared out evenly to as many programs as run together, so that none waits for others at
+the end. Where a tile is several programs', the last of them to finish adds their parts, in order.
 """
 
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,18 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
-from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.flags import FLAGS, flags_of
+from llm_quant_rocm.kernels.pdl import pdl_option
 
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# Steps that codes are brought to the L2 cache before they are decoded. Registers have room for the next step's only.
-PREFETCH = gl.constexpr(3)
 # Tiles of M that are multiplied with all tiles of N before the next ones are.
 GROUP = gl.constexpr(4)
 
@@ -54,34 +52,43 @@ class Config:
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight and columns of both in one step. block_m is at least
             16, block_n 64 or 128, block_k 64 or 128.
-        split_k: programs that share the sum of a tile.
-        stages: steps of x in shared memory.
-        unroll: steps between two points where the matrix unit may run dry.
+        programs: programs that share the steps of all tiles evenly; 0: one for each tile.
+        unroll: steps in a group, 2 or more: they come together, and after a group the matrix unit may run dry.
+        stages: groups in shared memory.
         warps: 4 or 8.
     """
 
     block_m: int
     block_n: int
     block_k: int
-    split_k: int = 1
-    stages: int = 4
+    programs: int = 0
     unroll: int = 2
+    stages: int = 3
     warps: int = 4
 
 
 def default_config(m: int, n: int, k: int) -> Config:
     """A sound choice for up to 64 rows where nobody has measured."""
-    block_m = max(16, triton.next_power_of_2(m))
-    programs = 3 * 132  # three on each multiprocessor of an H100
-    split_k = max(1, min(8, triton.cdiv(programs, triton.cdiv(n, 64)), k // 512))
-    return Config(block_m, 64, 128, split_k, stages=5 if block_m < 64 else 4)
+    # Four small programs on each multiprocessor of an H100, or two, but no stretches of less than 512 columns.
+    most = triton.cdiv(n, 64) * max(1, k // 512)
+    if m <= 32:
+        return Config(16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
+    return Config(64, 64, 128, min(2 * 132, most), stages=2)
 
 
 @gluon.jit
-def _load(words, scale_bytes, step, word_offset, scale_offset, row_tiles, DEPTH: gl.constexpr):
-    """Words and scale pairs [DEPTH * NT, 128] of step `step` over K."""
-    piece = (step * DEPTH * row_tiles).to(gl.int64)
-    return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
+def begin_of(program, groups):
+    """Where the program's stretch of `groups` begins; it ends where the next one's begins."""
+    programs = gl.num_programs(0)
+    return program * (groups // programs) + gl.minimum(program, groups % programs)
+
+
+@gluon.jit
+def _program_at(group, groups):
+    """The program to whose stretch a group belongs."""
+    shortest = groups // gl.num_programs(0)
+    longer = groups % gl.num_programs(0)
+    return gl.where(group < longer * (shortest + 1), group // (shortest + 1), (group - longer) // shortest)
 
 
 @gluon.jit
@@ -98,26 +105,6 @@ def place(tile, tiles_m, tiles_n):
 
 
 @gluon.jit
-def prefetch(pointer, size, REGISTER: gl.constexpr):
-    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the threads whose special `REGISTER` is 0."""
-    ASSEMBLY: gl.constexpr = (
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, " + REGISTER + "; setp.eq.u32 first, thread, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _prefetch_step(words, scale_bytes, step, row_tile, row_tiles, DEPTH: gl.constexpr, NT: gl.constexpr):
-    """Has the codes of a step brought to the L2 cache."""
-    piece = (step * DEPTH * row_tiles + row_tile).to(gl.int64)
-    for _ in gl.static_range(DEPTH):
-        prefetch(words + piece * 128, NT * 512, "%tid.x")
-        prefetch(scale_bytes + piece * 32, NT * 64, "%tid.x")
-        piece += row_tiles
-
-
-@gluon.jit
 def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
     """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, times 2^SCALE_EXPONENT or so
     (`decode_words`). Nothing moves between lanes, which `assert_trivial` checks when it compiles."""
@@ -127,6 +114,42 @@ def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout:
     values = values.reshape(DEPTH, NT, 8, 4, 4, 2, 2, 2)
     values = values.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(NT * 16, DEPTH * 64)
     return gl.convert_layout(values, layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _scale_layout(depth, nt, num_warps):
+    """Of scale pairs [depth, nt, 32] as lanes need them: four side by side, the same ones for four lanes."""
+    registers = [[0, 0, 1], [0, 0, 2]] + [[0, 1 << i, 0] for i in range(8) if num_warps <= 1 << i < nt]
+    registers += [[1 << i, 0, 0] for i in range(8) if 1 << i < depth]
+    lanes = [[0, 0, 0], [0, 0, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]]
+    warps = [[0, 1 << i, 0] for i in range(3) if 1 << i < num_warps]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [depth, nt, 32])
+
+
+@gluon.jit
+def _operand(
+    codes, pairs, STEP: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, operand_layout: gl.constexpr
+):  # fmt: skip
+    """Step STEP of a group of the weight, whose codes [pieces, NT, 128] and scale pairs [pieces, NT, 32] are in shared
+    memory, for wgmma."""
+    NT: gl.constexpr = codes.shape[1]
+    WARPS: gl.constexpr = operand_layout.parent.warps_per_cta[0]
+    # piece, tile, row, lane % 4, step
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    words = codes.slice(STEP * DEPTH, DEPTH).load(word_layout).reshape(DEPTH, NT, 8, 4, 4)
+    words = gl.convert_layout(words, layout, assert_trivial=True)
+    scale_pairs = pairs.slice(STEP * DEPTH, DEPTH).load(_scale_layout(DEPTH, NT, WARPS)).reshape(DEPTH, NT, 8, 4)
+    scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(3, layout), assert_trivial=True).expand_dims(3)
+    words, scale_pairs = gl.broadcast(words, scale_pairs)
+    words, scale_pairs = words.reshape(DEPTH * NT, 128), scale_pairs.reshape(DEPTH * NT, 128)
+    return _decode(words, scale_pairs, FP16, DEPTH, operand_layout)
+
+
+@gluon.constexpr_function
+def store_layout(width, num_warps):
+    """In which a tile [width, columns] is stored as rows of `width` values: whole lines of them."""
+    return gl.BlockedLayout([8, 1], [width // 8, 256 // width], [1, num_warps], [0, 1])
 
 
 @gluon.jit
@@ -149,161 +172,188 @@ def _store_tile(
     if row_weight is not None:
         m_acc = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
         acc *= gl.load(row_weight + m_acc, mask=m_acc < M, other=0.0)[None, :]
-    store_layout: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 8, 256 // WIDTH], [1, num_warps], [0, 1])
-    m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, store_layout))
-    n = tile_n * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, store_layout))
+    layout: gl.constexpr = store_layout(WIDTH, num_warps)
+    m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    n = tile_n * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     inside = m < M
     if row_map is not None:
         m = gl.load(row_map + m, mask=inside, other=-1)
         inside = m >= 0
     place = m.to(gl.int64)[None, :] * N + n[:, None]
-    gl.store(out + place, gl.convert_layout(acc.to(dtype), store_layout), mask=inside[None, :] & (n < N)[:, None])
+    gl.store(out + place, gl.convert_layout(acc.to(dtype), layout), mask=inside[None, :] & (n < N)[:, None])
 
 
 @gluon.jit
-def _store_part(acc, part, rows, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, num_warps: gl.constexpr):
-    """A part of a tile's sum, fp32 [BLOCK_M, BLOCK_N], as far as it has rows."""
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, num_warps], [0, 1])
+def _add_parts(acc, parts, flag, program, first, last, rows):
+    """The sum of a tile of which the programs from `first` to `last` each have a part; this one's is acc [BLOCK_N,
+    BLOCK_M].
+
+    Each stores its part, as far as the tile has rows, in `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N]: one for the tile
+    in which its stretch begins and one for that in which it ends. Returns whether this program was the last, and then
+    the sum.
+    """
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    SIZE: gl.constexpr = BLOCK_M * BLOCK_N
+    layout: gl.constexpr = acc.type.layout
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    gl.store(part + m[None, :] * BLOCK_N + n[:, None], gl.convert_layout(acc, layout), mask=(m < rows)[None, :])
+    inside = (m < rows)[None, :]
+    parts += m[None, :] * BLOCK_N + n[:, None]
+    slot = program * 2 + gl.where(program == first, 1, 0)
+    gl.store(parts + slot.to(gl.int64) * SIZE, acc, mask=inside)
+    cta_barrier()
+    complete = gl.atomic_add(flag, 1, sem="acq_rel", scope="gpu") == last - first
+    if complete:
+        gl.store(flag, 0)
+        acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=layout)
+        # Four loads in flight.
+        for source in range(first, last + 1, 4):
+            for i in gl.static_range(4):
+                slot = (source + i) * 2 + gl.where(source + i == first, 1, 0)
+                there = inside & (source + i <= last)
+                acc += gl.load(parts + slot.to(gl.int64) * SIZE, mask=there, other=0.0, cache_modifier=".cg")
+    return complete, acc
+
+
+@gluon.jit
+def _fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, first_piece, wanted):
+    """Has the accelerator fill a stage of the ring with a group of steps of the weight."""
+    place = [first_piece + group * codes.shape[1], tile_n * codes.shape[2], 0]
+    load_tile(words, place, ready.index(stage), codes.index(stage), pred=wanted)
+    load_tile(scale_pairs, place, ready.index(stage), pairs.index(stage), pred=wanted)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_kernel(
-    x, words, scale_bytes, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, SPLIT_K: gl.constexpr, STAGES: gl.constexpr,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, M, N, K,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """One tile of out, or one part of the sum of one.
+    """One tile of out or, with `parts`, a program's share of the steps of all tiles.
 
-    x is a descriptor of [M, K]. N is the number of rows of the weight that are stored, a multiple of nothing; the
-    packed weight has them padded. With `tile_expert` each tile of M has an expert of its own (-1: no work), and
-    `words`, `scale_bytes` and `global_scale` have experts as their leading dimension. With `row_map` row m of the
-    result is stored as row row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, eight
-    of the gate and eight of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2].
+    x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
+    N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
+    `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N] has room for the parts of tiles that are several programs', and
+    `flags`, a zero for each tile, counts them. With `tile_expert` each tile of M has an expert of its own (-1: no
+    work), whose pieces come after those of the experts before it, and `global_scale` has experts as its leading
+    dimension. With `row_map` row m of the result is stored as row row_map[m], or not if that is negative. With
+    ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out, [M, N / 2], is
+    T(activation(T(gate)) * T(up)).
     """
     NT: gl.constexpr = BLOCK_N // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
+    GROUP_K: gl.constexpr = UNROLL * BLOCK_K
+    STAGE_BYTES: gl.constexpr = BLOCK_M * GROUP_K * 2 + BLOCK_N * GROUP_K * 9 // 16
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [num_warps, 1], [1, 0])
+    store: gl.constexpr = acc_layout if parts is None else store_layout(BLOCK_N, num_warps)
 
+    program = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tile_m, tile_n = place(gl.program_id(0) // SPLIT_K, tiles_m, gl.cdiv(N, BLOCK_N))
-    split = gl.program_id(0) % SPLIT_K
-    row_tiles = (N + 127) // 128 * 8
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    # Steps beyond K multiply zeros: the accelerator reads x as zero there.
+    tile_groups = gl.cdiv(K, GROUP_K)
+    groups = tiles_m * tiles_n * tile_groups
+    begin = begin_of(program, groups)
+    end = begin_of(program + 1, groups)
+    tile = begin // tile_groups
+    group = begin - tile * tile_groups
+    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    first_piece = 0
     if tile_expert is not None:
         expert = gl.load(tile_expert + tile_m)
         if expert < 0:
             return
-        pieces = expert.to(gl.int64) * ((K + 127) // 128 * 2) * row_tiles
-        words += pieces * 128
-        scale_bytes += pieces * 32
+        first_piece = expert * ((K + 127) // 128 * 2)
         global_scale += expert * N
 
-    # Steps beyond K multiply zeros: the accelerator reads x as zero there.
-    last = gl.cdiv(K, BLOCK_K) - 1
-    steps = gl.cdiv(last + 1, UNROLL * SPLIT_K) * UNROLL
-    first = split * steps
-    piece = gl.arange(0, DEPTH * NT, layout=gl.SliceLayout(1, word_layout))
-    piece = (piece // NT) * row_tiles + tile_n * NT + piece % NT
-    word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
-    word_offset = piece[:, None] * 128 + word[None, :]
-    pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
-    scale_offset = piece[:, None] * 32 + pair[None, :]
-
-    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, UNROLL * DEPTH, NT, 128], words.layout)
+    pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, UNROLL * DEPTH, NT, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     # The weight does not depend on the kernels before this one.
-    for ahead in gl.static_range(1, PREFETCH):
-        _prefetch_step(words, scale_bytes, gl.minimum(first + ahead, last), tile_n * NT, row_tiles, DEPTH, NT)
-    codes, pairs = _load(words, scale_bytes, gl.minimum(first, last), word_offset, scale_offset, row_tiles, DEPTH)
+    weight = (words, scale_pairs, codes, pairs, ready)
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
+    for stage in gl.static_range(STAGES):
+        _, n = place((begin + stage) // tile_groups, tiles_m, tiles_n)
+        _fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, begin + stage < end)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for stage in gl.static_range(STAGES - 1):
-        wanted = stage < steps
-        mbarrier.expect(ready.index(stage), BLOCK_M * BLOCK_K * 2, pred=wanted)
-        load_tile(x, [tile_m * BLOCK_M, (first + stage) * BLOCK_K], ready.index(stage), ring.index(stage), pred=wanted)
-    operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
-    codes, pairs = _load(words, scale_bytes, gl.minimum(first + 1, last), word_offset, scale_offset, row_tiles, DEPTH)
+    for stage in gl.static_range(STAGES):
+        m, _ = place((begin + stage) // tile_groups, tiles_m, tiles_n)
+        corner = [m * BLOCK_M, (begin + stage) % tile_groups * GROUP_K]
+        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
+    fetched = (begin + STAGES) // tile_groups
+    fetched_group = (begin + STAGES) % tile_groups
+    fetched_m, fetched_n = place(fetched, tiles_m, tiles_n)
 
+    mbarrier.wait(ready.index(0), 0)
+    operand = _operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
     previous = operand
-    stage = 0
-    phase = 0
-    step = first
-    for _ in range(0, steps, UNROLL):
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for index in range(begin, end):
+        following = gl.where(stage == STAGES - 1, 0, stage + 1)
+        following_phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         for i in gl.static_range(UNROLL):
-            mbarrier.wait(ready.index(stage), phase)
-            acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+            step_of_x = ring.index(stage).slice(i * BLOCK_K, BLOCK_K, dim=1).permute((1, 0))
+            acc = warpgroup_mma(operand, step_of_x, acc, is_async=True)
             if i > 0:
                 acc, previous = warpgroup_mma_wait(1, deps=[acc, previous])
-            # Past this barrier every warp has finished the step before, so its stage can be filled again.
-            cta_barrier()
-            free = gl.where(stage == 0, STAGES - 1, stage - 1)
-            fetched = step + STAGES - 1
-            wanted = fetched < first + steps
-            mbarrier.expect(ready.index(free), BLOCK_M * BLOCK_K * 2, pred=wanted)
-            load_tile(x, [tile_m * BLOCK_M, fetched * BLOCK_K], ready.index(free), ring.index(free), pred=wanted)
-            _prefetch_step(words, scale_bytes, gl.minimum(step + PREFETCH, last), tile_n * NT, row_tiles, DEPTH, NT)
-            next_codes, next_pairs = _load(
-                words, scale_bytes, gl.minimum(step + 2, last), word_offset, scale_offset, row_tiles, DEPTH
-            )
+            source = stage
+            if i == UNROLL - 1:
+                source = following
+                mbarrier.wait(ready.index(following), following_phase, pred=index + 1 < end)
             previous = operand
-            operand = _decode(codes, pairs, FP16, DEPTH, operand_layout)
-            codes = next_codes
-            pairs = next_pairs
-            step += 1
-            stage += 1
-            wrapped = stage == STAGES
-            phase = gl.where(wrapped, phase ^ 1, phase)
-            stage = gl.where(wrapped, 0, stage)
+            operand = _operand(codes.index(source), pairs.index(source), (i + 1) % UNROLL, FP16, DEPTH, operand_layout)
         acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
+        wanted = index + STAGES < end
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
+        # Past this barrier every warp has finished the group, so its stage can be filled again.
+        cta_barrier()
+        _fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, wanted)
+        corner = [fetched_m * BLOCK_M, fetched_group * GROUP_K]
+        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=wanted)
+        stage = following
+        phase = following_phase
+        fetched_group += 1
+        if fetched_group == tile_groups:
+            fetched += 1
+            fetched_group = 0
+            fetched_m, fetched_n = place(fetched, tiles_m, tiles_n)
+        group += 1
+        if (group == tile_groups) | (index + 1 == end):
+            total = gl.convert_layout(acc, store)
+            complete = True
+            if parts is not None:
+                begins = tile * tile_groups
+                complete = (group == tile_groups) & (begin <= begins)
+                if not complete:
+                    complete, total = _add_parts(
+                        total, parts, flags + tile, program, _program_at(begins, groups),
+                        _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M,
+                    )  # fmt: skip
+            if complete:
+                _store_tile(
+                    total, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
+                    BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
+                )  # fmt: skip
+            acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
+            tile += 1
+            group = 0
+            tile_m, tile_n = place(tile, tiles_m, tiles_n)
     for stage in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(stage))
-
-    if SPLIT_K > 1:
-        slot = ((tile_n * tiles_m + tile_m) * SPLIT_K + split).to(gl.int64) * (BLOCK_M * BLOCK_N)
-        _store_part(acc, partial + slot, M - tile_m * BLOCK_M, BLOCK_M, BLOCK_N, num_warps)
-    else:
-        _store_tile(
-            acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
-            BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, acc_layout, num_warps,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M"])
-def add_parts_kernel(
-    partial, global_scale, bias, out, M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, UNSCALE: tl.constexpr,
-    PDL: tl.constexpr
-):  # fmt: skip
-    """Adds the parts [tiles, SPLIT_K, BLOCK_M, BLOCK_N] of every tile, in order, and applies the epilogue."""
-    if PDL:
-        programmatic_launch()
-    tile = tl.program_id(0)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, BLOCK_N)
-    rows = (tile % tiles_m) * BLOCK_M + m
-    columns = (tile // tiles_m) * BLOCK_N + n
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    part = partial + (tile * SPLIT_K).to(tl.int64) * (BLOCK_M * BLOCK_N) + m[:, None] * BLOCK_N + n[None, :]
-    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    for index in tl.static_range(SPLIT_K):
-        total += tl.load(part + index * (BLOCK_M * BLOCK_N), mask=inside, other=0.0)
-    total = total * UNSCALE * tl.load(global_scale + columns, mask=columns < N, other=0.0)[None, :]
-    if bias is not None:
-        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
 def lines_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -341,24 +391,29 @@ def gemm(
     depth = config.block_k // COLUMNS
     tiles_m = triton.cdiv(m, config.block_m)
     tiles = tiles_m * triton.cdiv(n, config.block_n)
-    split_k = min(config.split_k, triton.cdiv(k, config.block_k * config.unroll))
-    partial = None
-    if split_k > 1:
-        partial = torch.empty((tiles, split_k, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
-    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, config.block_k], gl.bfloat16)
+    groups = tiles * triton.cdiv(k, config.block_k * config.unroll)
+    programs = min(config.programs, groups)
+    parts = flags = None
+    # So many tiles need not be shared.
+    if programs and tiles <= FLAGS:
+        parts = torch.empty((programs, 2, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
+        flags = flags_of(x.device)
+    else:
+        programs = tiles
     fp16 = x.dtype == torch.float16
-    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k], layout)
-    nvfp4_wgmma_kernel[(tiles * split_k,)](
-        rows_of_x, words, scale_bytes.view(torch.uint16), global_scale, bias, out, partial,
-        tile_expert, row_map, row_weight, m, n, k,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, SPLIT_K=split_k, STAGES=config.stages,
+    pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
+    nvfp4_wgmma_kernel[(programs,)](
+        _descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
+        _descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
+        _descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
+        global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, m, n, k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
         PDL=hardware.pdl, num_warps=config.warps, **pdl_option(hardware),
     )  # fmt: skip
-    if split_k > 1:
-        rows = min(config.block_m, 16)
-        add_parts_kernel[(tiles, triton.cdiv(min(m, config.block_m), rows))](
-            partial, global_scale, bias, out, m, n, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            SPLIT_K=split_k, ROWS=rows, UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
-        )  # fmt: skip
     return out
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle, tensor.element_size() * 8, len(block))
+    return TensorDescriptor.from_tensor(tensor, block, layout)

@@ -33,14 +33,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _store_tile,
+    begin_of,
     cta_barrier,
     lines_of_16_bytes,
     load_tile,
     place,
-    prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 
@@ -73,19 +74,12 @@ def default_config(m: int) -> Config:
 
 
 @gluon.jit
-def _begin(program, groups):
-    """Where the program's stretch of all `groups` begins; it ends where the next one's begins."""
-    programs = gl.num_programs(0)
-    return program * (groups // programs) + gl.minimum(program, groups % programs)
-
-
-@gluon.jit
 def _pieces(tiles, whole, tile_groups):
     """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
     and what it has of the others."""
     program = gl.program_id(0)
-    begin = _begin(program, (tiles - whole) * tile_groups)
-    end = _begin(program + 1, (tiles - whole) * tile_groups)
+    begin = begin_of(program, (tiles - whole) * tile_groups)
+    end = begin_of(program + 1, (tiles - whole) * tile_groups)
     cut_tiles = gl.where(end > begin, (end - 1) // tile_groups - begin // tile_groups + 1, 0)
     return begin, end, gl.cdiv(whole - program, gl.num_programs(0)) + cut_tiles
 
@@ -114,6 +108,16 @@ def _leave(value):
     """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
     not keep products in flight from one turn of an inner loop to the next (C7512)."""
     gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _prefetch(pointer, size):
+    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the first lane."""
+    ASSEMBLY: gl.constexpr = (
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %laneid; setp.eq.u32 first, thread, 0; "
+        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -148,8 +152,8 @@ def _producer(
             # The consumers load these codes when the stages before this one are used up.
             piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
             for _ in gl.static_range(DEPTH):
-                prefetch(words + piece * 128, count * 512, "%laneid")
-                prefetch(scale_bytes + piece * 32, count * 64, "%laneid")
+                _prefetch(words + piece * 128, count * 512)
+                _prefetch(scale_bytes + piece * 32, count * 64)
                 piece += row_tiles
             stage, phase = _advance(stage, phase, STAGES)
     _leave(stage)
@@ -308,9 +312,10 @@ def _consumer(
                 gl.atomic_xchg(flags + program * 2 + half, 1, sem="release", scope="gpu")
             elif last < tile_groups:
                 source = program + 1
-                while _begin(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
+                while begin_of(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
                     while gl.atomic_add(flags + source * 2 + half, 0, sem="acquire", scope="gpu") == 0:
                         pass
+                    gl.store(flags + source * 2 + half, 0)
                     acc = _add_part(acc, parts + (source * 2 + half).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
                     source += 1
         if first == 0:
@@ -436,7 +441,7 @@ def _launch(
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
-        flags = torch.zeros((programs, 2), dtype=torch.int32, device=x.device)
+        flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
     layout = gl.NVMMASharedLayout.get_default_for([config.block_m, block_k], dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized all-reduce between GPUs that reach each other's memory: the bits of `reference.quick_reduce`.
 
-**Tiles.** A message is cut into tiles of one piece an owner, each piece a whole buffer of `formats.wire`. A program
-takes every so-manieth tile, and works on three at once, so that links carry one while others are encoded:
+**Tiles.** A message is cut into tiles of one piece an owner. A piece is one or more whole buffers of `formats.wire`. A
+program takes every so-manieth tile, and works on three at once, so that links carry one while others are encoded:
 
     send      its tile t: encodes the owners' pieces and stores each to its owner's inbox, then sets a flag there
     own       tile t - 1: awaits all ranks' pieces of its own, adds them in the order of ranks, encodes the sum, stores
@@ -13,8 +13,14 @@ The one-shot sends every piece to everybody, who adds for itself.
 
 **Memory.** Each rank has one such region, which all reach; it starts as zeros:
 
-    inbox[parity of the call][phase][tile][rank that sends][bytes of a piece]
+    inbox[parity of the call][phase][slot][rank that sends][bytes of a piece]
     flag[phase][tile][rank that sends]        int32: the number of the last call whose piece is there
+
+A program has SLOTS slots, which its tiles take in turn, so that inboxes are small and stay in the caches. That is safe:
+a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends tile t has
+received t - 3, whose flags the owners set after they read all pieces of t - 3. Who stores the sum of t has seen
+everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
+after everybody received t - 4.
 
 **Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; the last program
 of a kernel counts. Inboxes are used again in the call after the next one. That is safe: in every call all ranks await
@@ -37,12 +43,13 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import wire
+from llm_quant_rocm.kernels import wire, wire_units
 
 # int32 words of `Mailbox.state`.
 CALL, DONE, FAILED_CALL, FAILED_PEER, FAILED_PHASE = (tl.constexpr(word) for word in range(5))
 STATE_WORDS = 8
 PHASES, PARITIES = 2, 2
+SLOTS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -50,22 +57,35 @@ class Config:
     """How a message is cut.
 
     Attributes:
-        blocks: blocks of 256 values in a piece, a power of two.
-        programs: about as many as the GPU runs at once. None waits for one of a higher number, of any rank, so further
-            ones begin when others end; all ranks must have as many.
+        blocks: blocks of 256 values in a buffer, a power of two: 4 a wave's 32 lanes, so that each has a group.
+        programs: the most that run, about as many as the GPU runs at once. None waits for one of a higher number, of
+            any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
+        rounds: tiles of a program from which on pieces grow, to at most `buffers` buffers.
+        buffers: the most buffers of a piece.
     """
 
     blocks: int
     programs: int
     num_warps: int
+    rounds: int = 8
+    buffers: int = 8
 
     @property
-    def piece_values(self) -> int:
+    def buffer_values(self) -> int:
         return self.blocks * BLOCK
 
-    def piece_bytes(self, codec: Codec) -> int:
-        return self.piece_values // GROUP * codec.group_bytes
+    def buffer_bytes(self, codec: Codec) -> int:
+        return self.buffer_values // GROUP * codec.group_bytes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one message is cut: `buffers` of a piece, `tiles` of a message and `programs` that share them."""
+
+    buffers: int
+    tiles: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -95,10 +115,24 @@ class Mailbox:
         """Bytes of each rank's region."""
         return region_bytes(self.world, self.phase_bytes, self.max_tiles)
 
-    def capacity(self, codec: Codec, config: Config, shots: int) -> int:
-        """The most values that one call can carry."""
-        tiles = min(self.max_tiles, self.phase_bytes // (self.world * config.piece_bytes(codec)))
-        return tiles * config.piece_values * (self.world if shots == 2 else 1)
+    def cut(self, count: int, codec: Codec, config: Config, shots: int) -> Cut:
+        """How `count` values are cut.
+
+        Raises:
+            ValueError: inboxes or flags are too few for them.
+        """
+        slots = self.phase_bytes // (SLOTS.value * self.world * config.buffer_bytes(codec))
+        values = config.buffer_values * (self.world if shots == 2 else 1)
+        wanted = triton.cdiv(count, values * config.programs * config.rounds)
+        buffers = max(1, min(wanted, config.buffers, slots), triton.cdiv(count, values * self.max_tiles))
+        programs = min(config.programs, slots // buffers)
+        if programs == 0:
+            raise ValueError(
+                f"inboxes of {self.phase_bytes} bytes with flags of {self.max_tiles} tiles do not serve {count} values "
+                f"of {codec.name} between {self.world} ranks: enlarge them"
+            )
+        tiles = triton.cdiv(count, values * buffers)
+        return Cut(buffers, tiles, min(tiles, programs))
 
 
 def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
@@ -107,9 +141,9 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
 
 
 def default_config(hardware: Hardware) -> Config:
-    """16 values a lane and piece, and a program for each compute unit of the largest GPU of its kind. Not measured."""
-    programs = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 128)
-    return Config(blocks=16, programs=programs, num_warps=256 // hardware.lanes)
+    """A group a lane, and four programs for each compute unit of the largest GPU of its kind. Not measured on AMD."""
+    units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
+    return Config(blocks=16, programs=4 * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(
@@ -119,11 +153,14 @@ def two_shot(
     """out = the sum of x over the ranks, on every rank with the same bits. All ranks call with as many values.
 
     Args:
-        x, out: bf16 or fp16 [values], contiguous, x at a multiple of 16 bytes; at most `Mailbox.capacity` values.
+        x, out: bf16 or fp16 [values], contiguous, at multiples of 16 bytes.
         max_spins: looks at a flag until its rank counts as lost.
         cast_bf16_to_fp16: bf16 travels as fp16.
+
+    Raises:
+        ValueError: `mailbox` is too small (`Mailbox.cut`).
     """
-    _launch(two_shot_kernel, mailbox.world, x, out, mailbox, codec, config, max_spins, cast_bf16_to_fp16)
+    _launch(two_shot_kernel, 2, x, out, mailbox, codec, config, max_spins, cast_bf16_to_fp16)
 
 
 def one_shot(
@@ -135,24 +172,25 @@ def one_shot(
 
 
 def _launch(
-    kernel: Any, pieces: int, x: torch.Tensor, out: torch.Tensor, mailbox: Mailbox, codec: Codec, config: Config,
+    kernel: Any, shots: int, x: torch.Tensor, out: torch.Tensor, mailbox: Mailbox, codec: Codec, config: Config,
     max_spins: int, cast_bf16_to_fp16: bool,
 ) -> None:  # fmt: skip
     carried = torch.float16 if cast_bf16_to_fp16 else x.dtype
-    tiles = triton.cdiv(x.numel(), pieces * config.piece_values)
-    kernel[(min(tiles, config.programs),)](
+    cut = mailbox.cut(x.numel(), codec, config, shots)
+    kernel[(cut.programs,)](
         x,
         out,
         mailbox.peers,
         mailbox.state,
         x.numel(),
+        cut.tiles,
+        cut.buffers,
         mailbox.rank,
         mailbox.phase_bytes,
         mailbox.max_tiles,
         max_spins,
         MAX=torch.finfo(carried).max,
-        PIECE_BYTES=config.piece_bytes(codec),
-        GROUPS=config.piece_values // GROUP,
+        GROUPS=config.buffer_values // GROUP,
         WORLD=mailbox.world,
         **wire.constants(codec, carried),
         num_warps=config.num_warps,
@@ -160,83 +198,103 @@ def _launch(
     )
 
 
-_RUNTIME = ["count", "rank", "phase_bytes", "max_tiles", "max_spins"]
+_RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "max_spins"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def two_shot_kernel(
-    x_ptr, out_ptr, peers_ptr, state_ptr, count, rank, phase_bytes, max_tiles, max_spins,
+    x_ptr, out_ptr, peers_ptr, state_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
+    BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
-    tiles = tl.cdiv(count, WORLD * VALUES)
     programs = tl.num_programs(0)
+    piece_bytes = buffers * BYTES
     for tile in range(tl.program_id(0), tiles + 2 * programs, programs):
         if (tile < tiles) & (patience >= 0):
-            slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
-            for owner in range(WORLD):
-                begin = (tile * WORLD + owner) * VALUES
-                if begin < count:
-                    parts = wire.encode(load_values(x_ptr, begin, count, T, MAX, GROUPS), KIND, LIMIT, CAP, LOW, HIGH)
-                    wire.store_parts(tl.load(peers_ptr + owner) + slot, parts, LOW, HIGH, GROUPS)
+            at = inbox(call, 0, tile % (SLOTS * programs), rank, phase_bytes, piece_bytes, WORLD)
+            for turn in range(WORLD):
+                owner = (rank + 1 + turn) % WORLD  # not all to one
+                piece = tl.load(peers_ptr + owner) + at
+                for index in range(buffers):
+                    begin = ((tile * WORLD + owner) * buffers + index) * VALUES
+                    if begin < count:
+                        x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
+                        parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
+                        wire_units.store_parts(piece + index * BYTES, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
             patience = await_flags(mine, state_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
-            if ((owned * WORLD + rank) * VALUES < count) & (patience >= 0):
-                slots = mine + inbox(call, 0, owned, 0, phase_bytes, PIECE_BYTES, WORLD)
-                total = add_pieces(slots, KIND, LIMIT, LOW, HIGH, T, MAX, PIECE_BYTES, GROUPS, WORLD)
-                parts = wire.encode(total, KIND, LIMIT, CAP, LOW, HIGH)
-                slot = inbox(call, 1, owned, rank, phase_bytes, PIECE_BYTES, WORLD)
-                for peer in range(WORLD):
-                    wire.store_parts(tl.load(peers_ptr + peer) + slot, parts, LOW, HIGH, GROUPS)
+            if patience >= 0:
+                slot = owned % (SLOTS * programs)
+                pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
+                at = inbox(call, 1, slot, rank, phase_bytes, piece_bytes, WORLD)
+                for index in range(buffers):
+                    if ((owned * WORLD + rank) * buffers + index) * VALUES < count:
+                        first = pieces + index * BYTES
+                        total = add_pieces(first, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
+                        parts = wire_units.encode(total, KIND, LIMIT, CAP, LOW, HIGH, T)
+                        for turn in range(WORLD):
+                            buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
+                            wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - 2 * programs
         if received >= 0:
             patience = await_flags(mine, state_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD)
-            slots = mine + inbox(call, 1, received, 0, phase_bytes, PIECE_BYTES, WORLD)
-            for owner in range(WORLD):
-                begin = (received * WORLD + owner) * VALUES
+            slot = received % (SLOTS * programs)
+            pieces = mine + inbox(call, 1, slot, 0, phase_bytes, piece_bytes, WORLD)
+            for index in range(WORLD * buffers):
+                begin = (received * WORLD * buffers + index) * VALUES
                 if begin < count:
-                    parts = wire.load_parts(slots + owner * PIECE_BYTES, T, LOW, HIGH, GROUPS)
-                    value, _ = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-                    if KIND == wire.INT:
-                        value += 0.0  # no -0
-                    store_values(out_ptr, value, begin, count, GROUPS)
+                    pairs = wire_units.decode(
+                        pieces + index * BYTES, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS
+                    )
+                    store_values(out_ptr, pairs, begin, count, GROUPS)
     end_call(state_ptr, call)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def one_shot_kernel(
-    x_ptr, out_ptr, peers_ptr, state_ptr, count, rank, phase_bytes, max_tiles, max_spins,
+    x_ptr, out_ptr, peers_ptr, state_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
+    BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
-    tiles = tl.cdiv(count, VALUES)
     programs = tl.num_programs(0)
+    piece_bytes = buffers * BYTES
     for tile in range(tl.program_id(0), tiles + programs, programs):
         if (tile < tiles) & (patience >= 0):
-            slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
-            x = load_values(x_ptr, tile * VALUES, count, T, MAX, GROUPS)
-            parts = wire.encode(x, KIND, LIMIT, CAP, LOW, HIGH)
-            for peer in range(WORLD):
-                wire.store_parts(tl.load(peers_ptr + peer) + slot, parts, LOW, HIGH, GROUPS)
+            at = inbox(call, 0, tile % (SLOTS * programs), rank, phase_bytes, piece_bytes, WORLD)
+            for index in range(buffers):
+                begin = (tile * buffers + index) * VALUES
+                if begin < count:
+                    x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
+                    parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
+                    for turn in range(WORLD):
+                        buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
+                        wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - programs
         if received >= 0:
             patience = await_flags(mine, state_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD)
-            slots = mine + inbox(call, 0, received, 0, phase_bytes, PIECE_BYTES, WORLD)
-            total = add_pieces(slots, KIND, LIMIT, LOW, HIGH, T, MAX, PIECE_BYTES, GROUPS, WORLD)
-            store_values(out_ptr, total.to(tl.float32), received * VALUES, count, GROUPS)
+            slot = received % (SLOTS * programs)
+            pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
+            for index in range(buffers):
+                begin = (received * buffers + index) * VALUES
+                if begin < count:
+                    first = pieces + index * BYTES
+                    total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
+                    store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
     end_call(state_ptr, call)
 
 
@@ -305,44 +363,149 @@ def end_call(state_ptr, call):
 
 @triton.jit
 def add_pieces(
-    slots, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    first, piece_bytes, EIGHTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
-    """The sum, T [GROUPS, 32], of the pieces of all ranks in their order; finite where all of them are."""
-    total = tl.zeros([GROUPS, 32], tl.float32)
-    finite = tl.full([GROUPS, 32 if KIND == wire.FP else 1], True, tl.int1)
-    for source in range(WORLD):
-        parts = wire.load_parts(slots + source * PIECE_BYTES, T, LOW, HIGH, GROUPS)
-        value, extent = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-        total += value
-        finite = finite & (tl.abs(extent) < float("inf"))
-    total = tl.where(finite & (total > MAX), MAX, total)
-    return tl.where(finite & (total < -MAX), -MAX, total).to(T)
+    """The sums, pairs of T, of the buffers of all ranks in their order; finite where all of them are.
+
+    Args:
+        first: the address of rank 0's buffer; the others' are `piece_bytes` apart.
+        EIGHTS: whether lanes have 8 values, or units.
+    """
+    pieces = ()
+    for source in tl.static_range(WORLD):
+        pieces = pieces + (wire_units.load_parts(first + source * piece_bytes, EIGHTS, LOW, HIGH, T, GROUPS),)
+    finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
+    rare = True
+    if KIND != wire.FP:
+        # No sum is beyond this
+        bound = tl.zeros(pieces[0][2].shape, tl.float32)
+        for source in tl.static_range(WORLD):
+            size = tl.abs(pieces[source][2])
+            finite = finite & (size < float("inf"))
+            bound += size * LIMIT
+        rare = tl.max((bound < MAX).to(tl.int32) ^ 1, axis=0) != 0
+    pairs = ()
+    for eight in tl.static_range(1 if EIGHTS else wire_units.unit_values(LOW) // 8):
+        sums, every = (tl.zeros(finite.shape, tl.float32),) * 8, (finite,) * 8
+        for source in tl.static_range(WORLD):
+            low, high, scale = wire_units.eighth(pieces[source], eight, EIGHTS, LOW, HIGH)
+            found = wire_units.numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
+            if KIND == wire.FP:
+                sums = added(sums, found)
+                every = all_finite(every, found)
+            else:
+                sums = added_scaled(sums, found, scale)
+        if rare:
+            sums = limited(sums, every, MAX)
+        for i in tl.static_range(0, 8, 2):
+            pairs = pairs + (wire_units.pair_of(sums[i], sums[i + 1], T),)
+    return pairs
 
 
 @triton.jit
-def load_values(x_ptr, begin, count, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr):
-    """The piece of x that begins at a value, [GROUPS, 32], as it travels; zeros beyond the end."""
-    place = begin + tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    if begin + GROUPS * 32 <= count:
-        x = tl.load(x_ptr + place)
-    else:
-        x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    if x.dtype != T:
-        wide = x.to(tl.float32)
-        finite = tl.abs(wide) < float("inf")
-        wide = tl.where(finite, tl.minimum(tl.maximum(wide, -MAX), MAX), wide)
-        return wide.to(T)
-    else:
-        return x
+def added(sums, values):
+    found = ()
+    for i in tl.static_range(8):
+        found = found + (sums[i] + values[i],)
+    return found
 
 
 @triton.jit
-def store_values(out_ptr, value, begin, count, GROUPS: tl.constexpr):
-    """Rounds a piece [GROUPS, 32] to the type of `out` and stores what of it is not beyond the end."""
-    place = begin + tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    value = value.to(out_ptr.dtype.element_ty)
+def added_scaled(sums, values, scale):
+    """Products of a code and a scale are exact."""
+    found = ()
+    for i in tl.static_range(8):
+        found = found + (tl.fma(values[i], scale, sums[i]),)
+    return found
+
+
+@triton.jit
+def all_finite(every, values):
+    found = ()
+    for i in tl.static_range(8):
+        found = found + (every[i] & (tl.abs(values[i]) < float("inf")),)
+    return found
+
+
+@triton.jit
+def limited(sums, every, MAX: tl.constexpr):
+    """`sums`, those of finite values within MAX."""
+    found = ()
+    for i in tl.static_range(8):
+        total = tl.where(every[i] & (sums[i] > MAX), MAX, sums[i])
+        found = found + (tl.where(every[i] & (total < -MAX), -MAX, total),)
+    return found
+
+
+@triton.jit
+def load_values(
+    x_ptr, begin, count, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """The buffer of x that begins at a value, units of pairs, as it travels; zeros beyond the end."""
+    UNIT: tl.constexpr = wire_units.unit_values(LOW)
+    UNITS: tl.constexpr = GROUPS * 32 // UNIT
     if begin + GROUPS * 32 <= count:
-        tl.store(out_ptr + place, value)
+        first = (x_ptr + begin).to(tl.pointer_type(tl.int32))
+        pairs = wire_units.load_words(tl.multiple_of(first, 16), UNITS, UNIT // 2)
     else:
-        tl.store(out_ptr + place, value, mask=place < count)
+        pairs = load_ragged(x_ptr.to(tl.pointer_type(tl.int16)), begin, count, UNIT, UNITS)
+    if x_ptr.dtype.element_ty != T:
+        return narrowed(pairs, x_ptr.dtype.element_ty, T, MAX)
+    else:
+        return pairs
+
+
+@triton.jit
+def load_ragged(x_ptr, begin, count, UNIT: tl.constexpr, UNITS: tl.constexpr):
+    """Pairs of a buffer that is not whole, value by value."""
+    pairs = ()
+    for value in tl.static_range(0, UNIT, 2):
+        at = begin + tl.arange(0, UNITS) * UNIT + value
+        first = tl.load(x_ptr + at, mask=at < count, other=0)
+        second = tl.load(x_ptr + at + 1, mask=at + 1 < count, other=0)
+        pairs = pairs + (wire_units.pair_of_bits(first, second),)
+    return pairs
+
+
+@triton.jit
+def narrowed(pairs, FROM: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr):
+    """Pairs of FROM as pairs of T, finite values at most MAX."""
+    found = ()
+    for i in tl.static_range(len(pairs)):
+        first = narrow(wire_units.first_of(pairs[i], FROM), MAX)
+        second = narrow(wire_units.second_of(pairs[i], FROM), MAX)
+        found = found + (wire_units.pair_of(first, second, T),)
+    return found
+
+
+@triton.jit
+def narrow(value, MAX: tl.constexpr):
+    finite = tl.abs(value) < float("inf")
+    return tl.where(finite, tl.minimum(tl.maximum(value, -MAX), MAX), value)
+
+
+@triton.jit
+def recast(pairs, T: tl.constexpr, TO: tl.constexpr):
+    """Pairs of T as pairs of TO."""
+    if T == TO:
+        return pairs
+    else:
+        found = ()
+        for i in tl.static_range(len(pairs)):
+            first, second = wire_units.first_of(pairs[i], T), wire_units.second_of(pairs[i], T)
+            found = found + (wire_units.pair_of(first, second, TO),)
+        return found
+
+
+@triton.jit
+def store_values(out_ptr, pairs, begin, count, GROUPS: tl.constexpr):
+    """Stores the 4 pairs of each 8 values of a buffer, but for what is beyond the end."""
+    if begin + GROUPS * 32 <= count:
+        first = (out_ptr + begin).to(tl.pointer_type(tl.int32))
+        wire_units.store_words(tl.multiple_of(first, 16), pairs, GROUPS * 4)
+    else:
+        for value in tl.static_range(8):
+            at = begin + tl.arange(0, GROUPS * 4) * 8 + value
+            bits = (pairs[value // 2] >> (16 * (value % 2))).to(tl.int16)
+            tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=at < count)

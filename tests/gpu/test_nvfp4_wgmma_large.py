@@ -45,7 +45,7 @@ def on_gpu(x: torch.Tensor, weight: NvFp4Weight) -> tuple[torch.Tensor, NvFp4Wei
 def test_exact_on_integers(config: tuple[Any, ...], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight, bias = exact_operands(*shape, dtype)
     x, weight = on_gpu(x, weight)
-    expected = x.double() @ weight64(weight).t()
+    expected = x.double() @ weight64(weight).cuda().t()
     assert_same(product(config, x, weight), expected.float().to(dtype))
     bias = bias.to(dtype).cuda()
     assert_same(product(config, x, weight, bias), (expected + bias.double()).float().to(dtype))

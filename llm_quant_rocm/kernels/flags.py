@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Zeros in a GPU's memory by which the programs of a kernel tell each other what is done.
+
+A kernel leaves them as zeros, so that nobody need clear them for the next one: that is a kernel of its own, which takes
+as long as a small product. Kernels of one stream run one after another, so each stream has zeros of its own. As with
+cuBLAS's workspaces, graphs that were captured on one stream must not be replayed at the same time as each other.
+"""
+
+import torch
+
+FLAGS = 8192
+STREAMS = 64
+
+_flags: dict[torch.device, torch.Tensor] = {}
+_places: dict[tuple[torch.device, int], int] = {}
+
+
+def flags_of(device: torch.device) -> torch.Tensor:
+    """`FLAGS` zeros, int32, for a kernel that is launched on the current stream of the GPU `device`."""
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    place = _places.get(key)
+    if place is None:
+        # What a capture allocates belongs to its graph, and is zero when that is replayed, not before.
+        if device not in _flags and not torch.cuda.is_current_stream_capturing():
+            _flags[device] = torch.zeros((STREAMS, FLAGS), dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # another stream may be the next to use them
+        place = sum(known == device for known, _ in _places)
+        if device not in _flags or place == STREAMS:
+            return torch.zeros(FLAGS, dtype=torch.int32, device=device)
+        _places[key] = place
+    return _flags[device][place]

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`formats.wire` in device code, a lane at a time: packing and unpacking never leave a lane.
+
+A unit is what one lane encodes: a group of 32 values; half of one where codes have 8 bits, and 8 values in the codec
+FP, so that its words of a plane are at most 16 bytes, and neighbouring lanes write neighbouring bytes. Values travel in
+pairs, int32 words of two neighbouring ones, as they lie in memory. A tensor [UNITS] holds one word of each of so many
+units, a power of two, and a tuple of such tensors all words of each.
+
+Groups that hold NaN or infinities, or whose scale is so small that its reciprocal might overflow, are rare. A program
+looks whether one of its groups is such; only then are these rewritten, to values that need no special care.
+
+Kernels that call `encode` are launched with enable_fp_fusion=False: products round before they are converted.
+"""
+
+import triton
+import triton.language as tl
+
+from llm_quant_rocm.kernels.wire import E2M1, E4M3, FP, INT, e4m3_codes, scales
+
+
+@triton.constexpr_function
+def unit_values(LOW):
+    """Values of a unit, by the bits of the low plane (0: codec FP)."""
+    return 8 if LOW == 0 else 16 if LOW == 8 else 32
+
+
+@triton.constexpr_function
+def place(value, BITS):
+    """Where the field of a value begins in its word of a plane."""
+    return 8 * (value % 4) if BITS == 8 else 16 * (value // 4 % 2) + 4 * BITS * (value // 8) % 16 + BITS * (value % 4)
+
+
+@triton.constexpr_function
+def buffer_bytes(GROUPS, LOW, HIGH):
+    """Bytes of a buffer."""
+    return GROUPS * (64 if LOW == 0 else 4 * (LOW + HIGH) + 2)
+
+
+@triton.jit
+def load_words(first, UNITS: tl.constexpr, COUNT: tl.constexpr):
+    """The words, a tuple of COUNT, of units that lie one after the other from `first` on, an int32 pointer."""
+    unit = tl.arange(0, UNITS)
+    if COUNT == 1:
+        return (tl.load(first + unit),)
+    elif COUNT == 2:
+        return tl.split(tl.load(first + unit[:, None] * 2 + tl.arange(0, 2)[None, :]))
+    else:
+        words = ()
+        for start in tl.static_range(0, COUNT, 4):
+            words = words + split4(tl.load(first + unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]))
+        return words
+
+
+@triton.jit
+def store_words(first, words, UNITS: tl.constexpr):
+    """Stores what `load_words` loads."""
+    COUNT: tl.constexpr = len(words)
+    unit = tl.arange(0, UNITS)
+    if COUNT == 1:
+        tl.store(first + unit, words[0])
+    elif COUNT == 2:
+        tl.store(first + unit[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(words[0], words[1]))
+    else:
+        for start in tl.static_range(0, COUNT, 4):
+            quad = join4(words[start], words[start + 1], words[start + 2], words[start + 3])
+            tl.store(first + unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :], quad)
+
+
+@triton.jit
+def split4(words):
+    """The columns of a tensor [N, 4]."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def join4(first, second, third, fourth):
+    """The tensor [N, 4] of these columns."""
+    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (first.shape[0], 4))
+
+
+@triton.jit
+def first_of(pair, T: tl.constexpr):
+    """The first values of pairs, fp32."""
+    if T.is_bf16():
+        return (pair << 16).to(tl.float32, bitcast=True)
+    else:
+        return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def second_of(pair, T: tl.constexpr):
+    """The second values of pairs, fp32."""
+    if T.is_bf16():
+        return (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pair_of(first, second, T: tl.constexpr):
+    """Pairs of fp32 values, rounded to T."""
+    if tl.target_info.is_cuda():
+        # One instruction, of which Triton makes four
+        convert: tl.constexpr = f"cvt.rn.{T}x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(convert, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return pair_of_bits(first.to(T).to(tl.int16, bitcast=True), second.to(T).to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def pair_of_bits(first, second):
+    """Pairs of int16."""
+    return (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
+
+
+@triton.jit
+def encode(
+    x, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    T: tl.constexpr
+):  # fmt: skip
+    """The words of the low plane, those of the high plane (tuples), and the scales [GROUPS] in T, of units `x`.
+
+    Args:
+        x: pairs of values of T, a tuple of int32 [UNITS].
+    """
+    if KIND == FP:
+        return x, (), ()
+    else:
+        PARTS: tl.constexpr = 32 // unit_values(LOW)
+        positive, negative = extremes(x, KIND)
+        if PARTS > 1:
+            positive, negative = largest(positive, PARTS), largest(negative, PARTS)
+        size = tl.maximum(positive, negative)
+        top = (second_of(size, T).to(tl.uint32, bitcast=True) << 1) | (negative >= positive).to(tl.uint32)
+        scale = scales(top, KIND, LIMIT, CAP, T)
+        factor = reciprocal(scale)
+        broken = size >= (0x7F800000 if T.is_bf16() else 0x7C000000)
+        small = (tl.abs(scale) < 2.0**-100) & (scale != 0.0)
+        if tl.max((broken | small).to(tl.int32), axis=0) != 0:
+            factor = tl.where(small, reciprocal(scale * 2.0**64), tl.where(broken, 1.0 * LIMIT, factor))
+            x = plain(x, per_unit(small, PARTS), per_unit(broken, PARTS), T)
+        low, high = pack(x, per_unit(factor, PARTS), KIND, LIMIT, LOW, HIGH, T)
+        return low, high, tl.where(broken, float("inf"), scale).to(T)
+
+
+@triton.jit
+def extremes(x, KIND: tl.constexpr):
+    """The largest magnitudes of values that are not negative, and of negative ones, int32 [UNITS]: bits of T in the
+    high half. NaN is the largest. Codecs without a signed scale need but one, and get it twice."""
+    if KIND == INT:
+        # Among signed numbers the largest is a value not negative, if there is one; among unsigned ones a negative one.
+        positive = tl.maximum(largest_half(x, -1, True), 0)
+        negative = largest_half(x, -1, False).to(tl.int32, bitcast=True)
+        return positive & 0x7FFF0000, tl.where(negative < 0, negative & 0x7FFF0000, 0)
+    else:
+        size = largest_half(x, 0x7FFF7FFF, True) & 0x7FFF0000
+        return size, size
+
+
+@triton.jit
+def largest_half(x, MASK: tl.constexpr, SIGNED: tl.constexpr):
+    """The largest of the halves of the words x & MASK of units, int32 or uint32, with anything in the low half."""
+    AS: tl.constexpr = tl.int32 if SIGNED else tl.uint32
+    most = x[0] & MASK
+    if tl.target_info.cuda_capability_geq(9):
+        # Both halves at once
+        instruction: tl.constexpr = "max.s16x2 $0, $1, $2;" if SIGNED else "max.u16x2 $0, $1, $2;"
+        for i in tl.static_range(1, len(x)):
+            word = x[i] & MASK
+            most = tl.inline_asm_elementwise(instruction, "=r,r,r", [most, word], tl.int32, is_pure=True, pack=1)
+        return tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
+    else:
+        most = tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
+        for i in tl.static_range(1, len(x)):
+            word = x[i] & MASK
+            most = tl.maximum(most, tl.maximum(word.to(AS, bitcast=True), (word << 16).to(AS, bitcast=True)))
+        return most
+
+
+@triton.jit
+def largest(size, PARTS: tl.constexpr):
+    """The maxima of groups [UNITS / PARTS]."""
+    return tl.max(tl.reshape(size, (size.shape[0] // PARTS, PARTS)), axis=1)
+
+
+@triton.jit
+def per_unit(value, PARTS: tl.constexpr):
+    """What belongs to groups, for their units."""
+    if PARTS == 1:
+        return value
+    else:
+        wide = tl.broadcast_to(value[:, None], (value.shape[0], PARTS))
+        return tl.reshape(wide, (value.shape[0] * PARTS,))
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale to nearest, of bf16 or fp16 numbers that have one; 0 of 0."""
+    # One step makes any guess within 4 units of the last place exact, for every significand of 11 bits.
+    guess = 1.0 / scale
+    error = tl.fma(-scale, guess, tl.full(scale.shape, 1.0, tl.float32))
+    return tl.where(scale == 0.0, 0.0, tl.fma(guess, error, guess))
+
+
+@triton.jit
+def plain(x, small, broken, T: tl.constexpr):
+    """Units `x` where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
+    pairs = ()
+    for i in tl.static_range(len(x)):
+        first = plain_values(first_of(x[i], T), small, broken)
+        pairs = pairs + (pair_of(first, plain_values(second_of(x[i], T), small, broken), T),)
+    return pairs
+
+
+@triton.jit
+def plain_values(value, small, broken):
+    mark = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), -1.0, 0.0))
+    return tl.where(broken, mark, tl.where(small, value * 2.0**64, value))
+
+
+@triton.jit
+def pack(
+    x, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """The words of both planes (tuples) of units `x` times `factor`, whose products are at most LIMIT and a little."""
+    low = ()
+    high = ()
+    for word in tl.static_range(unit_values(LOW) * LOW // 32):
+        bits = tl.zeros(factor.shape, tl.int32)
+        for value in tl.static_range(word * (32 // LOW), (word + 1) * (32 // LOW)):
+            field = code(x, value, factor, KIND, LIMIT, T)
+            bits += (field if HIGH == 0 else field & ((1 << LOW) - 1)) << place(value, LOW)
+        if HIGH == 0 and KIND != E4M3:
+            # 2**23's exponent, added by each field: 0x4B000000 and, shifted by 4, 0xB0000000
+            bits += 0x05000000 if LOW == 4 else -0x4B000000
+        if KIND == E2M1:
+            bits |= e2m1_signs(x[4 * word], x[4 * word + 1], x[4 * word + 2], x[4 * word + 3])
+        low = low + (bits,)
+    for word in tl.static_range(unit_values(LOW) * HIGH // 32):
+        bits = tl.zeros(factor.shape, tl.int32)
+        for value in tl.static_range(word * (32 // HIGH), (word + 1) * (32 // HIGH)):
+            field = code(x, value, factor, KIND, LIMIT, T) >> LOW
+            bits |= (field & ((1 << HIGH) - 1)) << place(value, HIGH)
+        high = high + (bits,)
+    return low, high
+
+
+@triton.jit
+def code(x, value: tl.constexpr, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr):
+    """The codes of a value of units `x`: below the bits of the float 2**23, or for E4M3 alone; of E2M1 without sign."""
+    pair = x[value // 2] & 0x7FFF7FFF if KIND == E2M1 else x[value // 2]
+    wide = first_of(pair, T) if value % 2 == 0 else second_of(pair, T)
+    if KIND == INT:
+        # One FMA rounds the exact product to an integer
+        rounded = tl.fma(wide, factor, tl.full(factor.shape, 8388608.0 + LIMIT, tl.float32))
+        return tl.minimum(rounded, 8388607.0 + 2 * LIMIT).to(tl.int32, bitcast=True)
+    elif KIND == E2M1:
+        # The code is the nearest integer to the least of 2 y, y + 2 and y / 2 + 4; see `wire.e2m1_codes`
+        y = wide * factor
+        twice = tl.fma(y, tl.full(y.shape, 2.0, tl.float32), tl.full(y.shape, 8388608.0, tl.float32))
+        half = tl.fma(y, tl.full(y.shape, 0.5, tl.float32), tl.full(y.shape, 8388612.0, tl.float32))
+        return tl.minimum(tl.minimum(twice, y + 8388610.0), half).to(tl.int32, bitcast=True)
+    else:
+        return e4m3_codes(wide * factor)
+
+
+@triton.jit
+def e2m1_signs(first, second, third, fourth):
+    """The sign bits of a word of codes from those of its four pairs."""
+    left, right = bytes_of(first, second, 0x7351), bytes_of(third, fourth, 0x7351)
+    even, odd = bytes_of(left, right, 0x5410), bytes_of(left, right, 0x7632)
+    return ((even >> 4) & 0x08080808) | (odd & -2139062144)
+
+
+@triton.jit
+def bytes_of(a, b, SELECT: tl.constexpr):
+    """Words of four of the bytes of a (0 to 3) and b (4 to 7), which SELECT's digits name, the lowest byte's last."""
+    if tl.target_info.is_cuda():
+        select = tl.full(a.shape, SELECT, tl.int32)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, select], tl.int32, is_pure=True, pack=1
+        )
+    elif SELECT == 0x7351:
+        return ((a >> 8) & 0x00FF00FF) | (b & -16711936)
+    elif SELECT == 0x5410:
+        return (a & 0xFFFF) | (b << 16)
+    else:
+        tl.static_assert(SELECT == 0x7632)
+        return ((a >> 16) & 0xFFFF) | (b & -65536)
+
+
+@triton.jit
+def numbers(low, high, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr):
+    """What 8 neighbouring codes stand for, a tuple of fp32; in the codec FP the values.
+
+    Args:
+        low: the words of the low plane that hold them, a tuple: 4 pairs for FP, 2 for planes of 8 bits, or 1, shifted
+            so that theirs are the lowest fields of both halves.
+        high: the word of the high plane, shifted likewise, a tuple of 1, or of none.
+    """
+    found = ()
+    if KIND == FP:
+        for i in tl.static_range(4):
+            found = found + (first_of(low[i], T), second_of(low[i], T))
+    elif LOW == 8:
+        for i in tl.static_range(8):
+            field = (low[i // 4] >> place(i, 8)) & 0xFF
+            if KIND == INT:
+                found = found + ((field | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LIMIT),)
+            else:
+                # The fp16 with these bits is the number / 2**8
+                bits = ((field & 127) << 7) | ((field & 128) << 8)
+                found = found + (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0,)
+    else:
+        # Pairs of values i and i + 4, as bf16
+        seconds = ()
+        for i in tl.static_range(4):
+            if KIND == E2M1:
+                # The bf16 with these bits is the number / 2**126
+                shifted = low[0] << (6 - 4 * i) if i < 2 else low[0] >> (4 * i - 6)
+                pair = (shifted & 0x01C001C0) | ((low[0] << (12 - 4 * i)) & -2147450880)
+                found = found + (first_of(pair, tl.bfloat16) * 2.0**126,)
+                seconds = seconds + (second_of(pair, tl.bfloat16) * 2.0**126,)
+            else:
+                pair = (low[0] >> (LOW * i)) & (((1 << LOW) - 1) * 0x00010001)
+                if HIGH != 0:
+                    pair |= ((high[0] >> (HIGH * i)) & (((1 << HIGH) - 1) * 0x00010001)) << LOW
+                pair |= 0x43004300  # 128
+                found = found + (first_of(pair, tl.bfloat16) - (128.0 + LIMIT),)
+                seconds = seconds + (second_of(pair, tl.bfloat16) - (128.0 + LIMIT),)
+        found = found + seconds
+    return found
+
+
+@triton.jit
+def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr):
+    """Stores what `encode` returns at `buffer`, an address (int64) that 16 divides."""
+    low, high, scale = parts
+    UNITS: tl.constexpr = GROUPS * 32 // unit_values(LOW)
+    store_words(pointer(buffer, tl.int32), low, UNITS)
+    if LOW != 0:
+        if HIGH != 0:
+            store_words(pointer(buffer + GROUPS * 4 * LOW, tl.int32), high, UNITS)
+        tl.store(pointer(buffer + GROUPS * 4 * (LOW + HIGH), scale.dtype) + tl.arange(0, GROUPS), scale)
+
+
+@triton.jit
+def load_parts(
+    buffer, EIGHTS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """What `encode` returns, from `buffer`, an address (int64) that 16 divides, for units, or for every 8 values; the
+    scales are fp32 and as many. FP has none."""
+    VALUES: tl.constexpr = 8 if EIGHTS else unit_values(LOW)
+    lane = tl.arange(0, GROUPS * 32 // VALUES)
+    low = load_plane(buffer, VALUES, LOW if LOW != 0 else 16, GROUPS)
+    if LOW == 0:
+        return low, (), ()
+    else:
+        high = ()
+        if HIGH != 0:
+            high = load_plane(buffer + GROUPS * 4 * LOW, VALUES, HIGH, GROUPS)
+        scales_at = buffer + GROUPS * 4 * (LOW + HIGH)
+        if VALUES == 32:
+            return low, high, tl.load(pointer(scales_at, T) + lane).to(tl.float32)
+        else:
+            return low, high, tl.load(scales_at.to(tl.pointer_type(T)) + lane // (32 // VALUES)).to(tl.float32)
+
+
+@triton.jit
+def load_plane(start, VALUES: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """The words of a plane that lanes of VALUES values need."""
+    if VALUES * BITS == 32:
+        # One word a lane, so that decoded values need not move: no hint at the alignment
+        return (tl.load(start.to(tl.pointer_type(tl.int32)) + tl.arange(0, GROUPS * 32 // VALUES)),)
+    elif VALUES * BITS > 32:
+        return load_words(pointer(start, tl.int32), GROUPS * 32 // VALUES, VALUES * BITS // 32)
+    else:
+        # Several lanes share a word
+        lane = tl.arange(0, GROUPS * 32 // VALUES)
+        SHARE: tl.constexpr = 32 // (VALUES * BITS)
+        word = tl.load(start.to(tl.pointer_type(tl.int32)) + lane // SHARE)
+        return (word >> (16 // SHARE * (lane % SHARE)),)
+
+
+@triton.jit
+def eighth(parts, index: tl.constexpr, EIGHTS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Of parts of units (or of EIGHTS) what `numbers` needs for their 8 values of this index, and the scales."""
+    low, high, scale = parts
+    if EIGHTS or LOW == 0:
+        return low, high, scale
+    else:
+        return word_of(low, index, LOW), word_of(high, index, HIGH), scale
+
+
+@triton.jit
+def word_of(words, index: tl.constexpr, BITS: tl.constexpr):
+    if BITS == 0:
+        return ()
+    elif BITS == 8:
+        return words[2 * index], words[2 * index + 1]
+    else:
+        return (words[index * BITS // 4] >> (4 * BITS * index % 16),)
+
+
+@triton.jit
+def decode(
+    buffer, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
+    TO: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """The values in a buffer, the 4 pairs of TO of every 8: a tuple of int32 [4 * GROUPS]."""
+    low, high, scale = load_parts(buffer, True, LOW, HIGH, T, GROUPS)
+    if KIND == FP and T == TO:
+        return low
+    else:
+        found = numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
+        pairs = ()
+        for i in tl.static_range(0, 8, 2):
+            pairs = pairs + (pair_of(scaled(found[i], scale, KIND), scaled(found[i + 1], scale, KIND), TO),)
+        return pairs
+
+
+@triton.jit
+def scaled(number, scale, KIND: tl.constexpr):
+    if KIND == FP:
+        return number
+    elif KIND == INT:
+        return tl.fma(number, scale, tl.zeros(number.shape, tl.float32))  # no -0
+    else:
+        return number * scale
+
+
+@triton.jit
+def pointer(start, T: tl.constexpr):
+    """An address (int64) that 16 divides, as a pointer to T."""
+    return tl.multiple_of(start.to(tl.pointer_type(T)), 16)
