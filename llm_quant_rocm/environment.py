@@ -3,11 +3,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OURS = "LLM_QUANT_ROCM_"
 NVFP4 = f"{OURS}NVFP4"
-QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_"
+QUICK_REDUCE, SGLANG_QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_", "ROCM_QUICK_REDUCE_"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,19 @@ def _backend(operator: str, what: str, *backends: str) -> Variable:
     return Variable(backend_of(operator), f"forces the backend of {what}", "the best that can serve", backends)
 
 
+def _quick_reduce(prefix: str) -> tuple[Variable, ...]:
+    codecs = ("FP", "INT8", "FP8", "INT6", "INT4", "FP4", "INT3", "NONE")
+    return (
+        Variable(f"{prefix}QUANTIZATION", "the codec of the quantized all-reduce", "NONE", codecs),
+        Variable(
+            f"{prefix}MIN_SIZE_BYTES_MB", "MiB: serve messages from this size on, measured or not", "what is measured"
+        ),
+        Variable(f"{prefix}MAX_SIZE_BYTES_MB", "MiB: serve messages up to this size", "2048"),
+        Variable(f"{prefix}QUANTIZATION_MIN_SIZE_KB", "KiB: smaller messages travel unquantized", "0"),
+        Variable(f"{prefix}CAST_BF16_TO_FP16", "1 or true: bf16 travels as fp16", "0"),
+    )
+
+
 _ALL = (
     _backend("per_token_quant", "the quantization per token", "triton", "reference"),
     _backend("rms_norm_quant", "RMSNorm with quantization", "triton", "reference"),
@@ -60,18 +73,11 @@ _ALL = (
         "`activations` of the checkpoint's configuration, else 16bit",
         ("16bit", "nvfp4"),
     ),
-    Variable(
-        f"{QUICK_REDUCE}QUANTIZATION",
-        "the codec of the quantized all-reduce",
-        "NONE",
-        ("FP", "INT8", "FP8", "INT6", "INT4", "FP4", "INT3", "NONE"),
+    *_quick_reduce(QUICK_REDUCE),
+    *(
+        replace(it, meaning="SGLang's name of the same, which comes first there")
+        for it in _quick_reduce(SGLANG_QUICK_REDUCE)
     ),
-    Variable(
-        f"{QUICK_REDUCE}MIN_SIZE_BYTES_MB", "MiB: serve messages from this size on, measured or not", "what is measured"
-    ),
-    Variable(f"{QUICK_REDUCE}MAX_SIZE_BYTES_MB", "MiB: serve messages up to this size", "2048"),
-    Variable(f"{QUICK_REDUCE}QUANTIZATION_MIN_SIZE_KB", "KiB: smaller messages travel unquantized", "0"),
-    Variable(f"{QUICK_REDUCE}CAST_BF16_TO_FP16", "1 or true: bf16 travels as fp16", "0"),
     Variable("VLLM_PLUGINS", "vLLM's: the plugins that it loads, separated by commas; ours is llm_quant_rocm", "all"),
     Variable("SGLANG_PLUGINS", "the same of SGLang", "all"),
     Variable(

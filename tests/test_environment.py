@@ -21,11 +21,11 @@ FILES = [
     for file in sorted(folder.rglob("*.py"))
     if file.name != "environment.py"
 ]
-OURS = re.compile(r"\b(?:LLM_QUANT_ROCM|VLLM_ROCM_QUICK_REDUCE)_[A-Z0-9_]*[A-Z0-9]\b")
+OURS = re.compile(r"\b(?:LLM_QUANT_ROCM|(?:VLLM_)?ROCM_QUICK_REDUCE)_[A-Z0-9_]*[A-Z0-9]\b")
 
 
 # Other programs' variables, by names that those programs say.
-THEIRS = {"os.environ.get(current_platform.device_control_env_var)"}
+THEIRS = {"os.environ.get(current_platform.device_control_env_var)", "os.environ.get(members.visible_devices)"}
 
 
 def direct_reads(tree: ast.Module) -> Iterator[str]:

@@ -103,8 +103,12 @@ class NvFp4Config(QuantizationConfig):
         """
         from llm_quant_rocm_sglang.nvfp4_checkpoints import CONFIGURATIONS
 
-        result = super(NvFp4Config, CONFIGURATIONS[check(config)]).from_config(config)
-        result.options = Options.read(config)
+        kind = check(config)
+        options = Options.read(config)
+        if kind == "modelopt":
+            config = _with_known_algorithm(config)
+        result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
+        result.options = options
         return result
 
     def get_scaled_act_names(self) -> list[str]:
@@ -158,6 +162,13 @@ class NvFp4Config(QuantizationConfig):
         if not self._reported:
             self._reported = True
             logger.info(summary(self._layers, self.options))
+
+
+def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with NVFP4 for W4A16_NVFP4: SGLang 0.5.17 knows that name alone, and to us they are one."""
+    if "quantization" in config:
+        return {**config, "quantization": {**config["quantization"], "quant_algo": "NVFP4"}}
+    return {**config, "quant_algo": "NVFP4"}
 
 
 def _description(model_config: Any) -> dict[str, Any] | None:

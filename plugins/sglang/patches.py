@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llm_quant_rocm_sglang import communicator, nvfp4, ptpc_fp8
+from llm_quant_rocm_sglang import communicator, nvfp4, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -27,15 +27,13 @@ class Patch:
     Attributes:
         target: the dotted name of a function of SGLang.
         parameters: the names of the target's first parameters, which the hook relies on.
-        kind: "around" gets the target and its arguments, "after" its result and its arguments.
-        hook: ours.
+        hook: ours, which gets the target and its arguments.
         purpose: what does not work without it, for the log.
         why: why a hook.
     """
 
     target: str
     parameters: tuple[str, ...]
-    kind: str
     hook: Callable[..., Any]
     purpose: str
     why: str
@@ -54,7 +52,6 @@ PATCHES = (
     Patch(
         target="sglang.srt.configs.model_config.ModelConfig._verify_quantization",
         parameters=("self",),
-        kind="around",
         hook=choose_quantization,
         purpose="--quantization ptpc_fp8, and NVFP4 checkpoints without a flag",
         why="ROCm's list of allowed methods is a local variable of it, and ModelOpt's methods come first among those "
@@ -62,29 +59,36 @@ PATCHES = (
         "ROCm and asked first.",
     ),
     Patch(
+        target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
+        parameters=("port_args", "server_args", "scheduler_info"),
+        hook=processes.write_data,
+        purpose="--tokenizer-worker-num above 1 with a checkpoint or a method of ours",
+        why="SGLang loads no plugins in those processes, which know the model's quantization method all the same. "
+        "Checked on 0.5.17, 0.5.21, 0.5.23. Can go when SGLang loads them.",
+    ),
+    Patch(
         target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
         parameters=("self", "group_ranks", "local_rank"),
-        kind="after",
         hook=communicator.attach,
         purpose="the quantized all-reduce (ROCM_QUICK_REDUCE_QUANTIZATION)",
-        why="SGLang makes its QuickReduce here, and has no name for another. Checked on 0.5.17, 0.5.21, 0.5.23.",
+        why="SGLang makes its QuickReduce here, and has no name for another's. Checked on 0.5.17, 0.5.21, 0.5.23. Can "
+        "go when a plugin may bring an all-reduce.",
     ),
     Patch(
         target="sglang.srt.distributed.parallel_state.GroupCoordinator._resolve_outplace_all_reduce_method",
         parameters=("self", "input_"),
-        kind="around",
         hook=communicator.resolve,
-        purpose="the quantized all-reduce below the largest size of SGLang's custom all-reduce (16 MiB)",
-        why="SGLang asks its custom all-reduce before QuickReduce, whatever is faster. Checked on 0.5.17, 0.5.21, "
-        "0.5.23.",
+        purpose="the quantized all-reduce where SGLang's custom all-reduce serves too (up to 16 MiB)",
+        why="SGLang asks its custom all-reduce first, whatever was measured. Checked on 0.5.17, 0.5.21, 0.5.23. Can go "
+        "with the one before.",
     ),
     Patch(
         target="sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce",
         parameters=("self", "input_"),
-        kind="around",
         hook=communicator.all_reduce,
-        purpose="the quantized all-reduce on CPUs, and before FlashInfer's and symmetric memory",
-        why="It chooses those before it asks which method serves. Checked on 0.5.17, 0.5.21, 0.5.23.",
+        purpose="the quantized all-reduce on CPUs",
+        why="What is on a CPU it adds before it asks which method serves. Checked on 0.5.17, 0.5.21, 0.5.23. Can go "
+        "with the first.",
     ),
 )
 
@@ -96,7 +100,7 @@ def apply() -> None:
     for patch in PATCHES:
         trouble = _trouble(patch)
         if trouble is None:
-            HookRegistry.register(patch.target, patch.hook, HookType(patch.kind))
+            HookRegistry.register(patch.target, patch.hook, HookType.AROUND)
         else:
             logger.error(
                 "llm-quant-rocm cannot hook into this SGLang: %s. Without it does not work: %s. Install a supported "

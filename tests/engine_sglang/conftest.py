@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that the tests share. They run where SGLang is installed: `make test` has it beside vLLM."""
+"""Checkpoints that the tests share. They run where SGLang is, as `make test` runs them:
+
+PYTHONPATH=tests/engine_sglang/stand_ins:.venv/sglang .venv/bin/python -m pytest tests/engine_sglang
+"""
 
 import os
 import sys
@@ -11,11 +14,8 @@ import pytest
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 
 if find_spec("sglang"):
-    # Tests that import SGLang themselves need what its servers are given.
-    os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"
-    sys.path[:0] = [str(Path(__file__).with_name("stand_ins")), str(Path(__file__).parents[1] / "engine")]
-    import sitecustomize  # noqa: F401
-
+    os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
+    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     import checkpoints
     import nvfp4_checkpoints
 

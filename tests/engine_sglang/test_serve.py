@@ -60,13 +60,23 @@ def test_ptpc(folder: Path, bf16: torch.Tensor) -> None:
     assert (served.logprobs - bf16).abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
-def test_nvfp4_without_a_flag(folder: Path, bf16: torch.Tensor, layout: str) -> None:
-    checkpoint = folder / f"demo-{layout}"
-    quantize_checkpoint(DEMO, checkpoint, layout, share_global_scales=False)
-    served = servers.run(folder / f"demo-{layout}-run", checkpoint)
+def test_nvfp4_without_a_flag(folder: Path, bf16: torch.Tensor) -> None:
+    checkpoint = folder / "demo-modelopt"
+    quantize_checkpoint(DEMO, checkpoint, "modelopt", share_global_scales=False)
+    served = servers.run(folder / "demo-modelopt-run", checkpoint)
     assert "nvfp4_triton: 12 linear layers" in served.log
     assert (served.logprobs - bf16).abs().mean() < 0.5
+
+
+def test_two_ranks_with_the_quantized_all_reduce(folder: Path, bf16: torch.Tensor) -> None:
+    checkpoint = folder / "demo-compressed-tensors"
+    quantize_checkpoint(DEMO, checkpoint, "compressed-tensors", share_global_scales=False)
+    wishes = {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "0"}
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    served = servers.run(folder / "demo-compressed-tensors-run", checkpoint, "--tp-size=2", **binding, **wishes)
+    assert "nvfp4_triton: 12 linear layers" in served.log
+    assert "quantized all-reduce: process_group FP4 from 0 bytes" in served.log
+    assert (served.logprobs - bf16).abs().mean() < 0.6
 
 
 def test_experts_and_unequal_scales(folder: Path, nvfp4_moe: nvfp4_checkpoints.Quantized) -> None:
@@ -77,3 +87,29 @@ def test_experts_and_unequal_scales(folder: Path, nvfp4_moe: nvfp4_checkpoints.Q
     assert "2 mixture-of-experts layers" in served.log
     # What a checkpoint and its values in BF16 differ by is roundings, which may flip the choice of an expert.
     assert (served.logprobs - expected(values)).abs().median() < 0.02
+
+
+def test_experts_quantized_on_two_ranks(folder: Path, moe_checkpoint: Path) -> None:
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    served = servers.run(folder / "moe-ptpc", moe_checkpoint, "--quantization=ptpc_fp8", "--tp-size=2", **binding)
+    assert "ptpc_fp8: quantizing 4 linear layers and 2 mixture-of-experts layers" in served.log
+    assert "2 router gates" in served.log
+    # Codes and scales are those of whole rows, whatever the number of ranks that share them.
+    for number, layer in enumerate(fake_quantized.load(moe_checkpoint).model.layers):
+        gate_up, down = layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data
+        for name, whole in (("w13", gate_up), ("w2", down)):
+            codes, scale = fp8.quantize_rows(whole.bfloat16(), fp8.OCP)
+            for rank, weights in enumerate(served.weights):
+                found = weights[f"model.layers.{number}.mlp.experts.{name}_weight"]
+                found_scale = weights[f"model.layers.{number}.mlp.experts.{name}_weight_scale"]
+                if name == "w2":
+                    expected_codes, expected_scale = codes.chunk(2, 2)[rank], scale
+                else:
+                    expected_codes, expected_scale = (
+                        torch.cat([part.chunk(2, 1)[rank] for part in tensor.chunk(2, 1)], 1)
+                        for tensor in (codes.view(torch.uint8), scale)
+                    )
+                assert torch.equal(found, expected_codes.view(torch.uint8)), name
+                assert torch.equal(found_scale, expected_scale), name
+    correlation, _ = fake_quantized.explains(served.logprobs, moe_checkpoint, tokens(moe_checkpoint))
+    assert correlation > 0.5
