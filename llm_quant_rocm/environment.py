@@ -75,8 +75,8 @@ _ALL = (
     ),
     *_quick_reduce(QUICK_REDUCE),
     *(
-        replace(it, meaning="SGLang's name of the same, which comes first there")
-        for it in _quick_reduce(SGLANG_QUICK_REDUCE)
+        replace(variable, meaning="SGLang's name of the same, which comes first there")
+        for variable in _quick_reduce(SGLANG_QUICK_REDUCE)
     ),
     Variable("VLLM_PLUGINS", "vLLM's: the plugins that it loads, separated by commas; ours is llm_quant_rocm", "all"),
     Variable("SGLANG_PLUGINS", "the same of SGLang", "all"),
@@ -85,6 +85,11 @@ _ALL = (
         "vLLM's: 1 asks for results that do not depend on the batch; NVFP4's dense layers have them, ptpc_fp8 refuses",
         "0",
         ("0", "1"),
+    ),
+    Variable(
+        "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
+        "SGLang's, as is --enable-deterministic-inference: the quantized all-reduce steps aside",
+        "0",
     ),
     Variable("HF_HUB_OFFLINE", "Hugging Face's: 1 forbids downloads, as the commands do where a model is local", "0"),
     Variable("COMMIT", "what measurements name as their commit where the package lies in no repository", "git's"),
