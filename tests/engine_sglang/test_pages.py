@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every `python -m sglang.launch_server ...` of README and docs is a command line of SGLang's, our methods registered."""
+"""Every `python -m sglang.launch_server ...` of the pages is a command line of SGLang's, our methods registered."""
 
 import argparse
 
@@ -26,7 +26,7 @@ def test_sglang_takes_its_commands() -> None:
         assert parser().parse_args(line).model_path
 
 
-@pytest.mark.parametrize("wrong", ["--quantization ptpc_fp9", "--tensor 2"])
+@pytest.mark.parametrize("wrong", ["--quantization ptpc_fp9", "--tensor-size 2"])
 def test_a_wrong_command_is_found(wrong: str) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--model-path", "MODEL", *wrong.split()])
