@@ -165,6 +165,14 @@ def test_an_unsupported_vllm_is_a_problem_with_its_cure(monkeypatch: pytest.Monk
     assert part.problems[0].cure == "pip install 'vllm>=0.26,<0.34'"
 
 
+def test_an_old_torch_is_not_replaced_by_any_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch, torch="2.9.1+rocm6.4")
+    part = packages.examine(gpu=False)
+    assert [problem.cure for problem in part.problems] == [
+        "install torch's build for this machine with torch 2.11 and newer"
+    ]
+
+
 def test_versions_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch, torch="2.13.0+cpu", vllm="0.33.0", safetensors="9.9")
     verdicts = {row.package: row.verdict for row in packages.examine(gpu=False).rows}

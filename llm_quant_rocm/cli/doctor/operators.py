@@ -31,14 +31,14 @@ class Choice:
     """What serves an operator's calls of some numbers of tokens.
 
     Attributes:
-        runs_on: the backend; None where the call would be an error.
+        runs_on: the backend.
         others: why each other backend does not, by name.
         measured: how many shapes were measured on this architecture. Without any, launch configurations are guesses.
     """
 
     operator: str
     tokens: list[int]
-    runs_on: str | None = field(metadata=heading("runs on"))
+    runs_on: str = field(metadata=heading("runs on"))
     others: dict[str, str]
     measured: int = field(metadata=heading("measured shapes"))
 

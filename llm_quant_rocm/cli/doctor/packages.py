@@ -51,7 +51,7 @@ def examine(gpu: bool) -> Part:
     problems = [
         Problem(
             f"{row.package} {row.version} is not supported: llm-quant-rocm {__version__} supports {row.supported}",
-            f"pip install '{DISTRIBUTIONS[row.package][0]}{_requirement(row.package)}'",
+            _cure(row.package),
         )
         for row in rows
         if row.verdict == _NOT_SUPPORTED and row.package in DISTRIBUTIONS
@@ -84,6 +84,8 @@ def _row(package: str, number: str | None) -> Package:
     return Package(package, number, verdict, str(known) if known else "", list(known.tested) if known else [])
 
 
-def _requirement(package: str) -> str:
+def _cure(package: str) -> str:
     known = SUPPORTED[package]
-    return f">={known.first}" + (f",<{known.end}" if known.end else "")
+    if package in ("torch", "triton"):  # pip's choice of a build may be for another GPU
+        return f"install torch's build for this machine with {package} {known}"
+    return f"pip install '{DISTRIBUTIONS[package][0]}>={known.first},<{known.end}'"
