@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 OURS = "LLM_QUANT_ROCM_"
-NVFP4 = f"{OURS}NVFP4"
+NVFP4, FUSION = f"{OURS}NVFP4", f"{OURS}FUSION"
 QUICK_REDUCE, SGLANG_QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_", "ROCM_QUICK_REDUCE_"
 
 
@@ -73,6 +73,7 @@ _ALL = (
         "`activations` of the checkpoint's configuration, else 16bit",
         ("16bit", "nvfp4"),
     ),
+    Variable(FUSION, "0 leaves norms and all-reduces of vLLM's compiled graphs apart", "1", ("0", "1")),
     *_quick_reduce(QUICK_REDUCE),
     *(
         replace(variable, meaning="SGLang's name of the same, which comes first there")
@@ -102,3 +103,15 @@ def read(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """What the user set variable `name` to, None where it is unset. An empty text is as good as unset to most readers;
     to vLLM an empty VLLM_PLUGINS means none."""
     return environment.get(name)
+
+
+def switched_on(name: str) -> bool:
+    """Whether variable `name` is 1, which it is where it is not set.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    switch = read(name)
+    if switch not in (None, "0", "1"):
+        raise ValueError(f"{name} is 0 or 1, not {switch!r}")
+    return switch != "0"

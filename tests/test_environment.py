@@ -25,7 +25,11 @@ OURS = re.compile(r"\b(?:LLM_QUANT_ROCM|(?:VLLM_)?ROCM_QUICK_REDUCE)_[A-Z0-9_]*[
 
 
 # Other programs' variables, by names that those programs say.
-THEIRS = {"os.environ.get(current_platform.device_control_env_var)", "os.environ.get(members.visible_devices)"}
+THEIRS = {
+    "os.environ.get(current_platform.device_control_env_var)",
+    "os.environ.get(members.visible_devices)",
+    "os.environ.get(variable)",
+}
 
 
 def direct_reads(tree: ast.Module) -> Iterator[str]:
@@ -82,6 +86,21 @@ def test_read_gives_what_is_set() -> None:
     assert environment.read(name, {name: "0"}) == "0"
     assert environment.read(name, {name: ""}) == ""
     assert environment.read(name, {}) is None
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("1", True), ("0", False)])
+def test_a_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
+    monkeypatch.delenv(environment.NVFP4, raising=False)
+    if value:
+        monkeypatch.setenv(environment.NVFP4, value)
+    assert environment.switched_on(environment.NVFP4) is on
+
+
+@pytest.mark.parametrize("value", ["", "off", "true"])
+def test_a_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(environment.NVFP4, value)
+    with pytest.raises(ValueError, match="LLM_QUANT_ROCM_NVFP4 is 0 or 1, not"):
+        environment.switched_on(environment.NVFP4)
 
 
 def test_a_value_that_is_none_is_refused_with_those_that_are() -> None:

@@ -139,14 +139,6 @@ def excluded(prefix: str, fused: Mapping[str, Sequence[str]], is_excluded: Calla
     return any(shards.values()) or is_excluded(prefix)
 
 
-def switched_on() -> bool:
-    """Whether LLM_QUANT_ROCM_NVFP4 lets us take over checkpoints by ourselves."""
-    switch = environment.read(SWITCH) or "1"
-    if switch not in ("0", "1"):
-        raise ValueError(f"{SWITCH} is 0 or 1, not {switch!r}")
-    return switch == "1"
-
-
 def served_here(platform: str, capability: tuple[int, int] | None) -> bool:
     """Whether we serve NVFP4 better than engines do on a "cpu", or on a "rocm" or "cuda" device of this capability."""
     if platform == "cpu":

@@ -59,13 +59,18 @@ class Members:
 
 
 class GroupReduce:
-    """The quantized all-reduce of one group, with the methods that engines ask their own QuickReduce for."""
+    """The quantized all-reduce of one group, with the methods that engines ask their own QuickReduce for.
+
+    Attributes:
+        policy: what serves a message.
+        transport: how its bytes travel.
+    """
 
     disabled = False
 
     def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
         self.policy = policy
-        self._transport, self._watch = transport, watch
+        self.transport, self._watch = transport, watch
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
         """Whether a message is ours."""
@@ -81,7 +86,7 @@ class GroupReduce:
             self._watch.raise_if_lost()
         choice = self._choice(inp)
         assert choice.codec is not None
-        return self._transport.all_reduce(
+        return self.transport.all_reduce(
             inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.policy.settings.cast_bf16_to_fp16
         )
 
@@ -127,8 +132,8 @@ def connect(
         if any(steps != everyone[0][1] for _, steps in everyone):
             refusal = "the ranks have different settings or measured crossovers"
         elif peers:
-            refusal = _unreachable(members, [facts for facts, _ in everyone])
-        refusal = _first(refusal, group)
+            refusal = unreachable(device, members.visible_devices, [facts for facts, _ in everyone])
+        refusal = first_refusal(refusal, group)
     transport: Transport | None = None
     if refusal is None:
         try:
@@ -136,7 +141,7 @@ def connect(
             warm_up(transport, policy, device, DTYPES if members.dtype is None else (members.dtype,))
         except (RuntimeError, ValueError) as error:
             refusal = str(error).splitlines()[0]
-        refusal = _first(refusal, group)
+        refusal = first_refusal(refusal, group)
     if refusal is not None or transport is None:
         log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)
         return None
@@ -190,17 +195,20 @@ def _refusal(members: Members) -> str | None:
     return None
 
 
-def _unreachable(members: Members, facts: list[tuple[str | None, int]]) -> str | None:
-    """Which GPU's memory this one does not reach. `facts` are the visible devices and the index of every rank's: ranks
-    that see others than this one cannot be asked about, and are found out when they connect."""
-    visible, device = os.environ.get(members.visible_devices), members.device
+def unreachable(device: torch.device, variable: str, facts: Sequence[tuple[str | None, int]]) -> str | None:
+    """Which GPU's memory this one does not reach, or None.
+
+    `facts` are the visible devices, by the environment's `variable`, and the index of every rank's: ranks that see
+    others than this one cannot be asked about, and are found out when they connect.
+    """
+    visible = os.environ.get(variable)
     for theirs, index in facts:
         if theirs == visible and index != device.index and not torch.cuda.can_device_access_peer(device, index):
             return f"GPU {device.index} does not reach the memory of GPU {index}"
     return None
 
 
-def _first(refusal: str | None, group: dist.ProcessGroup) -> str | None:
+def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
     """The first rank's refusal: who steps aside does so with all others."""
     everyone: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, refusal, group)

@@ -29,8 +29,8 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     modelopt_settings,
     served_here,
     summary,
-    switched_on,
 )
+from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm_sglang.engine_layers import with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
@@ -48,7 +48,7 @@ def chosen(model_config: Any) -> str | None:
     """
     wish = (model_config.quantization or "").lower()
     asked = wish in (NAME, ALIAS)
-    if not asked and (wish not in _NO_CHOICE or not switched_on() or not _serves_this_device()):
+    if not asked and (wish not in _NO_CHOICE or not switched_on(SWITCH) or not _serves_this_device()):
         return None
     config = _description(model_config)
     kind = None if config is None else checkpoint_kind(config)

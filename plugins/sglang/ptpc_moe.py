@@ -59,7 +59,8 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         for name, shape in shapes.items():
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+            # SGLang may pad, and fills what the checkpoint has alone.
+            weight = torch.nn.Parameter(torch.zeros(shape, dtype=params_dtype), requires_grad=False)
             set_weight_attrs(weight, {"weight_loader": loader})
             layer.register_parameter(name, weight)
 

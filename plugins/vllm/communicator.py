@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.device_communicators.quick_all_reduce import QuickReduceRegime
 from vllm.distributed.parallel_state import in_the_same_node_as
 from vllm.distributed.utils import get_distributed_timeout_or_none
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm.comm import group
-from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to
+from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_left_to
 from llm_quant_rocm.comm.policy import Policy, Settings
+from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.environment import read
 
 QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
@@ -92,7 +94,18 @@ class QuantizedAllReduce:
 
 
 class QuickReduceComm(GroupReduce):
-    """The quantized all-reduce of one group, with the methods of vLLM's `QuickAllReduce`."""
+    """The quantized all-reduce of one group, with the names of vLLM's `QuickAllReduce`.
+
+    Attributes:
+        qr_quant_level: vLLM's own for the codec; None for FP4 and FP8.
+        use_fp16_kernels: whether bf16 travels as fp16.
+    """
+
+    def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
+        super().__init__(transport, policy, watch)
+        assert policy.settings.codec is not None
+        self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
+        self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
 
     def uses_flydsl_int4(self, inp: torch.Tensor) -> bool:
         """True for what is ours: to AITER's fusion it means that an all-reduce and an RMSNorm apart serve `inp`."""
@@ -100,7 +113,7 @@ class QuickReduceComm(GroupReduce):
 
     def _get_qr_quant_level(self, inp: torch.Tensor) -> int:
         """The level that AITER's fused kernel would send by: FP. It serves nothing of ours."""
-        return 0
+        return QuickReduceRegime.FP.value
 
 
 def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
@@ -133,6 +146,16 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         log = logger.info if dist.get_rank(communicator.cpu_group) == 0 else logger.debug
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")
     return quantized
+
+
+def hosts_of(cpu_group: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks, in the default group, of a group's processes on each host. All of them call."""
+    return group.hosts_of(cpu_group, in_the_same_node_as)
+
+
+def unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> str | None:
+    """`comm.group.unreachable` by the variable of vLLM's platform."""
+    return group.unreachable(device, current_platform.device_control_env_var, facts)
 
 
 def _vllm_quick_reduce_serves(communicator: Any) -> bool:

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.fp8_tensors import with_row_scales
 from llm_quant_rocm.checkpoint.linear_tensors import LinearTensors
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.engine_layers import ENGINE
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class Fp8LinearMethod(LinearMethodBase):
         super().__init__()
         self.config = config
         self.prefix = prefix
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        vllm_config = get_current_vllm_config()
+        self.is_dummy = vllm_config.load_config.load_format == "dummy"
+        fusion.enable(vllm_config)
 
     def create_weights(
         self,

@@ -30,8 +30,8 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     modelopt_settings,
     served_here,
     summary,
-    switched_on,
 )
+from llm_quant_rocm.environment import switched_on
 
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
@@ -80,7 +80,7 @@ class NvFp4Config(QuantizationConfig):
             ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind.
         """
         asked = user_quant in (NAME, ALIAS)
-        if not asked and (user_quant not in _NO_CHOICE or not switched_on() or not _serves_this_device()):
+        if not asked and (user_quant not in _NO_CHOICE or not switched_on(SWITCH) or not _serves_this_device()):
             return None
         if hf_config is not None:
             _complete(hf_quant_cfg, hf_config)

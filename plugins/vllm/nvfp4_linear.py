@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.engine_layers import ENGINE
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
@@ -23,13 +24,17 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.config = config
         # MLA attention reads this layer's weight by serving it an identity matrix.
         self.options = Options() if prefix.rpartition(".")[2] == "kv_b_proj" else config.options
+        vllm_config = get_current_vllm_config()
         self.linear = NvFp4Linear(
             config.tensors,
             prefix,
             self.options,
-            is_dummy=get_current_vllm_config().load_config.load_format == "dummy",
+            is_dummy=vllm_config.load_config.load_format == "dummy",
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
+        # 16-bit activations: on one rank there is nothing to fuse.
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            fusion.enable(vllm_config)
 
     def create_weights(
         self,

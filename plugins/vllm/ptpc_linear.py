@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames
 from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm_vllm import fusion
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -34,6 +36,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.config = config
         self.prefix = prefix
         self.input_is_sharded = False
+        fusion.enable(get_current_vllm_config())
 
     def create_weights(
         self,

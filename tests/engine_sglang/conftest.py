@@ -14,7 +14,10 @@ import pytest
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 
 if find_spec("sglang"):
-    os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
     sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     import checkpoints
     import nvfp4_checkpoints
@@ -29,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def moe_checkpoint(folder: Path) -> Path:
-    """Experts in every layer: SGLang's Qwen3-MoE has no others."""
-    return checkpoints.moe(folder / "moe", dense_layers=())
+    """Experts in every layer: SGLang's Qwen3-MoE has no others. Of a size that it need not pad on CPUs."""
+    return checkpoints.moe(folder / "moe", dense_layers=(), inner=128)
 
 
 @pytest.fixture(scope="session")

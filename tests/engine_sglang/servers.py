@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang servers in processes of their own: `python -m sglang.launch_server`, asked through its OpenAI-compatible API.
 
-stand_ins/ holds what is missing on a machine without a GPU: a platform, and two declarations for torchvision.
+They run on a GPU where there is one. stand_ins/ holds what is missing elsewhere: a platform, and two declarations for
+torchvision.
 """
 
 import os
@@ -31,6 +32,9 @@ PROMPTS = (
 # The tests' models. SGLang imports the modules of all its models at its start, unless it is told not to.
 _MODELS = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "registry", "utils"}
 _START_S = 240
+ON_CPU = ("--device=cpu", "--attention-backend=torch_native")
+# Of prefills SGLang would capture dozens.
+ON_GPU = ("--attention-backend=triton", "--cuda-graph-backend-prefill=disabled", "--mem-fraction-static=0.3")
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,12 @@ class Result:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """An environment in which SGLang works on a CPU."""
+    """An environment in which SGLang works on a CPU too."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "SGLANG_PLATFORM": "llm_quant_rocm_test",
+        **({} if torch.cuda.is_available() else {"SGLANG_PLATFORM": "llm_quant_rocm_test"}),
         "SGLANG_DISABLED_MODEL_ARCHS": _other_models(),
         **variables,
     }
@@ -97,10 +101,10 @@ def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
-    command += ["--device=cpu", "--attention-backend=torch_native", "--sampling-backend=pytorch"]
-    command += ["--grammar-backend=none", "--host=127.0.0.1", f"--port={port}"]
+    command += ["--sampling-backend=pytorch", "--grammar-backend=none", "--host=127.0.0.1", f"--port={port}"]
     # Its default is most of the machine's memory.
     command += ["--max-total-tokens=1024", "--max-running-requests=4"]
+    command += ON_GPU if torch.cuda.is_available() else ON_CPU
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=environment(**variables), stdout=output, stderr=subprocess.STDOUT, start_new_session=True

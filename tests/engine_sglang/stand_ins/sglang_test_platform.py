@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 
-def platform() -> str:
-    """The name of the platform's class, for SGLang."""
+def platform() -> str | None:
+    """The name of the platform's class, for SGLang; None where there is a GPU, on which SGLang needs no other's."""
+    if torch.cuda.is_available():
+        return None
     _make_class()
     return f"{__name__}.Platform"
 
