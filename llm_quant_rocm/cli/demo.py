@@ -157,7 +157,13 @@ def _serve_and_complete(model: Path, messages: Console) -> str:
     messages.print(f"[bold]vllm serve {escape(str(model))} --quantization {_vllm.PTPC}[/bold]", soft_wrap=True)
     with (
         messages.status("starting the server") as status,
-        serving(model, CONTEXT, on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s")) as url,
+        serving(
+            model,
+            CONTEXT,
+            _vllm.PTPC,
+            ["--gpu-memory-utilization", str(_vllm.memory_fraction()), "--enforce-eager"],
+            on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s"),
+        ) as url,
     ):
         status.update("completing a prompt")
         completion = complete(url, PROMPT, PROMPT_TOKENS)

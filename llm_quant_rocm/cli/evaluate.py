@@ -63,7 +63,7 @@ def evaluate(
 
     measured_on = provenance.environment()
     if as_json:
-        output.print_json(json.dumps({"measured_on": measured_on} | figures(results, scores, model, document, tokens)))
+        output.print_json(json.dumps({"environment": measured_on} | figures(results, scores, model, document, tokens)))
         return
     first = next(iter(methods))
     output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))

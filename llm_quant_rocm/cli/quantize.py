@@ -84,7 +84,8 @@ def _run(
     device: str,
     messages: Console,
 ) -> "Report":
-    for package in ("safetensors", "compressed_tensors"):
+    needed = ["safetensors", *(["compressed_tensors"] if format is Format.COMPRESSED_TENSORS else [])]
+    for package in needed:
         if importlib.util.find_spec(package) is None:
             raise CommandError(f"{package} is not installed: pip install 'llm-quant-rocm[tools]'")
     if not model.is_dir():

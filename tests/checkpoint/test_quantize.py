@@ -251,6 +251,13 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def write_text(file: str, text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / file).write_text(text)
+
+    return damage
+
+
 def edit_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
 
@@ -275,6 +282,9 @@ def remove_weights(folder: Path) -> None:
         (edit_config, "is quantized already: start from the 16-bit checkpoint"),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
+        (write_text("config.json", "{"), "config.json is not JSON .*: download it again"),
+        (write_text("config.json", "[]"), "config.json holds no JSON object: download it again"),
+        (write_text("model.safetensors.index.json", "{}"), "index.json has no weight_map: download it again"),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
         (
             name_one_more,

@@ -2,6 +2,8 @@
 """PTPC checkpoints, the search for block scales, experts, and the errors that are reported."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +99,30 @@ def test_the_search_leaves_less_error_in_every_layer(tmp_path: Path) -> None:
         assert error < 0.93 * nearest.errors[module], module
 
 
-def test_experts_and_their_router(tmp_path: Path) -> None:
-    mlp = "model.layers.0.mlp"
+def experts(mlp: str) -> dict[str, torch.Tensor]:
     tensors = {f"{mlp}.gate.weight": torch.randn(4, 64), f"{mlp}.shared_expert_gate.weight": torch.randn(1, 64)}
     for expert in range(4):
         for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
             tensors[f"{mlp}.experts.{expert}.{name}.weight"] = torch.randn(shape) * (1 + expert)
-    report = quantize_checkpoint(write(tmp_path / "source", tensors, 3), tmp_path / "target", "modelopt")
+    return tensors
+
+
+def test_experts_and_their_router(tmp_path: Path) -> None:
+    mlp = "model.layers.0.mlp"
+    report = quantize_checkpoint(write(tmp_path / "source", experts(mlp), 3), tmp_path / "target", "modelopt")
     assert set(report.kept) == {f"{mlp}.gate", f"{mlp}.shared_expert_gate"}
     assert len(report.quantized) == 12
     found = read(tmp_path / "target")
     for expert in range(4):
         gate, up = (found[f"{mlp}.experts.{expert}.{name}_proj.weight_scale_2"] for name in ("gate", "up"))
         assert gate == up
+
+
+def test_modelopt_has_no_experts_with_a_scale_a_channel(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", experts("model.layers.0.mlp"))
+    with pytest.raises(ValueError, match="with one scale a tensor, not one a channel: take compressed-tensors"):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt", scheme="ptpc_fp8")
+    assert len(quantize_checkpoint(source, tmp_path / "target", scheme="ptpc_fp8").quantized) == 12
 
 
 def test_the_relative_error_is_that_of_the_whole() -> None:
@@ -119,3 +132,24 @@ def test_the_relative_error_is_that_of_the_whole() -> None:
     found = relative_error(w, ((rows, values[rows]) for rows in slices))
     assert found == pytest.approx(((values - w).norm() / w.norm()).item(), rel=1e-5)
     assert relative_error(torch.zeros(2, 16), [(slice(0, 2), torch.zeros(2, 16))]) == 0.0
+
+
+def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
+    """Eight files of 32 MiB: what the process holds beside the mapped source does not grow from file to file."""
+    tensors = {f"{i}.proj.weight": torch.randn(4096, 4096).bfloat16() for i in range(8)}
+    source = write(tmp_path / "source", tensors, 8)
+    del tensors
+    program = (
+        "import re, sys; from pathlib import Path\n"
+        "import compressed_tensors\n"
+        "from llm_quant_rocm.checkpoint import quantize_checkpoint\n"
+        "held = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "source, target = map(Path, sys.argv[1:])\n"
+        "seen = []\n"
+        "quantize_checkpoint(source, target, scheme='ptpc_fp8', on_progress=lambda *_: seen.append(held()))\n"
+        "print((max(seen[2:]) - seen[1]) // 1024)\n"
+    )
+    command = [sys.executable, "-c", program, str(source), str(tmp_path / "target")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    # MiB: six more outputs would be 96.
+    assert int(done.stdout) < 40, done.stdout

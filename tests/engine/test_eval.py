@@ -28,7 +28,7 @@ def test_perplexity_of_the_demo_model() -> None:
     result = CliRunner().invoke(app, ["eval", str(DEMO_MODEL), "--quantization", "bf16,nvfp4", "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
-    assert {"device", "torch", "llm-quant-rocm", "date"} <= answer["measured_on"].keys()
+    assert {"device", "torch", "llm-quant-rocm", "date"} <= answer["environment"].keys()
     assert (answer["words"], answer["context"]) == (7656, 512)
     bf16, nvfp4 = answer["methods"]["bf16"], answer["methods"]["nvfp4"]
     assert bf16["word_perplexity"] == pytest.approx(4427, rel=1e-3)
