@@ -19,12 +19,10 @@ repository even where it is not installed.
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import sys
 import tempfile
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import vllm_engine
 
-ROOT = Path(__file__).parent.parent
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-70b": {**vllm_engine.LLAMA, "head_dim": 128, "num_hidden_layers": 16},
     "qwen3-30b-a3b": {
@@ -89,20 +86,6 @@ def run(method: str, folder: str) -> dict[str, Any]:
     return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, 256)}
 
 
-def plugin_path(scratch: Path) -> str:
-    """PYTHONPATH with this repository and, unless it is installed, its entry point."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if not entry_points(group="vllm.general_plugins", name="llm_quant_rocm"):
-        info = scratch / "entry" / "llm_quant_rocm-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-quant-rocm\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nllm_quant_rocm = llm_quant_rocm_vllm:register\n"
-        )
-        paths.insert(0, str(info.parent))
-    return os.pathsep.join(paths)
-
-
 def scratch_folder() -> str:
     """Memory, where it has the room: a checkpoint is written once and read up to three times."""
     memory = Path("/dev/shm")
@@ -130,7 +113,7 @@ def measure(shape: str, methods: list[str]) -> None:
             dense.mkdir()
             (dense / "config.json").write_text(json.dumps(config))
         torch.cuda.empty_cache()
-        path = plugin_path(Path(scratch))
+        path = vllm_engine.plugin_path(Path(scratch))
         for method in methods:
             folder = dense if method == "bf16" else quantized
             arguments = shape, "--run", method, str(folder)

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import _nvfp4_report
+from benchmarks import _fusion_report, _nvfp4_report
 from benchmarks._markdown import RESULTS, load, measured_on, table
 
 GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
@@ -138,7 +138,7 @@ def main() -> None:
         f"## A whole vLLM {engine['vllm']}\n\n{measured_on(engine)}\n\nThe demo model over its held-out text, in "
         f"windows of 200 tokens:\n\n{accuracy_table(engine)}\n\nThe shape of Llama-3-70B cut to eight layers, dummy "
         "weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
-        f"{engine_table(engine)}\n{_nvfp4_report.sections()}"
+        f"{engine_table(engine)}\n{_fusion_report.sections()}{_nvfp4_report.sections()}"
     )
 
 

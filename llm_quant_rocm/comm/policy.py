@@ -12,8 +12,8 @@ form in the user's cache (`cached_crossovers`) comes before it:
 
 A step serves messages from its size up to the next one's, by the codec the user chose or by FP. What was measured in
 one of bf16 and fp16 serves the other: bytes and arithmetic are the same. Where nobody measured a number of ranks, the
-two-shot serves from upstream's thresholds for fp16 on, which AMD measured on MI300X: for 3 ranks those for 4, for 5 to
-7 those for 8, for FP8 those of INT8, for FP4 those of INT4.
+two-shot serves from upstream's thresholds for fp16 on, which AMD measured on MI300X: for 3 ranks those for 4, for 5 and
+more those for 8, for FP8 those of INT8, for FP4 those of INT4.
 
 The environment is upstream's, with its meanings:
 
@@ -62,6 +62,7 @@ class Algorithm(StrEnum):
     ONE_SHOT = "one_shot"
     TWO_SHOT = "two_shot"
     PROCESS_GROUP = "process_group"  # two shots over torch.distributed
+    TWO_LEVEL = "two_level"  # the same inside hosts and between them
 
 
 @dataclass(frozen=True)
@@ -134,28 +135,34 @@ class Settings:
 class Policy:
     """The choice for one group of ranks. Every rank of it must be given the same arguments and files."""
 
-    def __init__(self, settings: Settings, world_size: int, arch: str, peer_memory: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, world_size: int, arch: str, peer_memory: bool = True, hosts: int = 1
+    ) -> None:
         """
         Args:
             world_size: ranks of the group.
             arch: `hardware.Hardware.arch` of their devices.
             peer_memory: whether every rank reaches the others' memory. If not, messages travel by the process group.
+            hosts: on which the ranks are. Several never share memory.
 
         Raises:
             ValueError: a file of crossovers is broken; the message names it.
         """
         self.settings = settings
-        self.refusal = _refusal(settings, world_size)
+        self.refusal = _refusal(settings, world_size, hosts)
         self.source = "upstream's thresholds"
-        self._peer_memory = peer_memory
+        self.measured = False
+        # What serves instead of the kernels.
+        self._instead = Algorithm.TWO_LEVEL if hosts > 1 else None if peer_memory else Algorithm.PROCESS_GROUP
         self._steps: dict[torch.dtype, Steps] = {}
         if self.refusal is None and settings.codec is not None:
-            measured = _measured(arch, world_size, settings.codec) if peer_memory else None
-            if measured is None:
+            found = None if self._instead else _measured(arch, world_size, settings.codec)
+            if found is None:
                 default = _upstream_steps(world_size, settings.codec)
                 self._steps = dict.fromkeys(DTYPES, default)
             else:
-                self.source, self._steps = measured
+                self.measured = True
+                self.source, self._steps = found
 
     def choose(self, nbytes: int, dtype: torch.dtype) -> Choice:
         """What serves a message of `nbytes` bytes of `dtype`."""
@@ -171,25 +178,32 @@ class Policy:
             if settings.min_bytes is None:
                 return ENGINE
             algorithm = Algorithm.TWO_SHOT
-        if not self._peer_memory:
-            algorithm = Algorithm.PROCESS_GROUP
+        if self._instead:
+            algorithm = self._instead
         if nbytes < settings.quantization_min_bytes:
             codec = CODECS["FP"]
         return Choice(algorithm, codec)
+
+    def steps(self, dtype: torch.dtype) -> Steps:
+        """What `choose` says for `dtype`, from 0 to the largest size that is served: where it changes, and to what."""
+        settings = self.settings
+        starts = {0, settings.min_bytes or 0, settings.quantization_min_bytes}
+        starts |= {start for start, _ in self._steps.get(dtype, [])}
+        steps: Steps = []
+        for start in sorted(start for start in starts if start <= settings.max_bytes):
+            choice = self.choose(max(start, 1), dtype)
+            if not steps or choice != steps[-1][1]:
+                steps.append((start, choice))
+        return steps
 
     def describe(self) -> str:
         """One line for a log: from which size on which algorithm and codec serve, and why."""
         if self.refusal is not None:
             return f"quantized all-reduce: off; {self.refusal}"
-        sizes = [start for start, _ in self._steps[DTYPES[0]]]
-        sizes += [self.settings.min_bytes or 0, self.settings.quantization_min_bytes]
-        parts, last = [], None
-        for start in sorted(set(sizes)):
-            choice = self.choose(max(start, 1), DTYPES[0])
-            if choice != last:
-                codec = f" {choice.codec.name}" if choice.codec else ""
-                parts.append(f"{choice.algorithm}{codec} from {start} bytes")
-            last = choice
+        parts = [
+            f"{choice.algorithm}{f' {choice.codec.name}' if choice.codec else ''} from {start} bytes"
+            for start, choice in self.steps(DTYPES[0])
+        ]
         parts.append(f"engine above {self.settings.max_bytes} bytes")
         return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
 
@@ -200,17 +214,20 @@ def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ) ->
     return Path(cache) / "llm-quant-rocm" / "quick_reduce" / f"{arch}.json"
 
 
-def _refusal(settings: Settings, world_size: int) -> str | None:
+def _refusal(settings: Settings, world_size: int, hosts: int) -> str | None:
     """Why no message can be served, or None."""
     if settings.codec is None:
         return f"{_PREFIX}QUANTIZATION is NONE"
-    if world_size not in WORLD_SIZES:
-        return f"the group has {world_size} ranks; it serves {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
+    most = WORLD_SIZES.stop - 1
+    if hosts == 1 and world_size not in WORLD_SIZES:
+        return f"the group has {world_size} ranks; it serves {WORLD_SIZES.start} to {most}"
+    if hosts > most or world_size > hosts * most:
+        return f"the group has {world_size} ranks on {hosts} hosts; it serves up to {most} ranks on each of {most}"
     return None
 
 
 def _upstream_steps(world_size: int, codec: Codec) -> Steps:
-    row = _UPSTREAM_MIN_MIB[next(size for size in _UPSTREAM_MIN_MIB if size >= world_size)]
+    row = _UPSTREAM_MIN_MIB[next((size for size in _UPSTREAM_MIN_MIB if size >= world_size), 8)]
     return [(0, ENGINE), (row[_LIKE.get(codec.name, codec.name)] * _MIB, Choice(Algorithm.TWO_SHOT, codec))]
 
 

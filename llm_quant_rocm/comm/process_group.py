@@ -7,10 +7,13 @@ torch.distributed.all_reduce, and gets a new tensor.
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.formats.wire import DTYPES, Codec, decode, encode
 from llm_quant_rocm.reference.quick_reduce import add, carried, join, split
 
@@ -39,12 +42,15 @@ def all_reduce(
     return join(decode(_gathered(encode(sums, codec), group), codec, values.dtype), x)
 
 
-def two_level_groups(hosts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def two_level_groups(
+    hosts: Sequence[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups (inside, between) of this process for `two_level_all_reduce`.
 
     Args:
-        hosts: the ranks of each host, the same for all processes of the default group, which all call. The lowest ranks
+        hosts: the ranks of each host, in the default group; all of them call, and with the same hosts. The lowest ranks
             of all hosts exchange with each other, then the next ones.
+        backend, timeout: of the new groups; torch's defaults where None.
 
     Raises:
         ValueError: hosts of different size, or none; this process on none of them; or hosts of which now one, now
@@ -59,10 +65,16 @@ def two_level_groups(hosts: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup,
     columns = [list(peers) for peers in zip(*rows, strict=True)]
     if any(sorted(column) != column for column in columns):
         raise ValueError(f"the ranks of the hosts {rows} interleave; number them host by host")
-    if not any(dist.get_rank() in host for host in hosts):
-        raise ValueError(f"rank {dist.get_rank()} is on none of the hosts {rows}")
-    inside, _ = dist.new_subgroups_by_enumeration(rows)
-    between, _ = dist.new_subgroups_by_enumeration(columns)
+    rank = dist.get_rank()
+    if not any(rank in host for host in hosts):
+        raise ValueError(f"rank {rank} is on none of the hosts {rows}")
+    # Each is made by its members alone: other processes may be making other groups.
+    inside, between = (
+        dist.new_group(
+            next(ranks for ranks in level if rank in ranks), timeout, backend, use_local_synchronization=True
+        )
+        for level in (rows, columns)
+    )
     return inside, between
 
 
@@ -122,3 +134,72 @@ def _gathered(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     out = torch.empty((world, *part.shape), dtype=part.dtype, device=part.device)
     dist.all_gather(list(out), part, group=group)
     return out
+
+
+class ProcessGroupReduce:
+    """The all-reduces of one group of ranks: `comm.quick_reduce.QuickReduce` where ranks do not share memory.
+
+    All ranks make the same calls in the same order. An error names the call and who had not begun it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hosts: Sequence[Sequence[int]] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
+        """
+        Args:
+            group: its ranks all call.
+            hosts: the group's ranks of each host, as the default group numbers them. If there are several, exchange
+                within and between them.
+            timeout: of the groups for several hosts; torch's default where None.
+
+        Raises:
+            ValueError: hosts that `two_level_groups` refuses.
+        """
+        self._group, self._rank = group, dist.get_rank(group)
+        self._levels = two_level_groups(hosts, dist.get_backend(group), timeout) if len(hosts) > 1 else None
+        self._calls = 0
+        self._begun = dist.PrefixStore(f"llm_quant_rocm/quick_reduce/{group.group_name}", _get_default_store())
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        codec: Codec,
+        algorithm: Algorithm = Algorithm.PROCESS_GROUP,
+        cast_bf16_to_fp16: bool = False,
+    ) -> torch.Tensor:
+        """The sum of x over the ranks, a new tensor: `all_reduce`, or `two_level_all_reduce` on several hosts.
+
+        Raises:
+            TypeError: x's dtype.
+            ValueError: an algorithm that this group does not serve.
+            RuntimeError: a rank did not arrive within the timeout of its group, or ended.
+        """
+        serves = Algorithm.TWO_LEVEL if self._levels else Algorithm.PROCESS_GROUP
+        if algorithm is not serves:
+            raise ValueError(f"this process group serves {serves}, not {algorithm}")
+        self._calls += 1
+        try:
+            self._begun.set(str(self._rank), str(self._calls))
+            if self._levels:
+                return two_level_all_reduce(x, codec, *self._levels, cast_bf16_to_fp16)
+            return all_reduce(x, codec, self._group, cast_bf16_to_fp16)
+        except RuntimeError as error:
+            raise RuntimeError(f"quantized all-reduce: {self._missing()} in call {self._calls}: {error}") from error
+
+    def check(self) -> None:
+        """Nothing: a lost rank is an error of the call."""
+
+    def _missing(self) -> str:
+        """Who did not arrive in this call."""
+        try:
+            others = [rank for rank in range(dist.get_world_size(self._group)) if rank != self._rank]
+            begun = [int(self._begun.get(str(rank))) if self._begun.check([str(rank)]) else 0 for rank in others]
+        except RuntimeError:
+            return "rank 0 of the default group, which keeps its store, does not answer"
+        late = [str(rank) for rank, calls in zip(others, begun, strict=True) if calls < self._calls]
+        if not late:
+            return "a rank of the group ended"
+        return f"rank{'s' * (len(late) > 1)} {', '.join(late)} of the group did not arrive"

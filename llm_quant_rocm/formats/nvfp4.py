@@ -251,25 +251,43 @@ def quantize(
     return NvFp4Weight(codes.view(*rows_shape, k // 2), scales.view(*rows_shape, k // BLOCK), global_rows.contiguous())
 
 
-def fake_quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> torch.Tensor:
-    """x [..., K] as hardware with NVFP4 units would see it: quantized to NVFP4 and back, in x's dtype.
+def quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] as hardware with NVFP4 units wants it: bytes [..., K/2] and block scales, float8_e4m3fn [..., K/16].
 
-        SF    = e4m3(min(input_global * (amax of 16 / 6), 448))
-        value = e2m1(x * (input_global / SF)) * (SF / input_global)        0 where SF is 0
+        SF   = e4m3(min(input_global * (amax of 16 / 6), 448))
+        code = e2m1(x * (input_global / SF))                                 +-0 where SF is 0
 
     `input_global` is one fp32 value, the ENCODING scale 2688 / amax: compressed-tensors' `input_global_scale` as it
-    is, ModelOpt's `input_scale` inverted. A NaN makes its block NaN.
+    is, ModelOpt's `input_scale` inverted. A NaN makes the scale of its block NaN, and all its codes 6.
 
     Raises:
         ValueError: K is no multiple of 16.
     """
     _check_columns(x.shape[-1], "x")
     blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    scale = (input_global * (blocks.abs().amax(-1, keepdim=True) / E2M1_MAX)).clamp(max=E4M3_MAX)
-    scale = scale.to(torch.float8_e4m3fn).float()
+    # Division by a Python number becomes a multiplication by its reciprocal on some devices; by a tensor it does not.
+    largest_code = torch.full((), E2M1_MAX, dtype=torch.float32, device=x.device)
+    scale = (input_global * (blocks.abs().amax(-1, keepdim=True) / largest_code)).clamp(max=E4M3_MAX)
+    scales = scale.to(torch.float8_e4m3fn)
+    scale = scales.float()
     encode = torch.where(scale == 0, 0.0, input_global / scale)
-    values = e2m1_decode(e2m1_encode(blocks * encode)) * (scale / input_global)
-    return values.flatten(-2).to(x.dtype)
+    codes = torch.where(scale.isnan(), 7, e2m1_encode(blocks * encode))
+    return pack(codes.flatten(-2)), scales.squeeze(-1)
+
+
+def fake_quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as hardware with NVFP4 units would see it: `quantize_activation` and back, in x's dtype.
+
+        value = e2m1(code) * (SF / input_global)
+
+    A NaN makes its block NaN.
+
+    Raises:
+        ValueError: K is no multiple of 16.
+    """
+    codes, scales = quantize_activation(x, input_global)
+    blocks = e2m1_decode(unpack(codes)).view(*scales.shape, BLOCK)
+    return (blocks * (scales.float() / input_global).unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
 def to_fp8(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,11 +73,17 @@ def widen(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """fp32 x rounded to `dtype`. Triton converts to bf16 one value at a time, on a pipe of a quarter of the rate."""
+    """fp32 x rounded to `dtype`. Triton converts to bf16 one value at a time, on a pipe of a quarter of the rate.
+
+    Where a kernel converts to FP8, Triton sets a mode of AMD's GPUs in which finite values do not become infinite in
+    fp16, but its largest number; infinities stay. Hence they are made before.
+    """
     if dtype == tl.bfloat16 and tl.target_info.is_cuda():
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+    elif dtype == tl.float16 and tl.target_info.is_hip():
+        return tl.where(tl.abs(x) >= 65520.0, x * float("inf"), x).to(dtype)
     else:
         return x.to(dtype)
 

@@ -16,6 +16,7 @@ from llm_quant_rocm.kernels.fp8_row import (
     store_quantized_row,
     widen,
 )
+from llm_quant_rocm.kernels.norm_row import mean_square
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
 
@@ -51,12 +52,7 @@ def rms_norm_quant_kernel(
             sums += (narrow(widen(z[i]) + widen(added[i]), dtype),)
             store_block(sum_ptr + row * COLUMNS, sums[i], i, COLUMNS, BLOCK)
         z = sums
-    squares = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(BLOCKS):
-        wide = widen(z[i])
-        squares += wide * wide
-    variance = tl.math.div_rn(tl.sum(squares, axis=0), COLUMNS * 1.0)
-    inverse = tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    inverse = tl.math.div_rn(1.0, tl.sqrt_rn(mean_square(z, COLUMNS, BLOCK) + eps))
     largest = tl.zeros([BLOCK], tl.float32)
     normed = tl.tuple([])
     for i in tl.static_range(BLOCKS):
@@ -85,6 +81,7 @@ def rms_norm_quant_fp8(
         rms_norm_quant_kernel[(rows,)](
             x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
             HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            PDL=device.pdl, **row_launch(columns, device, 1 if residual is None else 2), **pdl_option(device),
+            PDL=device.pdl, enable_fp_fusion=False, **row_launch(columns, device, 1 if residual is None else 2),
+            **pdl_option(device),
         )  # fmt: skip
     return q, scale, total

@@ -196,4 +196,5 @@ def part_pointers(start, T: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def address(start, T: tl.constexpr):
     """An address (int64) that 16 divides, as a pointer to T."""
-    return tl.multiple_of(start, 16).to(tl.pointer_type(T))
+    # Said of the pointer: what is said of an argument is lost when the function is inlined.
+    return tl.multiple_of(start.to(tl.pointer_type(T)), 16)

@@ -14,4 +14,5 @@ from llm_quant_rocm.ops.ptpc_gemm import prepare_ptpc_weight as prepare_ptpc_wei
 from llm_quant_rocm.ops.ptpc_gemm import ptpc_gemm as ptpc_gemm
 from llm_quant_rocm.ops.ptpc_gemm import ptpc_linear as ptpc_linear
 from llm_quant_rocm.ops.ptpc_moe import ptpc_moe as ptpc_moe
+from llm_quant_rocm.ops.reduce_norm_quant import reduce_norm_quant as reduce_norm_quant
 from llm_quant_rocm.ops.rms_norm_quant import rms_norm_quant_fp8 as rms_norm_quant_fp8

@@ -113,7 +113,7 @@ def compile_one(config: Any) -> None:
 
 TUNER = Tuner(
     "nvfp4_gemm",
-    (16, 32, 64, 128, 256, 512, 1024, 4096),
+    (4, 16, 32, 64, 128, 256, 512, 1024, 4096),
     candidates,
     compile_one,
     weights,

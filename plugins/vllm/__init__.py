@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM plugin: `--quantization ptpc_fp8`, and NVFP4 checkpoints without a flag, by vLLM's public hooks alone.
+"""vLLM plugin: `--quantization ptpc_fp8`, NVFP4 checkpoints without a flag, and the quantized all-reduce. All but the
+last by vLLM's public hooks; `patches.py` is the ledger of the rest.
 
 vLLM calls `register` in each of its processes through the entry point `vllm.general_plugins`.
 """
@@ -18,18 +19,23 @@ logger = logging.getLogger("llm_quant_rocm")
 
 
 def register() -> None:
-    """Make our quantization methods known to vLLM. May be called any number of times; touches no GPU."""
+    """Make our quantization methods and all-reduce known to vLLM. May be called any number of times; touches no GPU.
+
+    Raises:
+        ValueError: an environment variable of the quantized all-reduce is wrong.
+    """
     _log_where_vllm_logs()
     _warn_of_other_versions(vllm.__version__)
 
     # Here, not above: vLLM's quantization package is only complete once its own start-up has reached the plugins.
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from llm_quant_rocm_vllm import nvfp4, ptpc_fp8
+    from llm_quant_rocm_vllm import nvfp4, patches, ptpc_fp8
 
     register_quantization_config(ptpc_fp8.NAME)(ptpc_fp8.PtpcFp8Config)
     for name in (nvfp4.NAME, nvfp4.ALIAS):
         register_quantization_config(name)(nvfp4.NvFp4Config)
+    patches.apply()
 
 
 def _log_where_vllm_logs() -> None:

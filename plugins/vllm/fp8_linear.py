@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.linear_tensors import LinearTensors
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class Fp8LinearMethod(LinearMethodBase):
         super().__init__()
         self.config = config
         self.prefix = prefix
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        vllm_config = get_current_vllm_config()
+        self.is_dummy = vllm_config.load_config.load_format == "dummy"
+        fusion.enable(vllm_config)
 
     def create_weights(
         self,

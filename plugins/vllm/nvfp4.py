@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
+from llm_quant_rocm_vllm.switches import switched_on
 
 NAME = "nvfp4_triton"
 ALIAS = "petit_nvfp4"  # what vLLM called its own method of this kind, up to 0.14
@@ -108,7 +109,7 @@ class NvFp4Config(QuantizationConfig):
             ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind.
         """
         asked = user_quant in (NAME, ALIAS)
-        if not asked and (user_quant not in _NO_CHOICE or not _switched_on() or not _serves_this_device()):
+        if not asked and (user_quant not in _NO_CHOICE or not switched_on(_SWITCH) or not _serves_this_device()):
             return None
         if hf_config is not None:
             _complete(hf_quant_cfg, hf_config)
@@ -259,13 +260,6 @@ def refuse_group_size(size: int | str | None, where: str) -> None:
             f"{where} has group_size {size}, and NVFP4 has blocks of {BLOCK}: quantize the model again, "
             f"or leave the checkpoint to vLLM with {_SWITCH}=0"
         )
-
-
-def _switched_on() -> bool:
-    switch = os.environ.get(_SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise ValueError(f"{_SWITCH} is 0 or 1, not {switch!r}")
-    return switch == "1"
 
 
 def _serves_this_device() -> bool:

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.formats.nvfp4 import BLOCK, fake_quantize_activation
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, LinearTensors
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options
 from llm_quant_rocm_vllm.nvfp4_tensors import Piece, assemble, dummy, input_global_scale, keep, kept, refuse_ragged
@@ -30,7 +31,11 @@ class NvFp4LinearMethod(LinearMethodBase):
         # MLA attention reads this layer's weight by serving it an identity matrix.
         self.options = Options() if prefix.rpartition(".")[2] == "kv_b_proj" else config.options
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        vllm_config = get_current_vllm_config()
+        self.is_dummy = vllm_config.load_config.load_format == "dummy"
+        # 16-bit activations: on one rank there is nothing to fuse.
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            fusion.enable(vllm_config)
 
     def create_weights(
         self,

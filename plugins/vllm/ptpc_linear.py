@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -11,6 +12,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from llm_quant_rocm import ops
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.config = config
         self.prefix = prefix
         self.input_is_sharded = False
+        fusion.enable(get_current_vllm_config())
 
     def create_weights(
         self,

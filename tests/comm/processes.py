@@ -3,7 +3,7 @@
 
 import datetime
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 
-def run_ranks(world: int, function: Callable[..., None], *args: Any, backend: str = "gloo") -> None:
-    """Calls function(rank, *args) in `world` processes that form the default group; raises what one of them raises."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", function.__module__])
+def run_ranks(
+    world: int, function: Callable[..., None], *args: Any, backend: str = "gloo", preload: Sequence[str] = ()
+) -> None:
+    """Calls function(rank, *args) in `world` processes that form the default group; raises what one of them raises.
+
+    The first call imports the modules of `preload` once for the processes of all calls.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", *preload, function.__module__])
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = Path(folder) / "rendezvous"
         multiprocessing.start_processes(

@@ -3,7 +3,8 @@
 
 The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
 and one weights-RANK.pt a rank with the tensors that the model holds. With EMULATE_NVFP4 in the environment, vLLM's own
-NVFP4 emulation, which it has for ROCm, serves on the CPU too.
+NVFP4 emulation, which it has for ROCm, serves on the CPU too. With COMPILE_AS_ON_A_GPU, the model is compiled piece by
+piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own.
 """
 
 import json
@@ -38,10 +39,28 @@ def emulate_nvfp4() -> None:
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
 
 
+def compile_as_on_a_gpu() -> None:
+    from vllm.config import CompilationMode, VllmConfig
+    from vllm.platforms.cpu import CpuPlatform
+
+    simplify = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
+        simplify(vllm_config)
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.VLLM_COMPILE
+        compilation.ir_enable_torch_wrap = True
+        compilation.compile_sizes = []
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+
 def main(request_file: str, folder: str) -> None:
     request = json.loads(Path(request_file).read_text())
     if "EMULATE_NVFP4" in os.environ:
         emulate_nvfp4()
+    if "COMPILE_AS_ON_A_GPU" in os.environ:
+        compile_as_on_a_gpu()
     llm = LLM(**request["settings"])
     llm.apply_model(SaveWeights(folder))
     params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, prompt_logprobs=0)

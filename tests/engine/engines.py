@@ -95,17 +95,17 @@ def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **se
 
 
 @contextmanager
-def serve(log: Path, model: Path, *arguments: str) -> Iterator[str]:
-    """The address of a `vllm serve MODEL ARGUMENTS` that is up."""
+def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
+    """The address of a `vllm serve MODEL ARGUMENTS` that is up, with environment variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *arguments]
     options = ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--gpu-memory-utilization=0.3"]
     options += ["--max-model-len=128", "--max-num-seqs=4"]
-    variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    environ = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
     with log.open("w") as output:
-        process = subprocess.Popen([*command, *options], env=variables, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*command, *options], env=environ, stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait(f"http://127.0.0.1:{port}/health", process, log)
             yield f"http://127.0.0.1:{port}/v1"

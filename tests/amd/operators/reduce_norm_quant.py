@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from llm_quant_rocm import reference
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
+from llm_quant_rocm.formats.wire import CODECS, Codec
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import quick_reduce, reduce_norm_quant
+from llm_quant_rocm.kernels.quick_reduce import CALL, FAILED_CALL, Mailbox
+from llm_quant_rocm.kernels.reduce_norm_quant import Config
+from tests.amd import isa, kernels, tritons
+from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.operators.quick_reduce import stores_awaited
+from tests.inputs import assert_same, nasty_rows, random_rows
+
+PATIENCE = 1_000_000
+SMALL = Config(threads=128, programs=3)
+FP4_CAST = {"gfx950": "v_cvt_scalef32_pk_fp4_f32"}
+KERNELS = {"one_shot": reduce_norm_quant.one_shot, "two_shot": reduce_norm_quant.two_shot}
+TARGETS = {
+    "norm": Target(),
+    "per token": Target(Quantization.FP8_PER_TOKEN, normed=False),
+    "per token and norm": Target(Quantization.FP8_PER_TOKEN),
+    "static": Target(Quantization.FP8_STATIC, normed=False),
+    "NVFP4": Target(Quantization.NVFP4, normed=False),
+    "NVFP4 128x4": Target(Quantization.NVFP4, layout=ScaleLayout.SWIZZLED_128X4, normed=False),
+    "NVFP4 8x4": Target(Quantization.NVFP4, layout=ScaleLayout.SWIZZLED_8X4),
+}
+
+
+def targets(hardware: Hardware) -> dict[str, Target]:
+    """TARGETS with codes of the GPU's flavour."""
+    fmt = fp8.of_dtype(hardware.fp8_dtype)
+    return {name: Target(t.quantization, fmt, t.layout, t.normed) for name, t in TARGETS.items()}
+
+
+def conversions(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the conversions: codes must be made by the instruction that the architecture has for it."""
+    quantization = list(Quantization)[constants["QUANTIZATION"]]
+    opcode = {Quantization.NVFP4: FP4_CAST, Quantization.NONE: {}}.get(quantization, FP8_CAST).get(arch)
+    found = any(opcode and re.fullmatch(opcode, instruction.opcode) for instruction in assembly.instructions)
+    return [f"{quantization} without {opcode}"] * (opcode is not None and not found)
+
+
+def flags_and_conversions(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    return stores_awaited(assembly, arch, constants) + conversions(assembly, arch, constants)
+
+
+_REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=120, more=flags_and_conversions)
+BUDGETS = {
+    "reduce_norm_one_shot_kernel": _REDUCES,
+    "reduce_norm_two_shot_kernel": _REDUCES,
+    "norm_quant_kernel": Budget(more=conversions),
+}
+
+
+class Ranks:
+    """The memory of several ranks, and their calls on the virtual GPU."""
+
+    def __init__(self, world: int, phase_bytes: int = 1 << 18, max_tiles: int = 32) -> None:
+        self.gpu = triton.runtime.driver.active
+        self.regions = [
+            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
+            for _ in range(world)
+        ]
+        peers = self.gpu.addresses(self.regions)
+        self.boxes = [
+            Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), rank, phase_bytes, max_tiles)
+            for rank in range(world)
+        ]
+
+    def launch(
+        self, shot: str, inputs: Sequence[torch.Tensor], residual: torch.Tensor | None, norm: Norm, target: Target,
+        codec: Codec, config: Config = SMALL, patience: int = PATIENCE,
+    ) -> list[Result]:  # fmt: skip
+        """One call on every rank that has an input, on a stream of its own; the outputs, written when it is over."""
+        outs = []
+        for rank, (x, box) in enumerate(zip(inputs, self.boxes, strict=False)):
+            assert x.shape[0] <= reduce_norm_quant.capacity(box, x.shape[1], codec, 1 + (shot == "two_shot"))
+            outs.append(target.empty(x))
+            self.gpu.stream = rank
+            KERNELS[shot](x, residual, norm, target, outs[-1], box, codec, config, patience)
+        return outs
+
+    def call(
+        self, shot: str, inputs: Sequence[torch.Tensor], residual: torch.Tensor | None, norm: Norm, target: Target,
+        codec: Codec, config: Config = SMALL,
+    ) -> None:  # fmt: skip
+        """One call, whose results must be the reference's. What earlier calls left in the inboxes is made NaN."""
+        for region, box in zip(self.regions, self.boxes, strict=True):
+            region[: 4 * box.phase_bytes] = 0xFF
+        before = int(self.boxes[0].state[CALL.value])
+        with self.gpu.together():
+            outs = self.launch(shot, inputs, residual, norm, target, codec, config)
+        check(shot, inputs, residual, norm, target, codec, outs)
+        for box in self.boxes:
+            assert box.state.tolist() == [before + 1, *[0] * 7]
+
+
+def check(
+    shot: str, inputs: Sequence[torch.Tensor], residual: torch.Tensor | None, norm: Norm, target: Target, codec: Codec,
+    outs: Sequence[Result],
+) -> None:  # fmt: skip
+    """Every rank has every bit of the reference."""
+    expected = reference.reduce_norm_quant(inputs, residual, norm, target, codec, 1 + (shot == "two_shot"))
+    for out in outs:
+        assert_results(out, expected)
+
+
+def assert_results(found: Result, expected: Result) -> None:
+    for name, part, whole in zip(Result._fields, found, expected, strict=True):
+        assert (part is None) == (whole is None), name
+        if part is not None and whole is not None:
+            try:
+                assert_same(part, whole)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+
+
+def norm_of(width: int, dtype: torch.dtype, quantization: Quantization, seed: int = 0, bias: float = 0.0) -> Norm:
+    weight = 1 - bias + random_rows(1, width, torch.float32, seed + 1)[0].clamp(-4, 4) / 8
+    scale = {Quantization.FP8_STATIC: 0.0137, Quantization.NVFP4: 321.7}.get(quantization)
+    given = None if scale is None else torch.tensor([scale])
+    return Norm(weight.to(dtype), 1e-5, bias, given)
+
+
+def draw(world: int, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """x of every rank: nasty rows, other ones beside each other, and random ones."""
+    pool = [torch.cat([nasty_rows(width, dtype).roll(5 * r + seed, 0), random_rows(4, width, dtype, seed * 10 + r)])
+            for r in range(world)]  # fmt: skip
+    return [x.repeat(-(-rows // x.shape[0]), 1)[:rows].contiguous() for x in pool]
+
+
+def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    def reduce(shot: str, world: int, width: int, target: Target, codec: str) -> None:
+        ranks = Ranks(world, 1 << 22)
+        x = torch.empty(4, width, dtype=torch.bfloat16)
+        norm = norm_of(width, torch.bfloat16, target.quantization)
+        config = reduce_norm_quant.default_config(width, hardware)
+        ranks.launch(shot, [x], torch.empty_like(x), norm, target, CODECS[codec], config)
+
+    def alone(width: int, target: Target) -> None:
+        x = torch.empty(8, width, dtype=torch.bfloat16)
+        norm = norm_of(width, torch.bfloat16, target.quantization)
+        reduce_norm_quant.norm_quant(x, torch.empty_like(x), norm, target, target.empty(x))
+
+    every = targets(hardware)
+    cases: dict[str, Callable[[], object]] = {}
+    for shot, world, width, name, codec in (
+        ("one_shot", 8, 8192, "per token", "FP"),
+        ("one_shot", 2, 7168, "NVFP4 128x4", "FP"),
+        ("one_shot", 4, 2880, "static", "FP"),
+        ("two_shot", 8, 8192, "per token", "FP4"),
+        ("two_shot", 2, 5120, "per token and norm", "INT6"),
+        ("two_shot", 4, 12800, "NVFP4", "FP"),
+    ):
+        cases[f"{shot} of {world}, {codec}, {width} columns, {name}"] = partial(
+            reduce, shot, world, width, every[name], codec
+        )
+    for width, name in ((8192, "NVFP4"), (8192, "static"), (7168, "per token and norm"), (16384, "norm")):
+        cases[f"alone, {width} columns, {name}"] = partial(alone, width, every[name])
+    return cases
+
+
+def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    every = targets(hardware)
+
+    def reduce(world: int, width: int, target: Target, codec: str, dtype: torch.dtype, bias: float = 0.0) -> None:
+        """Ragged rows, fewer rows than ranks, with a residual and without; by both shots."""
+        ranks = Ranks(world)
+        norm = norm_of(width, dtype, target.quantization, bias=bias)
+        for seed, (shot, rows) in enumerate((("one_shot", 7), ("two_shot", 4 * world + 1), ("two_shot", 1))):
+            inputs = draw(world, rows, width, dtype, seed)
+            residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
+            ranks.call(shot, inputs, residual, norm, target, CODECS[codec])
+
+    def alone(width: int, target: Target, dtype: torch.dtype, bias: float) -> None:
+        norm = norm_of(width, torch.float32, target.quantization, bias=bias)
+        wide = nasty_rows(width + 16, dtype)
+        x, residual = wide[:, :width], wide.flip(0)[:, 16:]
+        for added in (None, residual):
+            out = target.empty(x)
+            reduce_norm_quant.norm_quant(x, added, norm, target, out)
+            assert_results(out, reference.norm_quant(x, added, norm, target))
+
+    def late(target: Target) -> None:
+        """Ranks begin at different times and run ahead; QuickReduce's calls are between on the same memory."""
+        ranks, calls = Ranks(3), []
+        for seed, (shot, rows, codec) in enumerate(
+            (("two_shot", 8, "INT4"), ("one_shot", 2, "FP"), ("two_shot", 4, "FP"))
+        ):
+            norm = norm_of(512, torch.bfloat16, target.quantization, seed)
+            calls.append((shot, draw(3, rows, 512, torch.bfloat16, seed), norm, CODECS[codec]))
+        found, sums = [], []
+        with ranks.gpu.together():
+            for rank, turns in enumerate((300, 1500, 0)):
+                ranks.gpu.stream = rank
+                kernels.count_to[(1,)](torch.zeros(1, dtype=torch.int32), turns)
+            for shot, inputs, norm, codec in calls:
+                found.append(ranks.launch(shot, inputs, None, norm, target, codec))
+                sums.append([torch.empty_like(x) for x in inputs])
+                for rank, (x, out) in enumerate(zip(inputs, sums[-1], strict=True)):
+                    ranks.gpu.stream = rank
+                    plain = quick_reduce.Config(blocks=2, programs=2, num_warps=2)
+                    quick_reduce.two_shot(x.view(-1), out.view(-1), ranks.boxes[rank], CODECS["FP"], plain, PATIENCE)
+        for (shot, inputs, norm, codec), outs, plain_sums in zip(calls, found, sums, strict=True):
+            check(shot, inputs, None, norm, target, codec, outs)
+            for total in plain_sums:
+                assert_same(total, reference.reduce_rows(inputs, CODECS["FP"], 2))
+
+    def lost(shot: str) -> None:
+        """Rank 2 does not come: the others say so and end, and later calls end at once."""
+        ranks, norm = Ranks(3), norm_of(256, torch.bfloat16, Quantization.NONE)
+        inputs = draw(3, 5, 256, torch.bfloat16)
+        for patience in (100, 2**31 - 1):
+            with ranks.gpu.together():
+                ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], patience=patience)
+            for box in ranks.boxes[:2]:
+                assert box.state[FAILED_CALL.value :].tolist()[:3] == [1, 2, 0]
+
+    bf16, fp16 = torch.bfloat16, torch.float16
+    cases: dict[str, Callable[[], object]] = {
+        "2 ranks, 272 columns, per token": partial(reduce, 2, 272, every["per token"], "FP", bf16),
+        "3 ranks, 2880 columns, NVFP4 128x4": partial(reduce, 3, 2880, every["NVFP4 128x4"], "FP4", bf16),
+        "2 ranks, 1040 columns, static": partial(reduce, 2, 1040, every["static"], "INT6", fp16),
+    }
+    for index, (name, target) in enumerate(every.items()):
+        width, dtype = (48, 2880, 1040)[index % 3], (bf16, fp16)[index % 2]
+        cases[f"alone, {width} columns, {name}"] = partial(alone, width, target, dtype, float(index % 2))
+    if hardware.arch == "gfx942":
+        cases |= {"late ranks": partial(late, every["per token"])}
+        cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
+    if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
+        for index, codec in enumerate(CODECS):
+            world, width, name = 2 + index % 3, (512, 16, 2064, 1296)[index % 4], list(every)[index % len(every)]
+            cases[f"{codec} of {world} ranks, {width} columns, {name}"] = partial(
+                reduce, world, width, every[name], codec, (fp16, bf16)[index % 2], float(index % 2)
+            )
+    return cases

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized all-reduce in vLLM's own groups of processes, on one host and on two, and when it steps aside."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators import cuda_communicator
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings, cached_crossovers
+from llm_quant_rocm.comm.quick_reduce import QuickReduce
+from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.reference import quick_reduce as reference
+from llm_quant_rocm_vllm import communicator, patches
+from tests.comm import processes
+from tests.inputs import assert_same, random_rows
+
+PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
+MIB = 1024 * 1024
+# Seconds to import, once in place of once a process.
+PRELOAD = ("llm_quant_rocm.comm.quick_reduce", "llm_quant_rocm_vllm.communicator", "llm_quant_rocm_vllm.patches")
+CUDA = "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
+
+
+def inputs(world: int, count: int = 1000, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [random_rows(1, count, dtype, seed) for seed in range(world)]
+
+
+def run_ranks(world: int, function: Callable[..., None], *args: Any) -> None:
+    processes.run_ranks(world, function, *args, preload=PRELOAD)
+
+
+def lines(log: MagicMock) -> list[str]:
+    return [call.args[0] % call.args[1:] for call in log.call_args_list]
+
+
+def group(world: int, name: str = "tp", **variables: str) -> tuple[GroupCoordinator, list[str]]:
+    """A group of vLLM's over all ranks, and what its making logged at INFO."""
+    os.environ["VLLM_DIST_IDENT"] = "test"
+    for variable in [variable for variable in os.environ if variable.startswith(PREFIX)]:
+        del os.environ[variable]
+    os.environ.update({PREFIX + variable: value for variable, value in variables.items()})
+    patches.apply()
+    with patch.object(communicator.logger, "info") as log:
+        made = GroupCoordinator([list(range(world))], dist.get_rank(), "gloo", True, group_name=name)
+    return made, lines(log)
+
+
+def reduce_on_one_host(rank: int, world: int) -> None:
+    for codec in ("FP4", "INT8"):
+        tp, said = group(world, QUANTIZATION=codec, MIN_SIZE_BYTES_MB="0")
+        assert len(said) == (1 if rank == 0 else 0)
+        assert all(line.startswith(f"quantized all-reduce: process_group {codec} from 0 bytes") for line in said)
+        for dtype in (torch.bfloat16, torch.float16):
+            xs = inputs(world, dtype=dtype)
+            assert_same(tp.all_reduce(xs[rank]), reference.two_shot(xs, CODECS[codec]))
+        # What vLLM serves is added as ever, in place or not.
+        found = tp.all_reduce(torch.full((8,), 2.0**rank))
+        assert found.tolist() == [2.0**world - 1] * 8
+
+    # The sizes of upstream's thresholds.
+    tp, _ = group(world, QUANTIZATION="FP4")
+    small, large = inputs(world, MIB // 2 - 1), inputs(world, MIB // 2)
+    exact = (small[0].float() + small[1].float()).bfloat16()
+    assert torch.equal(tp.all_reduce(small[rank].clone()), exact)
+    assert_same(tp.all_reduce(large[rank]), reference.two_shot(large, CODECS["FP4"]))
+
+    # FP, and what travels as fp16.
+    tp, _ = group(world, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0", QUANTIZATION_MIN_SIZE_KB="2", CAST_BF16_TO_FP16="1")
+    few, many = inputs(world, 512), inputs(world, 1024)
+    assert_same(tp.all_reduce(few[rank]), reference.two_shot(few, CODECS["FP"], True))
+    assert_same(tp.all_reduce(many[rank]), reference.two_shot(many, CODECS["FP4"], True))
+
+    # Other groups, and no codec.
+    for name, codec in (("ep", "FP4"), ("pp", "FP4"), ("tp", "NONE")):
+        other, said = group(world, name, QUANTIZATION=codec, MIN_SIZE_BYTES_MB="0")
+        assert not said
+        assert getattr(other.device_communicator, "quantized", None) is None
+        few = inputs(world, 512)
+        assert torch.equal(other.all_reduce(few[rank].clone()), (few[0].float() + few[1].float()).bfloat16())
+    assert type(other.device_communicator).__name__ == "CpuCommunicator"
+
+
+def test_two_ranks() -> None:
+    run_ranks(2, reduce_on_one_host, 2)
+
+
+def reduce_compiled(rank: int) -> None:
+    """As a part of a compiled graph without breaks, messages of both kinds, with what was sent in use afterwards."""
+    tp, _ = group(2, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0", MAX_SIZE_BYTES_MB="1")
+    run = torch.compile(lambda x: tp.all_reduce(x + 1) + x + 1, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count, quantized in ((512, True), (MIB, False)):
+        xs = inputs(2, count)
+        sent = [x + 1 for x in xs]
+        total = reference.two_shot(sent, CODECS["FP4"]) if quantized else sent[0] + sent[1]
+        assert_same(run(xs[rank]), total + xs[rank] + 1)
+
+
+def test_compiled() -> None:
+    run_ranks(2, reduce_compiled)
+
+
+def nodes(hosts: list[list[int]]) -> Any:
+    """vLLM's test of who shares a host, as if these did."""
+
+    def same(group: dist.ProcessGroup, source_rank: int = 0) -> list[bool]:
+        host = next(host for host in hosts if source_rank in host)
+        return [rank in host for rank in range(dist.get_world_size(group))]
+
+    return patch.object(communicator, "in_the_same_node_as", same)
+
+
+def reduce_on_hosts(rank: int, hosts: list[list[int]]) -> None:
+    world = sum(map(len, hosts))
+    with nodes(hosts):
+        tp, said = group(world, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")
+    if rank == 0:
+        assert said[0].startswith("quantized all-reduce: two_level FP4 from 0 bytes")
+    xs = inputs(world)
+    found = tp.all_reduce(xs[rank])
+    assert_same(found, reference.two_level([[xs[other] for other in host] for host in hosts], CODECS["FP4"]))
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0], [1]]], ids=str)
+def test_several_hosts(hosts: list[list[int]]) -> None:
+    run_ranks(sum(map(len, hosts)), reduce_on_hosts, hosts)
+
+
+def step_aside(rank: int) -> None:
+    """Where it cannot serve, one line says why, and vLLM adds."""
+    fp32 = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    broken = RuntimeError("no memory for rank 1\nand a trace")
+    for reason, cause in (
+        ("hosts of 2, 1 ranks: a two-level all-reduce needs as many ranks on every host", nodes([[0, 1], [2]])),
+        (
+            "the model computes in torch.float32",
+            patch.object(communicator, "get_current_vllm_config_or_none", lambda: fp32),
+        ),
+        ("VLLM_BATCH_INVARIANT is set", patch.object(communicator.envs, "VLLM_BATCH_INVARIANT", True, create=True)),
+        ("no memory for rank 1", patch.object(communicator, "_warm_up", side_effect=broken if rank == 1 else None)),
+    ):
+        with cause:
+            tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")
+        assert tp.device_communicator.quantized is None
+        assert tp.all_reduce(torch.full((8,), 2.0**rank)).tolist() == [7.0] * 8
+        if rank == 0:
+            (line,) = said
+            assert line.startswith(f"quantized all-reduce: vLLM's own serves the group {tp.unique_name}; {reason}")
+            assert "\n" not in line
+    # Ranks that would choose differently would wait for each other.
+    tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB=str(rank))
+    assert tp.device_communicator.quantized is None
+    assert rank or "the ranks have different settings" in said[0]
+
+
+def test_stepping_aside() -> None:
+    run_ranks(3, step_aside)
+
+
+# --- on GPUs
+
+
+class OnGpus:
+    """A communicator as vLLM makes it for a GPU, up to where memory is touched."""
+
+    def __init__(self, rank: int, reach: bool = True, quick_reduce: Any = None) -> None:
+        self.cpu_group, self.unique_name = dist.group.WORLD, "tp:0"
+        self.device, self.qr_comm = torch.device("cuda", rank), quick_reduce
+        self.over, self.watch, self.warm_up = MagicMock(), MagicMock(), MagicMock()
+        self.reach = reach
+
+    def connect(self, **variables: str) -> tuple[communicator.QuickReduceComm | None, list[str]]:
+        settings = Settings.from_environment({PREFIX + name: value for name, value in variables.items()})
+        with (
+            patch.object(communicator, "detect", lambda device: hardware.amd("gfx942")),
+            patch.object(torch.cuda, "can_device_access_peer", lambda device, peer: self.reach),
+            patch.object(QuickReduce, "over", self.over),
+            patch.object(communicator, "Watch", self.watch),
+            patch.object(communicator, "_warm_up", self.warm_up),
+            patch.object(communicator.logger, "info") as log,
+        ):
+            return communicator.connect(self, settings), lines(log)
+
+
+def connect_gpus(rank: int) -> None:
+    gpus = OnGpus(rank)
+    found, said = gpus.connect(QUANTIZATION="FP4")
+    gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device)
+    transport = gpus.over.return_value
+    assert gpus.warm_up.call_args.args == (transport, found.policy, gpus.device)
+    gpus.watch.assert_called_once_with(transport.check)
+    assert rank or said[0].startswith("quantized all-reduce: engine from 0 bytes, two_shot FP4 from 1048576 bytes")
+
+    # A message of ours goes to the kernels, after a look at what the watch saw; others are declined.
+    large, small = (torch.empty(count, dtype=torch.bfloat16, device="meta") for count in (MIB // 2, MIB // 2 - 8))
+    assert found.should_quick_allreduce(large) and found.uses_flydsl_int4(large)
+    assert not found.should_quick_allreduce(small) and not found.should_quick_allreduce(large.float())
+    assert found.quick_all_reduce(large) is transport.all_reduce.return_value
+    transport.all_reduce.assert_called_once_with(large, CODECS["FP4"], Algorithm.TWO_SHOT, cast_bf16_to_fp16=False)
+    gpus.watch.return_value.raise_if_lost.side_effect = RuntimeError("rank 1 of the group did not arrive in call 7")
+    with pytest.raises(RuntimeError, match="did not arrive in call 7"):
+        found.quick_all_reduce(large)
+    found.close()
+    gpus.watch.return_value.stop.assert_called_once_with()
+
+    # No peer access, seen by one rank: all step aside, and nobody asks for memory.
+    gpus = OnGpus(rank, reach=rank == 0)
+    found, said = gpus.connect(QUANTIZATION="FP4")
+    assert found is None and not gpus.over.called
+    assert rank or said[0].endswith("; GPU 1 does not reach the memory of GPU 0")
+
+    # vLLM's own QuickReduce serves the codec: it stays until ours is wished for.
+    theirs = SimpleNamespace(disabled=False)
+    found, said = OnGpus(rank, quick_reduce=theirs).connect(QUANTIZATION="INT4")
+    assert found is None
+    assert rank or "its QuickReduce serves this codec, and nobody measured ours here" in said[0]
+    assert OnGpus(rank, quick_reduce=theirs).connect(QUANTIZATION="INT4", MIN_SIZE_BYTES_MB="1")[0] is not None
+    theirs.disabled = True
+    assert OnGpus(rank, quick_reduce=theirs).connect(QUANTIZATION="INT4")[0] is not None
+
+
+def test_on_gpus() -> None:
+    run_ranks(2, connect_gpus)
+
+
+def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = cached_crossovers("gfx942")
+    file.parent.mkdir(parents=True)
+    steps = [
+        {"from_bytes": 0, "algorithm": "engine"},
+        {"from_bytes": 4096, "algorithm": "one_shot", "codec": "FP"},
+        {"from_bytes": 65536, "algorithm": "one_shot", "codec": "FP4"},
+        {"from_bytes": MIB, "algorithm": "two_shot", "codec": "FP4"},
+    ]
+    entry = {"world_size": 2, "dtype": "bfloat16", "codec": "FP4", "steps": steps}
+    file.write_text(json.dumps({"crossovers": [entry]}))
+    settings = Settings(CODECS["FP4"], quantization_min_bytes=2 * MIB, cast_bf16_to_fp16=True)
+    policy = Policy(settings, 2, "gfx942")
+    transport = MagicMock()
+    communicator._warm_up(transport, policy, torch.device("cpu"))
+    warm = {(call.args[0].dtype, *call.args[1:]) for call in transport.all_reduce.call_args_list}
+    may_serve = set()
+    for dtype in (torch.bfloat16, torch.float16):
+        for nbytes in [2**power for power in range(1, 32)]:
+            choice = policy.choose(nbytes, dtype)
+            if choice.codec is not None:
+                may_serve.add((dtype, choice.codec, choice.algorithm, True))
+    assert warm == may_serve
+    assert {choice[2] for choice in warm} == {Algorithm.ONE_SHOT, Algorithm.TWO_SHOT}
+    transport.check.assert_called_once_with()
+
+
+def under_cuda_s_communicator(rank: int) -> None:
+    """The class that serves on GPUs, where it is left to processes: what ours declines goes vLLM's ways."""
+    os.environ.update({PREFIX + "QUANTIZATION": "FP4", PREFIX + "MIN_SIZE_BYTES_MB": "0"})
+    made = resolve_obj_by_qualname(communicator.class_over(CUDA))(
+        dist.group.WORLD, torch.device("cpu"), dist.group.WORLD, "tp:0"
+    )
+    assert os.environ[PREFIX + "QUANTIZATION"] == "FP4"
+    assert made.qr_comm is made.quantized is not None
+    assert made._aiter_qr_rmsnorm_comm is False
+    xs = inputs(2)
+    with patch.object(cuda_communicator, "should_nccl_symm_mem_allreduce", side_effect=AssertionError):
+        assert_same(made.all_reduce(xs[rank]), reference.two_shot(xs, CODECS["FP4"]))
+    assert made.all_reduce(torch.full((8,), 2.0**rank)).tolist() == [3.0] * 8
+    made.destroy()
+    assert made.quantized is None
+
+
+def test_under_cuda_s_communicator() -> None:
+    run_ranks(2, under_cuda_s_communicator)

@@ -1,0 +1,596 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fusion pass on graphs as vLLM's compilation makes them, and in a vLLM that compiles on the CPU as on a GPU."""
+
+import copy
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from checkpoints import dense as dense_checkpoint_of
+from engines import Result, run
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.ir import ops as ir
+
+from llm_quant_rocm import ops
+from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks, connect, disconnect
+from llm_quant_rocm.reference.rms_norm_quant import rms_norm
+from llm_quant_rocm_vllm import fusion, reduce_norm
+from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
+
+K = 96
+EPS = 1e-5
+NORM, ADD_NORM = torch.ops.vllm_ir.rms_norm.default, torch.ops.vllm_ir.fused_add_rms_norm.default
+REDUCE = torch.ops.vllm.all_reduce.default
+QUANT = torch.ops.llm_quant_rocm.per_token_quant_fp8.default
+FUSED = torch.ops.llm_quant_rocm.rms_norm_quant_fp8.default
+ADD_FUSED = torch.ops.llm_quant_rocm.add_rms_norm_quant_fp8.default
+REDUCE_FUSED = torch.ops.llm_quant_rocm.reduce_norm_quant.default
+ALONE, TOGETHER = "RMSNorm + quantization", "all-reduce + RMSNorm + quantization"
+
+
+class Weights(NamedTuple):
+    """Of one norm and one linear layer."""
+
+    norm: torch.Tensor | None
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def random(cls, seed: int, norm_dtype: torch.dtype = torch.bfloat16) -> "Weights":
+        generator = torch.Generator().manual_seed(seed)
+        norm = (1 + torch.randn(K, generator=generator) / 4).to(norm_dtype)
+        return cls(norm, *ops.per_token_quant_fp8(torch.randn(K, K, generator=generator)))
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.ptpc_linear(x, self.codes, self.scales)
+
+
+MODEL = tuple(Weights.random(seed) for seed in (1, 2, 3))
+
+
+def layer(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
+    """Norms and linear layers as in a model: the residual of each norm is the sum of the one before."""
+    y = a.linear(NORM(x, a.norm, EPS))
+    y, x = ADD_NORM(y, x, b.norm, EPS)
+    y, x = ADD_NORM(b.linear(y), x, c.norm, EPS, None)
+    return c.linear(y), x
+
+
+def rows(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Ordinary rows, and among the first ones: zeros, an outlier, small and large ones."""
+    x = torch.randn(count, K, generator=torch.Generator().manual_seed(count))
+    for row, (factor, outlier) in enumerate([(0, 0), (1, 1e4), (1e-6, 1e-6), (-1e3, 0)][:count]):
+        x[row] *= factor
+        x[row, 7] += outlier
+    return x.to(dtype)
+
+
+def given(x: torch.Tensor, model: tuple[Weights, ...] = MODEL) -> tuple[torch.Tensor, ...]:
+    """A traced graph's inputs: activations and, as in vLLM, all weights."""
+    return x, *chain.from_iterable(model)
+
+
+def trace(function: Callable[..., Any], *inputs: torch.Tensor, mode: str = "fake") -> fx.GraphModule:
+    """The graph of function(x, *weights) for inputs as `given` gives them."""
+
+    def flat(x: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        return function(x, *(Weights(*tensors[start : start + 3]) for start in range(0, len(tensors), 3)))
+
+    module = make_fx(flat, tracing_mode=mode)(*inputs)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def fuse(module: fx.GraphModule, group: str | None = None) -> list[str]:
+    fused = NormQuantFusion(group)(module.graph)
+    module.graph.lint()
+    nodes = len(module.graph.nodes)
+    module.graph.eliminate_dead_code()
+    assert len(module.graph.nodes) == nodes
+    module.recompile()
+    return fused
+
+
+def calls(module: fx.GraphModule) -> Counter:
+    """How often each operator of the pass is called."""
+    known = (NORM, ADD_NORM, QUANT, REDUCE, FUSED, ADD_FUSED, REDUCE_FUSED)
+    return Counter(node.target for node in module.graph.nodes if node.target in known)
+
+
+class WithOurRounding(fx.Interpreter):
+    """Runs a graph with the norms of our reference instead of vLLM's, which keep more bits of a sum."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is NORM:
+            return rms_norm(args[0], args[1], args[2], None)[0]
+        if target is ADD_NORM:
+            return rms_norm(args[0], args[2], args[3], args[1])
+        if target is REDUCE:
+            return args[0]  # of one rank
+        return super().call_function(target, args, kwargs)
+
+
+def bits(tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_bits_are_those_of_the_separate_operators(dtype: torch.dtype, norm_dtype: torch.dtype) -> None:
+    inputs = given(rows(9, dtype), tuple(Weights.random(seed, norm_dtype) for seed in (1, 2, 3)))
+    apart = trace(layer, *inputs)
+    fused = copy.deepcopy(apart)
+    assert calls(fused) == {NORM: 1, ADD_NORM: 2, QUANT: 3}
+    assert fuse(fused) == [ALONE] * 3
+    assert calls(fused) == {FUSED: 1, ADD_FUSED: 2}
+    assert bits(fused(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+def test_against_vllms_own_norms() -> None:
+    """They normalise a sum before it is rounded, and round again before they multiply by a 16-bit weight. Where neither
+    has anything to round, codes are the same but for fp32's last bit; elsewhere a code may be the neighbour's."""
+
+    def function(x: torch.Tensor, norm: Weights, residual: Weights) -> tuple[torch.Tensor, ...]:
+        y, total = ADD_NORM(x, residual.norm, norm.norm, EPS)
+        return *QUANT(y), total
+
+    generator = torch.Generator().manual_seed(5)
+    whole, more = (torch.randint(-100, 101, (64, K), generator=generator).bfloat16() for _ in range(2))
+    ones = MODEL[0]._replace(norm=torch.ones(K, dtype=torch.bfloat16))
+    for x, residual, norm, same in ((whole, more, ones, 0.999), (rows(64), rows(64).flip(0), MODEL[0], 0.9)):
+        inputs = given(x, (norm, norm._replace(norm=residual)))
+        apart = trace(function, *inputs)
+        fused = copy.deepcopy(apart)
+        assert fuse(fused) == [ALONE]
+        codes, scales, total = fused(*inputs)
+        their_codes, their_scales, their_total = apart(*inputs)
+        assert torch.equal(total, their_total)
+        share = (codes.view(torch.uint8) == their_codes.view(torch.uint8)).float().mean().item()
+        print(f"{share:.5f} of the codes are the same")
+        assert share >= same
+        torch.testing.assert_close(scales, their_scales, rtol=2**-6, atol=0)
+        ours, theirs = codes.float() * scales, their_codes.float() * their_scales
+        torch.testing.assert_close(ours, theirs, rtol=2**-3 + 2**-6, atol=2 * 2**-9 * their_scales.max().item())
+
+
+def test_the_number_of_rows_stays_open() -> None:
+    module = trace(layer, *given(rows(5)), mode="symbolic")
+    environment = next(node.meta["val"] for node in module.graph.nodes).fake_mode.shape_env
+    guards = len(environment.guards)
+    apart = copy.deepcopy(module)
+    assert fuse(module) == [ALONE] * 3
+    assert len(environment.guards) == guards
+    for count in (1, 2, 33):
+        inputs = given(rows(count))
+        assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """Of one rank, so that its all-reduce changes nothing."""
+    connect("tp:0", None, torch.device("cpu"))
+    yield "tp:0"
+    disconnect("tp:0")
+
+
+def parallel_layer(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
+    """`layer` as one rank of several sees it: after an embedding, with sums to make; the last norm is not quantized."""
+    x = REDUCE(x, "tp:0")
+    y = a.linear(NORM(x, a.norm, EPS))
+    y, x = ADD_NORM(REDUCE(y, group_name="tp:0"), x, b.norm, EPS)
+    y, x = ADD_NORM(REDUCE(b.linear(y), "tp:0"), x, c.norm, EPS)
+    return y, x
+
+
+@pytest.mark.parametrize("function", [layer, parallel_layer], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_inductor_learns_what_the_new_nodes_give(mode: str, function: Callable[..., Any], group: str) -> None:
+    module = trace(function, *given(rows(6)), mode=mode)
+    assert len(fuse(module, group)) == 3
+
+    class Compare(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result, expected = super().run_node(n), n.meta.get("val")
+            if isinstance(result, torch.Tensor) and n.op == "call_function":
+                assert result.dtype == expected.dtype, n
+                assert tuple(result.shape) == tuple(map(int, expected.shape)), n
+                assert result.stride() == tuple(map(int, expected.stride())), n
+            return result
+
+    Compare(module).run(*given(rows(6)))
+
+
+def test_several_linear_layers_share_one_quantization() -> None:
+    def function(x: torch.Tensor, a: Weights, b: Weights, c: Weights) -> tuple[torch.Tensor, ...]:
+        y = NORM(x, a.norm, EPS)
+        return a.linear(y), b.linear(y), c.linear(y)
+
+    inputs = given(rows(4))
+    module = trace(function, *inputs)
+    apart = copy.deepcopy(module)
+    assert calls(module)[QUANT] == 3
+    assert fuse(module) == [ALONE]
+    assert calls(module) == {FUSED: 1}
+    assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+def read_by_a_router(x: torch.Tensor, a: Weights) -> tuple[torch.Tensor, ...]:
+    y, x = ADD_NORM(x, x, a.norm, EPS)
+    return y.sum(-1), a.linear(y), x
+
+
+def returned(x: torch.Tensor, a: Weights) -> tuple[torch.Tensor, ...]:
+    y = NORM(x, a.norm, EPS)
+    return a.linear(y), y, a.linear(y)
+
+
+@pytest.mark.parametrize("function", [read_by_a_router, returned], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_others_read_the_norm_too(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    inputs = given(rows(7, dtype), MODEL[:1])
+    module = trace(function, *inputs)
+    apart = copy.deepcopy(module)
+    assert fuse(module) == [ALONE]
+    assert calls(module) == {REDUCE_FUSED: 1}
+    assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_all_reduces_are_fused_with_the_norms_that_follow(dtype: torch.dtype, mode: str, group: str) -> None:
+    module = trace(parallel_layer, *given(rows(5, dtype)), mode=mode)
+    apart = copy.deepcopy(module)
+    assert fuse(module, group) == [TOGETHER, TOGETHER, "all-reduce + RMSNorm"]
+    assert calls(module) == {REDUCE_FUSED: 3}
+    for count in (5,) if mode == "fake" else (1, 2, 33):
+        inputs = given(rows(count, dtype))
+        assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+def test_all_reduces_of_groups_that_are_not_connected_stay() -> None:
+    for group in (None, "tp:1"):
+        module = trace(parallel_layer, *given(rows(5)))
+        assert fuse(module, group) == [ALONE] * 2
+        assert calls(module) == {REDUCE: 3, FUSED: 1, ADD_FUSED: 1, ADD_NORM: 1}
+
+
+def test_an_all_reduce_that_others_read_stays(group: str) -> None:
+    def function(x: torch.Tensor, a: Weights, b: Weights) -> tuple[torch.Tensor, ...]:
+        early, late = REDUCE(x, group), REDUCE(x + 1, group)
+        before = early * 2
+        y = NORM(early, a.norm, EPS)
+        z, total = ADD_NORM(late, x, b.norm, EPS)
+        return before, a.linear(y), b.linear(z), total, late
+
+    module = trace(function, *given(rows(5), MODEL[:2]))
+    assert fuse(module, group) == [ALONE] * 2
+    assert calls(module) == {REDUCE: 2, FUSED: 1, ADD_FUSED: 1}
+
+
+def of_a_part_of_the_row(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return a.linear(NORM(x, a.norm, EPS, K // 2))
+
+
+def without_a_weight(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return a.linear(NORM(x, None, EPS))
+
+
+def with_a_residual_of_another_dtype(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return a.linear(ADD_NORM(x, x.float(), a.norm, EPS)[0])
+
+
+def with_one_residual_for_all_rows(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return a.linear(ADD_NORM(x, x[:1], a.norm, EPS)[0])
+
+
+def with_one_weight_for_all_columns(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return a.linear(NORM(x, a.norm[:1], EPS))
+
+
+def without_quantization(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return NORM(x, a.norm, EPS) + 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        of_a_part_of_the_row,
+        without_a_weight,
+        with_a_residual_of_another_dtype,
+        with_one_residual_for_all_rows,
+        with_one_weight_for_all_columns,
+        without_quantization,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_what_is_left_as_it_is(function: Callable[..., Any]) -> None:
+    module = trace(function, *given(rows(4), MODEL[:1]))
+    before = str(module.graph)
+    assert fuse(module) == []
+    assert str(module.graph) == before
+
+
+# How vLLM gets the pass.
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    logger = logging.getLogger("llm_quant_rocm")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger.name)
+    fusion._log.cache_clear()
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
+    """One that compiles, as on a GPU; the CPU's way is another one."""
+    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: None)
+    config = VllmConfig()
+    config.compilation_config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor")
+    return config
+
+
+def hook(config: VllmConfig) -> Any:
+    return config.compilation_config.inductor_compile_config.get(HOOK)
+
+
+def test_the_pass_is_a_part_of_the_key_of_vllms_cache(config: VllmConfig, log: pytest.LogCaptureFixture) -> None:
+    without = config.compute_hash()
+    fusion.enable(config)
+    assert config.compute_hash() != without
+    fusion.enable(config)
+    assert [record.getMessage() for record in log.records] == [f"norm fusion: on; {SWITCH}=0 switches it off"]
+
+
+def test_a_group_is_a_part_of_the_key_too(
+    config: VllmConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion.enable(config)
+    alone = config.compute_hash()
+    del config.compilation_config.inductor_compile_config[HOOK]
+    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: "tp:0")
+    config.compilation_config.pass_config.fuse_allreduce_rms = True
+    fusion.enable(config)
+    assert config.compute_hash() != alone
+    assert hook(config).callable == NormQuantFusion("tp:0")
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is False
+    assert "takes the place of vLLM's fuse_allreduce_rms" in log.text
+
+
+def test_another_text_is_another_pass(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = NormQuantFusion().uuid()
+    (tmp_path / "fusion.py").write_text(Path(fusion.__file__).read_text() + "\n")
+    monkeypatch.setattr(fusion, "__file__", str(tmp_path / "fusion.py"))
+    assert NormQuantFusion().uuid() != before
+
+
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_the_pass_survives(again: Callable[[Any], Any], config: VllmConfig) -> None:
+    fusion.enable(config)
+    revived = again(hook(config))
+    assert revived.uuid() == hook(config).uuid()
+    module = trace(layer, *given(rows(2)))
+    revived(module.graph)
+    assert calls(module) == {FUSED: 1, ADD_FUSED: 2}
+
+
+def _switched_off(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(SWITCH, "0")
+    return f"by {SWITCH}=0"
+
+
+def _eager(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    config.compilation_config.mode = CompilationMode.NONE
+    return "vLLM does not compile here"
+
+
+def _another_pass(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    config.compilation_config.inductor_compile_config[HOOK] = "theirs"
+    return "is another pass"
+
+
+def _a_norm_gone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delattr(ir, "fused_add_rms_norm")
+    return "no attribute 'fused_add_rms_norm'"
+
+
+def _other_parameters(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ir, "rms_norm", ir.fused_add_rms_norm)
+    return "this vLLM's rms_norm has other parameters"
+
+
+def _hook_gone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delattr("vllm.compilation.passes.inductor_pass.CallableInductorPass")
+    return "cannot import name 'CallableInductorPass'"
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [_switched_off, _eager, _another_pass, _a_norm_gone, _other_parameters, _hook_gone],
+    ids=lambda obstacle: obstacle.__name__,
+)
+def test_what_stands_in_the_way_gets_one_line(
+    obstacle: Callable[..., str], config: VllmConfig, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = obstacle(config, monkeypatch)
+    there = hook(config)
+    for _ in range(2):
+        fusion.enable(config)
+    assert hook(config) is there
+    assert len(log.records) == 1
+    assert log.records[0].getMessage().startswith("norm fusion: off")
+    assert reason in log.text
+
+
+def test_the_switch_is_0_or_1(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    with pytest.raises(ValueError, match=f"{SWITCH} is 0 or 1, not 'off'"):
+        fusion.enable(config)
+
+
+def test_places_are_counted(log: pytest.LogCaptureFixture, group: str) -> None:
+    for _ in range(2):
+        fuse(trace(lambda x, *model: (*parallel_layer(x, *model), *returned(x, model[0])), *given(rows(4))), group)
+    assert [record.getMessage() for record in log.records] == [
+        f"norm fusion: in a compiled graph became one kernel each: 2 x {TOGETHER}, 1 x all-reduce + RMSNorm, "
+        f"1 x {ALONE} (layers alike share a graph)"
+    ]
+
+
+# Which groups are served.
+
+
+class Group:
+    """As much of vLLM's GroupCoordinator as is read."""
+
+    def __init__(self, world_size: int = 2, device: str = "cpu", transport: Any = None) -> None:
+        self.world_size, self.device, self.rank_in_group = world_size, torch.device(device, 0), 0
+        self.unique_name, self.cpu_group = "tp:0", None
+        self.device_communicator = SimpleNamespace(quantized=SimpleNamespace(transport=transport))
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `comm.connect` is given for memory, call by call; it gives Ranks with the obstacle that the test sets. One
+    host, and one rank that speaks for all."""
+    given: list[Any] = []
+
+    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any) -> Ranks:
+        given.append(memory)
+        return Ranks(2, Plan.of(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+
+    monkeypatch.setattr(reduce_norm.comm, "connect", connect)
+    monkeypatch.setattr(reduce_norm, "hosts_of", lambda group: [[0, 1]])
+    monkeypatch.setattr(reduce_norm, "first_refusal", lambda refusal, group: refusal)
+    monkeypatch.setattr(reduce_norm, "unreachable", lambda device, facts: None)
+    monkeypatch.setattr(reduce_norm.dist, "all_gather_object", lambda everyone, fact, group: None)
+    return given
+
+
+def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str | None:
+    monkeypatch.setattr(reduce_norm, "get_tp_group", lambda: group)
+    return reduce_norm.connect(SimpleNamespace(**{"use_ubatching": False, **settings}))
+
+
+def test_a_group_is_connected_once_and_its_successor_anew(
+    connections: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Group(), Group()
+    assert [connect_as_vllm(group, monkeypatch) for group in (first, first, second)] == ["tp:0"] * 3
+    assert connections == [None, None]
+
+
+def test_one_rank_needs_no_group(
+    connections: list[Any], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connect_as_vllm(Group(1), monkeypatch) is None
+    assert not connections
+    assert not log.records
+
+
+def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce_norm, "Watch", None)  # its own communicator watches it
+    memory = SimpleNamespace(mailbox=...)
+    assert connect_as_vllm(Group(2, "cuda", memory), monkeypatch) == "tp:0"
+    assert connect_as_vllm(Group(2, "cpu", object()), monkeypatch) == "tp:0"
+    assert connections == [memory, None]
+
+
+@pytest.mark.parametrize(
+    ("group", "change", "reason"),
+    [
+        (Group(9), {}, "it has 9 ranks, and up to 8 are served"),
+        (Group(2), {"use_ubatching": True}, "halves of a batch run at once"),
+        (Group(2), {"hosts_of": lambda group: [[0], [1]]}, "its ranks are on several hosts"),
+        (Group(2, "cuda"), {"unreachable": lambda *facts: "GPU 1 is far away"}, "GPU 1 is far away"),
+        (Group(2, "cuda"), {"obstacle": "no memory"}, "no memory"),
+    ],
+    ids=["ranks", "ubatches", "hosts", "peers", "memory"],
+)
+def test_groups_left_to_vllm(
+    group: Group, change: dict[str, Any], reason: str, connections: list[Any], log: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if "obstacle" in change:
+        reduce_norm.comm.connect.obstacle = change["obstacle"]
+    for name in {"hosts_of", "unreachable"} & change.keys():
+        monkeypatch.setattr(reduce_norm, name, change[name])
+    settings = {name: value for name, value in change.items() if name == "use_ubatching"}
+    assert [connect_as_vllm(group, monkeypatch, **settings) for _ in range(2)] == [None, None]
+    assert len(log.records) == 1
+    assert reason in log.text
+
+
+# A real engine: two layers, so three graphs, of 1, 2 and 1 norms before a quantization.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Path:
+    """Norm weights other than 1."""
+    return dense_checkpoint_of(folder / "fusion")
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path, checkpoint: Path) -> dict[str, Result]:
+    """An engine with the pass, another one that finds its graphs in the cache, and one without the pass."""
+    return {
+        name: run(
+            folder / f"fusion-{name}",
+            checkpoint,
+            {"COMPILE_AS_ON_A_GPU": "1", "VLLM_CACHE_ROOT": str(folder / "fusion-cache"), SWITCH: switch},
+            quantization="ptpc_fp8",
+            enforce_eager=False,
+        )
+        for name, switch in (("on", "1"), ("cached", "1"), ("off", "0"))
+    }
+
+
+def test_an_engine_fuses(engines: dict[str, Result]) -> None:
+    result = engines["on"]
+    assert result.returncode == 0, result.log[-6000:]
+    for places in (1, 2):
+        assert f"one kernel each: {places} x {ALONE} (layers" in result.log
+
+
+def test_an_engine_finds_fused_graphs_in_the_cache(engines: dict[str, Result]) -> None:
+    result = engines["cached"]
+    assert result.returncode == 0, result.log[-6000:]
+    assert "norm fusion: on" in result.log
+    assert "in a compiled graph" not in result.log
+    assert torch.equal(result.logprobs, engines["on"].logprobs)
+
+
+def test_an_engine_without_the_pass_compiles_anew_and_says_nearly_the_same(engines: dict[str, Result]) -> None:
+    result = engines["off"]
+    assert result.returncode == 0, result.log[-6000:]
+    assert f"norm fusion: off, by {SWITCH}=0" in result.log
+    assert "saved AOT compiled function" in result.log
+    difference = (result.logprobs - engines["on"].logprobs).abs()
+    print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
+    assert 0 < difference.mean() < 0.2
+
+
+def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engines: dict[str, Result]) -> None:
+    """A codec makes vLLM's all-reduces on a CPU operators, which they always are on GPUs; FP is exact."""
+    variables = {"COMPILE_AS_ON_A_GPU": "1", "VLLM_CACHE_ROOT": str(folder / "fusion-tp2-cache")}
+    variables["VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"] = "FP"
+    settings = {"quantization": "ptpc_fp8", "enforce_eager": False, "tensor_parallel_size": 2}
+    result = run(folder / "fusion-tp2", checkpoint, variables, **settings)
+    assert result.returncode == 0, result.log[-6000:]
+    for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER} (", f"1 x {TOGETHER}, 1 x all-reduce + RMSNorm ("):
+        assert result.log.count(f"one kernel each: {places}") == 1
+    difference = (result.logprobs - engines["on"].logprobs).abs()
+    print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
+    assert difference.mean() < 0.2
