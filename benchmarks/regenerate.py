@@ -59,6 +59,11 @@ STEPS = (
     Step("vllm_engine_{arch}", "vllm_engine.py", engine=True),
     Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine=True),
     Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine=True),
+    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine=True),
+    *(
+        Step(f"vllm_fusion_{ranks}_ranks_{{arch}}", "vllm_engine.py", ("fusion", "--ranks", str(ranks)), ranks, True)
+        for ranks in (1, 2, 4, 8)
+    ),
 )
 
 

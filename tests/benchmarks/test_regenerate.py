@@ -23,7 +23,7 @@ def test_every_benchmark_is_a_step() -> None:
 
 def test_the_report_reads_what_the_steps_write() -> None:
     names = {step.result.format(arch="sm_90") for step in STEPS}
-    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py"))
+    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py", "_fusion_report.py"))
     read = set(re.findall(r'"(\w[\w-]*_sm_90)(?:\.json)?"', text))
     assert read <= names, read - names
 
