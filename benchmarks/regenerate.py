@@ -66,6 +66,11 @@ STEPS = (
         gpus=2,
         engine=True,
     ),
+    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine=True),
+    *(
+        Step(f"vllm_fusion_{ranks}_ranks_{{arch}}", "vllm_engine.py", ("fusion", "--ranks", str(ranks)), ranks, True)
+        for ranks in (1, 2, 4, 8)
+    ),
 )
 
 
@@ -88,7 +93,8 @@ def why_not(step: Step, gpus: int, vllm: bool, path: Path, here: dict[str, str],
         return f"needs {step.gpus} GPUs, {gpus} are here"
     if step.engine and not vllm:
         return "needs vLLM: name its folder by --vllm"
-    if path.is_file() and not again:
+    # Of a tree with changes nobody knows whether it is the same.
+    if path.is_file() and not again and not here["commit"].endswith("dirty"):
         there = json.loads(path.read_text())["environment"]
         if all(there.get(name) == here.get(name) for name in ("commit", "device", "torch", "triton")):
             return "measured already"
@@ -101,6 +107,8 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
 
     from llm_quant_rocm import hardware, provenance
 
+    if not torch.cuda.is_available():
+        raise SystemExit("regenerate: FAILED. no GPU is here: run on the machine that is to be measured")
     here = provenance.environment()
     if "commit" not in here:
         raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set COMMIT")

@@ -16,6 +16,7 @@ class Hardware:
         fp8_dtype: the E4M3 flavour of the matrix units, or OCP where there are none.
         fp8_units: whether the matrix units multiply FP8. Without them FP8 is decoded to 16 bits in the kernel.
         fp8_cast: whether Triton compiles a conversion from float to FP8 for it.
+        nvfp4_units: whether the matrix units multiply NVFP4, as NVIDIA's do from Blackwell on.
         tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
         pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
         lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
@@ -28,6 +29,7 @@ class Hardware:
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     fp8_units: bool = False
     fp8_cast: bool = False
+    nvfp4_units: bool = False
     tma: bool = False
     pdl: bool = False
     lanes: int = 32
@@ -55,9 +57,9 @@ def amd(arch: str) -> Hardware:
 
 def nvidia(major: int, minor: int) -> Hardware:
     """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and
-    programmatic dependent launch with 9.0."""
-    fp8, hopper = (major, minor) >= (8, 9), major >= 9
-    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=hopper, pdl=hopper)
+    programmatic dependent launch with 9.0, NVFP4 with 10.0."""
+    fp8, hopper, blackwell = (major, minor) >= (8, 9), major >= 9, major >= 10
+    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, nvfp4_units=blackwell, tma=hopper, pdl=hopper)
 
 
 @cache

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("kernels", "reference"),
     ("formats",),
     ("hardware", "provenance", "timing"),
+    ("environment", "versions"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

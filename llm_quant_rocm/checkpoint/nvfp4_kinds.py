@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoints are NVFP4, by their `quantization_config`, and who serves them with what options."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llm_quant_rocm import environment
 from llm_quant_rocm.checkpoint.layer_names import shard_name
+from llm_quant_rocm.environment import NVFP4 as SWITCH
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 NAME = "nvfp4_triton"
@@ -15,8 +16,6 @@ ALIAS = "petit_nvfp4"  # what engines called their own method of this kind
 MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 MIXED_PRECISION = "MIXED_PRECISION"
 COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
-
-SWITCH = "LLM_QUANT_ROCM_NVFP4"
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,11 @@ class Options:
         Raises:
             ValueError: a value that is not known.
         """
-        known = {"activations": ("16bit", "nvfp4"), "prefill": ("exact", "fp8")}
         chosen = {}
-        for option, values in known.items():
+        for option, default in (("activations", cls.activations), ("prefill", cls.prefill)):
             variable = f"{SWITCH}_{option.upper()}"
-            chosen[option] = os.environ.get(variable) or config.get(option) or values[0]
+            values = environment.VARIABLES[variable].values
+            chosen[option] = environment.read(variable) or config.get(option) or default
             if chosen[option] not in values:
                 raise ValueError(
                     f"{variable} (or {option!r} in the quantization_config) is {' or '.join(values)}, "

@@ -8,11 +8,7 @@ an error of a plugin and goes on without it: what cannot be done here is one lin
 import logging
 from functools import cache
 
-from packaging.version import InvalidVersion, Version
-
-# Read and tested on these: docs/sglang.md says how, by version.
-FIRST_SUPPORTED = "0.5.17"
-FIRST_UNSUPPORTED = "0.5.24"
+from llm_quant_rocm.versions import SUPPORTED
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -46,15 +42,9 @@ def _log_where_sglang_logs() -> None:
 
 def _warn_of_other_versions(version: str) -> None:
     """One warning where SGLang is outside the supported range; the plugin still tries."""
-    try:
-        supported = Version(FIRST_SUPPORTED).release <= Version(version).release < Version(FIRST_UNSUPPORTED).release
-    except InvalidVersion:
-        supported = False
-    if not supported:
+    if not SUPPORTED["sglang"].holds(version):
         logger.warning(
-            "llm-quant-rocm supports SGLang %s up to, not including, %s; this is SGLang %s. Continuing; "
-            "if it fails, install a supported SGLang",
-            FIRST_SUPPORTED,
-            FIRST_UNSUPPORTED,
+            "llm-quant-rocm supports SGLang %s; this is SGLang %s. Continuing; if it fails, install a supported SGLang",
+            SUPPORTED["sglang"],
             version,
         )

@@ -18,8 +18,9 @@ from sglang.srt.utils import is_hip
 
 from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to, connect
 from llm_quant_rocm.comm.policy import Policy, Settings
+from llm_quant_rocm.environment import SGLANG_QUICK_REDUCE as _PREFIX
+from llm_quant_rocm.environment import read
 
-_PREFIX = "ROCM_QUICK_REDUCE_"
 _UPSTREAM_PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
 QUANTIZATION = f"{_PREFIX}QUANTIZATION"
 # Codecs of SGLang's own QuickReduce, which reports others as a broken setting.
@@ -87,7 +88,7 @@ def _is_ours(group: Any, input_: torch.Tensor) -> bool:
 @contextmanager
 def _hidden_from_sglang(wishes: Settings) -> Iterator[None]:
     """SGLang's QuickReduce, which reads the environment when it is made, is told of codecs that it knows alone."""
-    before = os.environ.get(QUANTIZATION)
+    before = read(QUANTIZATION)
     if wishes.codec is None or before is None or before in _KNOWN_TO_SGLANG:
         yield
         return

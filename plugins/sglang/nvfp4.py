@@ -30,7 +30,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
     summary,
 )
-from llm_quant_rocm.checkpoint.switches import switched_on
+from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm_sglang.engine_layers import with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.

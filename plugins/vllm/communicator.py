@@ -26,6 +26,7 @@ from llm_quant_rocm.comm import group
 from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_left_to
 from llm_quant_rocm.comm.policy import Policy, Settings
 from llm_quant_rocm.comm.watch import Watch
+from llm_quant_rocm.environment import read
 
 QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
 # Codecs of ours alone: vLLM's QuickReduce would report each as a broken setting.
@@ -168,7 +169,7 @@ def _hidden_from_vllm(settings: Settings) -> Iterator[None]:
     if settings.codec is None or settings.codec.name not in _UNKNOWN_TO_VLLM:
         yield
         return
-    before = os.environ[QUANTIZATION]
+    before = read(QUANTIZATION) or "NONE"
     os.environ[QUANTIZATION] = "NONE"
     try:
         yield

@@ -31,7 +31,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
     summary,
 )
-from llm_quant_rocm.checkpoint.switches import switched_on
+from llm_quant_rocm.environment import switched_on
 
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")

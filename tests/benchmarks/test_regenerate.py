@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import regenerate
 from benchmarks.regenerate import HUMMING, STEPS, VLLM, Step, command, why_not
@@ -23,7 +24,7 @@ def test_every_benchmark_is_a_step() -> None:
 
 def test_the_report_reads_what_the_steps_write() -> None:
     names = {step.result.format(arch="sm_90") for step in STEPS}
-    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py"))
+    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py", "_fusion_report.py"))
     read = set(re.findall(r'"(\w[\w-]*_sm_90)(?:\.json)?"', text))
     assert read <= names, read - names
 
@@ -56,3 +57,15 @@ def test_what_is_passed_over(
     if there:
         path.write_text(json.dumps({"environment": there}))
     assert why_not(step, 2, False, path, HERE, again) == reason
+
+
+def test_changes_are_measured_anew(tmp_path: Path) -> None:
+    dirty = HERE | {"commit": "abc-dirty"}
+    (tmp_path / "x.json").write_text(json.dumps({"environment": dirty}))
+    assert why_not(Step("x", "x.py"), 1, False, tmp_path / "x.json", dirty, False) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="regenerate: FAILED. no GPU is here"):
+        regenerate.run(STEPS, {VLLM: None, HUMMING: None}, 1.0, False)
