@@ -21,9 +21,10 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm import hardware
+from llm_quant_rocm.comm import group as group_module
 from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings, cached_crossovers
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
-from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce as reference
 from llm_quant_rocm_vllm import communicator, patches
 from tests.comm import processes
@@ -158,7 +159,7 @@ def step_aside(rank: int) -> None:
             patch.object(communicator, "get_current_vllm_config_or_none", lambda: fp32),
         ),
         ("VLLM_BATCH_INVARIANT is set", patch.object(communicator.envs, "VLLM_BATCH_INVARIANT", True, create=True)),
-        ("no memory for rank 1", patch.object(communicator, "_warm_up", side_effect=broken if rank == 1 else None)),
+        ("no memory for rank 1", patch.object(group_module, "warm_up", side_effect=broken if rank == 1 else None)),
     ):
         with cause:
             tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")
@@ -194,11 +195,11 @@ class OnGpus:
     def connect(self, **variables: str) -> tuple[communicator.QuickReduceComm | None, list[str]]:
         settings = Settings.from_environment({PREFIX + name: value for name, value in variables.items()})
         with (
-            patch.object(communicator, "detect", lambda device: hardware.amd("gfx942")),
+            patch.object(group_module, "detect", lambda device: hardware.amd("gfx942")),
             patch.object(torch.cuda, "can_device_access_peer", lambda device, peer: self.reach),
             patch.object(QuickReduce, "over", self.over),
-            patch.object(communicator, "Watch", self.watch),
-            patch.object(communicator, "_warm_up", self.warm_up),
+            patch.object(group_module, "Watch", self.watch),
+            patch.object(group_module, "warm_up", self.warm_up),
             patch.object(communicator.logger, "info") as log,
         ):
             return communicator.connect(self, settings), lines(log)
@@ -210,7 +211,7 @@ def connect_gpus(rank: int) -> None:
     gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device)
     transport = gpus.over.return_value
     assert not transport.check_waits
-    assert gpus.warm_up.call_args.args == (transport, found.policy, gpus.device)
+    assert gpus.warm_up.call_args.args[:3] == (transport, found.policy, gpus.device)
     gpus.watch.assert_called_once_with(transport.check)
     assert rank or said[0].startswith("quantized all-reduce: engine from 0 bytes, two_shot FP4 from 1048576 bytes")
 
@@ -267,7 +268,7 @@ def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
     settings = Settings(CODECS["FP4"], quantization_min_bytes=2 * MIB, cast_bf16_to_fp16=True)
     policy = Policy(settings, 2, "gfx942")
     transport = MagicMock()
-    communicator._warm_up(transport, policy, torch.device("cpu"))
+    group_module.warm_up(transport, policy, torch.device("cpu"), DTYPES)
     warm = {(call.args[0].dtype, *call.args[1:]) for call in transport.all_reduce.call_args_list}
     may_serve = set()
     for dtype in (torch.bfloat16, torch.float16):
