@@ -65,7 +65,8 @@ def write(folder: Path, config: dict[str, Any], decoded: bool = False, device: s
     if decoded:
         (folder / "config.json").write_text(json.dumps(config))
     else:
-        _LAYOUT.describe(folder, config, kept, False)
+        for name, content in _LAYOUT.describe(config, kept, False).items():
+            (folder / name).write_text(json.dumps(content))
 
 
 def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:

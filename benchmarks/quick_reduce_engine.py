@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import nvfp4_engine, vllm_engine
+from benchmarks import vllm_engine
 
 ROOT = Path(__file__).parent.parent
 PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
@@ -90,37 +89,24 @@ def in_a_process(what: str, ranks: int, log: Path, **variables: str) -> dict[str
     return json.loads(answer.read_text()) | {"log": [line[line.index("quantized") :] for line in lines]}
 
 
-def environment() -> dict[str, str]:
+def measure(ranks: int, codecs: list[str], timed: bool) -> None:
     import torch
     import vllm
 
     from benchmarks import _harness as harness
+    from llm_quant_rocm import hardware
 
-    if torch.cuda.is_available():
-        return harness.environment() | {"vllm": vllm.__version__}
-    commit = os.environ.get("COMMIT") or subprocess.check_output(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], text=True
-    )
-    return {
-        "device": f"CPU ({platform.machine()})",
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "commit": commit.strip(),
-    }
-
-
-def measure(ranks: int, codecs: list[str], timed: bool) -> None:
-    folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
-    file = folder / f"quick_reduce_engine_tp{ranks}{'' if timed else '_accuracy'}.json"
-    found: dict[str, Any] = {"environment": environment(), "ranks": ranks, "codecs": {}}
+    arch = hardware.detect(torch.device("cuda" if torch.cuda.is_available() else "cpu")).arch
+    found: dict[str, Any] = {"vllm": vllm.__version__, "ranks": ranks, "codecs": {}}
     expected: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "engine.log"
         common = {
-            "PYTHONPATH": nvfp4_engine.plugin_path(Path(scratch)),
+            "PYTHONPATH": vllm_engine.plugin_path(Path(scratch)),
             "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # we have asked for GPUs before
             # On CPUs: the default asks for a NUMA node a rank.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -136,8 +122,8 @@ def measure(ranks: int, codecs: list[str], timed: bool) -> None:
                 result["time"] = in_a_process("time", ranks, log, **chosen)
             found["codecs"][codec] = result
             print(json.dumps({codec: result}), flush=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-    print("written to", file)
+            written = harness.write(f"quick_reduce_engine_tp{ranks}_{arch}", found)
+    print("written to", written)
 
 
 def main() -> None:

@@ -15,11 +15,12 @@ PLUGINS = (f"{PACKAGE}_vllm", f"{PACKAGE}_sglang")
 # DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
 LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("plugins", "cli"),
+    ("tune",),
     ("ops", "comm", "checkpoint"),
     ("backends", "tuning"),
     ("kernels", "reference"),
     ("formats",),
-    ("hardware",),
+    ("hardware", "provenance", "timing"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -57,6 +57,7 @@ def test_commands_exist() -> None:
     from llm_quant_rocm.cli import app
 
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    commands |= {group.name for group in app.registered_groups}
     for page in PAGES:
         for command in re.findall(r"(?:^|`)llm-quant-rocm ([a-z]+)(?: --.*?)?(?=`|$)", page.read_text(), re.MULTILINE):
             assert command in commands, f"{page.name}: {command}"

@@ -2,15 +2,31 @@
 """The shipped configurations, and how a shape finds its own."""
 
 import json
+import logging
+from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llm_quant_rocm import hardware, tuning
+from llm_quant_rocm import __version__, hardware, provenance, tuning
 from llm_quant_rocm.ops.ptpc_gemm import BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's cache, with nothing in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    functions = (tuning.shapes, tuning.lookup)
+    for function in functions:
+        function.cache_clear()
+    yield tmp_path / "cache"
+    for function in functions:
+        function.cache_clear()
+
 
 KNOWN = (
     *(tuning.Measured(n=8192, k=8192, m=m, backend="torch", config={"m": m}) for m in (256, 1, 16)),
@@ -60,6 +76,50 @@ def test_shapes_reads_the_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     file.write_text(json.dumps({"measured_on": {}, "shapes": [shape]}))
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     assert tuning.shapes.__wrapped__("an_operator", "gfx942") == (tuning.Measured(**shape),)
+
+
+def cached(measured_on: dict[str, str | None], **changes: Any) -> tuning.Measured:
+    """A file in the user's cache with one shape, that of a shipped one with another configuration."""
+    shape = {"n": 8192, "k": 8192, "m": 16, "backend": "triton", "config": {"block_m": 1}} | changes
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": measured_on, "shapes": [shape]}))
+    return tuning.Measured(**shape)
+
+
+HERE = {"llm-quant-rocm": __version__, "triton": provenance.triton_version()}
+
+
+def test_the_users_measurements_come_before_the_shipped() -> None:
+    before = tuning.shapes("ptpc_gemm", "sm_90")
+    tuning.shapes.cache_clear()
+    mine = cached(HERE)
+    after = tuning.shapes("ptpc_gemm", "sm_90")
+    assert len(after) == len(before)
+    assert tuning.lookup("ptpc_gemm", "sm_90", 16, 8192, 8192) == mine
+    assert tuning.lookup("ptpc_gemm", "sm_90", 32, 8192, 8192) in before
+
+
+def test_a_weight_of_the_users_own_is_found() -> None:
+    mine = cached(HERE, n=1234, k=5678)
+    assert tuning.lookup("ptpc_gemm", "sm_90", 1, 1234, 5678) == mine
+
+
+@pytest.mark.parametrize("name", ["llm-quant-rocm", "triton"])
+def test_measurements_of_other_versions_are_left(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    mine = cached(HERE | {name: "0.0.1"})
+    with caplog.at_level(logging.WARNING):
+        assert mine not in tuning.shapes("ptpc_gemm", "sm_90")
+    assert f"was measured with {name} 0.0.1: run llm-quant-rocm tune again" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"measured_on": {}, "shapes": [{"n": 1}]}'])
+def test_a_broken_file_of_the_cache(text: str) -> None:
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"{file} is no file of measured configurations .* delete it, and run"):
+        tuning.shapes("ptpc_gemm", "sm_90")
 
 
 def shipped(operator: str) -> list[Traversable]:

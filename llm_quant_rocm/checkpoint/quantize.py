@@ -1,46 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints made of 16-bit Hugging Face checkpoints, one file at a time.
 
-Every two-dimensional weight becomes NVFP4 but for those of modules that `ignore` names. Three layouts, for the same
-values:
+Every two-dimensional weight is quantized but for those of modules that `ignore` names, by one of two schemes:
 
-    compressed-tensors   `nvfp4-pack-quantized`, described in config.json, as llm-compressor writes it
+    ptpc_fp8   FP8 with a scale an output channel, for activations quantized per token while serving
+    nvfp4      4 bits, for 16-bit activations (W4A16), or, with the largest magnitudes that the layers' inputs reached,
+               for hardware that quantizes those to NVFP4 too (W4A4)
+
+in one of these layouts, which hold the same values:
+
+    compressed-tensors   `float-quantized` and `nvfp4-pack-quantized`, described in config.json as by llm-compressor
     modelopt             ModelOpt's tensors, described in config.json (ModelOpt 0.31 and later)
-    modelopt-legacy      ModelOpt's tensors, described in hf_quant_config.json (before)
-
-A checkpoint is for 16-bit activations (W4A16), or, with the largest magnitudes that the layers' inputs reached, for
-hardware that quantizes those to NVFP4 too (W4A4).
+    modelopt-legacy      ModelOpt's NVFP4, described in hf_quant_config.json (before)
 """
 
+import hashlib
+import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
 
-from llm_quant_rocm.checkpoint.layouts import LAYOUTS, write_json
+from llm_quant_rocm import __version__
+from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
+from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import INDEX, Reader
-from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
-# Embeddings, the output layer and routers stay: engines read them as they are.
-IGNORE = ("lm_head", "*embed*", "*.gate", "*.router")
+SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
+# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens, and image
+# encoders stay: engines read them as they are.
+IGNORE = (
+    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*visual*",
+    "*vision*",
+)  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize_checkpoint` did: the modules that are NVFP4 now, those that stayed, and all tensors' bytes."""
+    """What `quantize_checkpoint` did.
+
+    Attributes:
+        quantized: the modules that are quantized now.
+        kept: those that stayed.
+        bytes_before, bytes_after: of all tensors.
+        errors: by quantized module, ||quantized - weight|| / ||weight||.
+    """
 
     quantized: tuple[str, ...]
     kept: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    errors: Mapping[str, float]
 
 
 def quantize_checkpoint(
@@ -50,67 +75,167 @@ def quantize_checkpoint(
     ignore: Sequence[str] = IGNORE,
     share_global_scales: bool = True,
     input_amax: Mapping[str, float] | None = None,
+    *,
+    scheme: str = "nvfp4",
+    search: bool = False,
+    device: str = "cpu",
+    on_progress: Callable[[int, int], None] = lambda done, whole: None,
 ) -> Report:
-    """Write `source` (a folder with config.json and safetensors files in bf16, fp16 or fp32) as NVFP4 to `target`.
+    """Write `source` (a folder with config.json and safetensors files in bf16, fp16 or fp32) quantized to `target`.
 
-    Memory holds the NVFP4 tensors of one file and one 16-bit weight. The tokenizer and all other files are copied.
-    config.json is written last, so a folder that has it is whole.
+    Memory holds the quantized tensors of one file and one 16-bit weight. The tokenizer and all other files are copied.
+    config.json is written last, so a folder that has it is whole. A call that was interrupted goes on when it is made
+    again; what it makes is the same, byte by byte.
 
     Args:
-        target: a folder that is empty or does not exist.
-        layout: one of `LAYOUTS`.
+        target: a folder that is empty, does not exist, or is of the same call.
+        layout: one of `SCHEMES[scheme]`.
         ignore: patterns (`*` matches anything) of modules that stay in 16 bits.
-        share_global_scales: layers that engines fuse (q, k, v; gate, up) share the largest of their global scales.
-            This project reads each shard with its own, other engines with one for all.
+        share_global_scales: in NVFP4, layers that engines fuse (q, k, v; gate, up) share the largest of their global
+            scales. This project reads each shard with its own, other engines with one for all.
         input_amax: by module, the largest magnitude of its input over some text; makes a W4A4 checkpoint.
+        scheme: "nvfp4" or "ptpc_fp8".
+        search: in NVFP4, take of a few block scales the one that leaves the least squared error.
+        device: where to compute: a GPU is faster, and where two block scales of `search` are as good as each other
+            within its rounding, it may take the other one.
+        on_progress: called with the bytes done and the bytes of all, of `source`'s tensors.
 
     Raises:
-        ValueError: an unknown layout, a target that is not empty, a source that is no such checkpoint, is truncated or
-            quantized already, a weight that cannot be NVFP4, an `ignore` that parts layers that engines fuse, an
-            `input_amax` that lacks a module or is not positive, or none where the layout has no W4A16.
+        ValueError, TypeError: an unknown scheme or layout, a target of something else, a source that is no such
+            checkpoint, is truncated or quantized already, a weight that cannot be quantized, an `ignore` that parts
+            layers that engines fuse, an `input_amax` that lacks a module or is not positive, or none where the layout
+            has no W4A16.
+        OSError: the disk is too small.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
+    if layout not in SCHEMES[scheme]:
+        raise ValueError(f"layout {layout!r} is not one of {', '.join(SCHEMES[scheme])}")
+    if scheme != "nvfp4" and (input_amax is not None or search):
+        raise ValueError("input_amax and search are for the scheme nvfp4")
     if layout == "modelopt-legacy" and input_amax is None:
         raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not an empty folder: name another, or remove it")
     reader = Reader(source)
-    chosen = {name for name in reader.weights if not any(fnmatchcase(_module(name), pattern) for pattern in ignore)}
+    chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
+    _check_experts(reader, ignore)
+    if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
+        raise ValueError(
+            "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
+            "compressed-tensors, or keep the experts with ignore"
+        )
     _check_fused(chosen, reader)
     if input_amax is not None:
         _check_inputs(chosen, input_amax)
-    target.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    before = after = 0
-    for file in sorted(set(reader.files.values())):
+    form = SCHEMES[scheme][layout]
+    method: Scheme = Ptpc(form)
+    if scheme == "nvfp4":
+
+        def siblings(name: str) -> list[str]:
+            return [other for other in _siblings(name) if other in reader.tensors] if share_global_scales else [name]
+
+        method = NvFp4(form, search, siblings, lambda name: reader.read(name).to(device), input_amax)
+    for name in sorted(chosen):
+        method.check(name, reader.tensors[name])
+    settings = {
+        "package": __version__, "scheme": scheme, "layout": layout, "ignore": list(ignore),
+        "share_global_scales": share_global_scales, "search": search, "device": device.partition(":")[0],
+        "input_amax": input_amax and hashlib.sha256(json.dumps(input_amax, sort_keys=True).encode()).hexdigest(),
+        "source": reader.identity(),
+    }  # fmt: skip
+    output = Output(target, settings)
+    if not output.complete:
+        _check_room(reader, chosen, method, target, set(output.files))
+    with output.written():
+        _write_weights(reader, chosen, method, output, device, on_progress)
+        if not output.complete:
+            _write_others(source, target, reader, chosen, ignore, form, output, input_amax is not None)
+    errors = {module: error for record in output.files.values() for module, error in record["errors"].items()}
+    return Report(
+        tuple(sorted(map(_module, chosen))),
+        tuple(sorted(_module(name) for name in reader.weights if name not in chosen)),
+        sum(tensor.nbytes for tensor in reader.tensors.values()),
+        sum(record["tensor_bytes"] for record in output.files.values()),
+        dict(sorted(errors.items())),
+    )
+
+
+def _write_weights(
+    reader: Reader,
+    chosen: set[str],
+    method: Scheme,
+    output: Output,
+    device: str,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Every weight file that is not there yet."""
+    done, whole = 0, sum(tensor.nbytes for tensor in reader.tensors.values())
+    for file in reader.files:
+        names = [name for name, tensor in reader.tensors.items() if tensor.file == file]
+        if file in output.files:
+            done += sum(reader.tensors[name].nbytes for name in names)
+            on_progress(done, whole)
+            continue
         tensors: dict[str, torch.Tensor] = {}
-        for name in (name for name, place in reader.files.items() if place == file):
-            tensor = reader.read(name)
-            before += tensor.nbytes
-            if name not in chosen:
-                tensors[name] = tensor
-                continue
-            shared = _shared_global_scale(reader, name) if share_global_scales else None
-            parts = LAYOUTS[layout].weight(nvfp4.quantize(tensor, shared, name))
-            if input_amax is not None:
-                parts |= LAYOUTS[layout].input(torch.tensor(input_amax[_module(name)] / nvfp4.RANGE))
-            tensors |= {f"{_module(name)}.{part}": value for part, value in parts.items()}
-        after += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= dict.fromkeys(tensors, file)
-        save_file(tensors, target / file, metadata={"format": "pt"})
-    _copy_other_files(source, target)
+        errors: dict[str, float] = {}
+        for name in names:
+            if name in chosen:
+                parts, errors[_module(name)] = _quantized(reader, name, method, device)
+                tensors |= parts
+                del parts
+            else:
+                tensors[name] = reader.read(name)
+            done += reader.tensors[name].nbytes
+            on_progress(done, whole)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        output.save(file, tensors, {"tensor_bytes": nbytes, "errors": errors})
+        del tensors  # before the next file is read
+
+
+def _quantized(reader: Reader, name: str, method: Scheme, device: str) -> tuple[dict[str, torch.Tensor], float]:
+    """A weight's new tensors by name, and its relative error; the weight itself is gone on return."""
+    parts, error = method.quantize(name, reader.read(name).to(device))
+    return {f"{_module(name)}.{part}": value.cpu() for part, value in parts.items()}, float(f"{error:.6g}")
+
+
+def _write_others(
+    source: Path,
+    target: Path,
+    reader: Reader,
+    chosen: set[str],
+    ignore: Sequence[str],
+    form: Layout,
+    output: Output,
+    w4a4: bool,
+) -> None:
+    """All that is no weight file, what describes the checkpoint last."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in ("config.json", REPORT) and not file.name.endswith(_OTHER_WEIGHTS):
+            output.copy(file)
     if (source / INDEX).exists():
-        write_json(target / INDEX, {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))})
-    kept = [_module(name) for name in reader.weights if name not in chosen]
+        output.write_json(INDEX, _index(target, output))
+    kept = {_module(name) for name in reader.weights if name not in chosen}
     # A tied output layer has no tensor, but engines build one, and it is not quantized.
-    listed = sorted({*kept, *(name for name in ignore if "*" not in name)})
-    LAYOUTS[layout].describe(target, reader.config, listed, input_amax is not None)
-    return Report(tuple(sorted(map(_module, chosen))), tuple(sorted(kept)), before, after)
+    listed = sorted(kept | {name for name in ignore if "*" not in name})
+    for name, content in form.describe(reader.config, listed, w4a4).items():
+        output.write_json(name, content)
+
+
+def _index(target: Path, output: Output) -> dict[str, Any]:
+    """The file of every tensor that was written."""
+    weight_map: dict[str, str] = {}
+    for file in output.files:
+        with safe_open(target / file, framework="pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), file)
+    total = sum(record["tensor_bytes"] for record in output.files.values())
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
+
+
+def _matches(module: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def _siblings(name: str) -> Iterator[str]:
@@ -123,10 +248,20 @@ def _siblings(name: str) -> Iterator[str]:
     yield name
 
 
+def _check_experts(reader: Reader, ignore: Sequence[str]) -> None:
+    """Engines quantize all experts or none, so one tensor that holds all of them cannot silently stay."""
+    for name, tensor in reader.tensors.items():
+        if len(tensor.shape) == 3 and ".experts." in name and not _matches(_module(name), ignore):
+            raise ValueError(
+                f"{name} holds all experts of a layer in one tensor {list(tensor.shape)}; experts are quantized from "
+                "one tensor for each of them: save the checkpoint so, or keep them with ignore"
+            )
+
+
 def _check_fused(chosen: set[str], reader: Reader) -> None:
     for name in sorted(chosen):
         for sibling in _siblings(name):
-            if sibling in reader.files and sibling not in chosen:
+            if sibling in reader.tensors and sibling not in chosen:
                 raise ValueError(
                     f"ignore keeps {_module(sibling)} but not {_module(name)}, and engines make one layer of both: "
                     "ignore both or neither"
@@ -140,15 +275,14 @@ def _check_inputs(chosen: set[str], input_amax: Mapping[str, float]) -> None:
             raise ValueError(f"input_amax of {module} is {amax}; it must be positive: run the model over more text")
 
 
-def _shared_global_scale(reader: Reader, name: str) -> torch.Tensor | None:
-    """The global scale that serves all layers fused with this one; None where it is alone."""
-    others = [sibling for sibling in _siblings(name) if sibling in reader.files]
-    if len(others) == 1:
-        return None
-    return torch.stack([nvfp4.global_scale_of(reader.read(other), other) for other in others]).amax(0)
-
-
-def _copy_other_files(source: Path, target: Path) -> None:
-    for file in source.iterdir():
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(_OTHER_WEIGHTS):
-            shutil.copy2(file, target / file.name)
+def _check_room(reader: Reader, chosen: set[str], method: Scheme, target: Path, whole: set[str]) -> None:
+    """Raises OSError where the disk has no room for what is to be written."""
+    needed = sum(
+        method.nbytes(tensor) if name in chosen else tensor.nbytes
+        for name, tensor in reader.tensors.items()
+        if tensor.file not in whole
+    )
+    folder = next(folder for folder in (target, *target.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"{folder} has {free / 2**30:.1f} GiB free, and {target} needs {needed / 2**30:.1f} GiB")

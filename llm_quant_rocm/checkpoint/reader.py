@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A 16-bit Hugging Face checkpoint, read tensor by tensor."""
 
+import hashlib
 import json
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it looks like; `dtype` is safetensors' name, for example BF16."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
 class Reader:
-    """The tensors and the config of a checkpoint's folder.
+    """The tensors and the config of a checkpoint's folder. Making one reads the files' headers alone.
 
     Attributes:
         config: what config.json says.
-        files: the file of every tensor, by the tensor's name.
+        tensors: every tensor, by name.
         weights: the names of the two-dimensional tensors called MODULE.weight.
 
     Raises:
@@ -27,27 +44,51 @@ class Reader:
         self._folder = folder
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        if "quantization_config" in self.config or (folder / "hf_quant_config.json").exists():
+        self.config: dict[str, Any] = _json(folder / "config.json")
+        if self.config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
-        self.files: dict[str, str] = {}
-        self.weights: list[str] = []
-        for file in self._file_names():
+        self.tensors: dict[str, TensorInfo] = {}
+        expected = self._index()
+        for file in sorted(set(expected.values())) or self._files():
             with self._opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                    self.files[name] = file
-                    if name.endswith(".weight") and len(tensors.get_slice(name).get_shape()) == 2:
-                        self.weights.append(name)
+                    part = tensors.get_slice(name)
+                    self.tensors[name] = TensorInfo(file, part.get_dtype(), tuple(part.get_shape()))
+        absent = sorted(expected.keys() - self.tensors.keys())
+        if absent:
+            raise ValueError(f"{absent[0]} is not in {folder / expected[absent[0]]}, where {INDEX} says it is")
+        self.weights = [
+            name for name, tensor in self.tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2
+        ]
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the weight files."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
 
     def read(self, name: str) -> torch.Tensor:
-        with self._opened(self.files[name]) as tensors:
+        with self._opened(self.tensors[name].file) as tensors:
             return tensors.get_tensor(name)
 
-    def _file_names(self) -> list[str]:
-        """The weight files: those of the index where there is one (a folder may hold the weights twice)."""
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from another one: config.json's hash, and its files' sizes and times."""
+        files = {file: (self._folder / file).stat() for file in self.files}
+        return {
+            "config": hashlib.sha256((self._folder / "config.json").read_bytes()).hexdigest(),
+            "files": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()},
+        }
+
+    def _index(self) -> dict[str, str]:
+        """The file of every tensor, where an index says so (a folder may hold the weights twice); otherwise nothing."""
         index = self._folder / INDEX
-        if index.is_file():
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not index.is_file():
+            return {}
+        content = _json(index)
+        if not isinstance(content.get("weight_map"), dict):
+            raise ValueError(f"{index} has no weight_map: download it again")
+        return content["weight_map"]
+
+    def _files(self) -> list[str]:
         names = sorted(file.name for file in self._folder.glob("*.safetensors"))
         if not names:
             raise ValueError(f"{self._folder} has no safetensors files: convert the checkpoint first")
@@ -61,3 +102,14 @@ class Reader:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: download it again")
+    return content

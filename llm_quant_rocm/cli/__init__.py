@@ -6,7 +6,11 @@ from typing import Annotated
 import typer
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.cli import bench
 from llm_quant_rocm.cli.demo import demo
+from llm_quant_rocm.cli.evaluate import evaluate
+from llm_quant_rocm.cli.quantize import quantize
+from llm_quant_rocm.cli.tune import tune
 
 app = typer.Typer(
     name="llm-quant-rocm",
@@ -16,6 +20,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(quantize)
+app.command("eval")(evaluate)
+app.command()(tune)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of a model over a text, computed by a real vLLM in a process of its own."""
+"""Accuracy of a model over a text, computed by a real vLLM."""
 
-import json
 import math
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._errors import CommandError
+from rich.console import Console
+from rich.table import Table
 
-_LOG_LINES = 25
+from llm_quant_rocm.cli import _vllm, _worker
+from llm_quant_rocm.cli._methods import Method
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Evaluation:
         loss: negative log-likelihood of all tokens, in nats.
         words: words of the text, as separated by white space.
         greedy: the most likely token at every position, given the text before it (teacher forcing).
-        kernels: the classes of vLLM's quantization methods on its linear layers.
+        kernels: the classes of vLLM's quantization methods on its layers.
     """
 
     loss: float
@@ -56,53 +55,100 @@ def evaluate(
     quantization: str | None,
     context: int,
     environment: Mapping[str, str] | None = None,
+    ranks: int = 1,
+    memory_fraction: float | None = None,
     timeout: float = 900.0,
 ) -> Evaluation:
-    """Run vLLM over ``text`` in a process of its own: engines do not share a process, nor leave memory behind.
+    """Run vLLM over ``text``.
 
     Args:
         model: a checkpoint.
         text: a UTF-8 file. It is cut into windows of ``context`` tokens, each behind the begin-of-text token.
         quantization: vLLM's name of the method; None leaves the checkpoint as it is.
         environment: variables of the engine's process, over those of this one.
+        ranks: vLLM's tensor parallelism.
+        memory_fraction: vLLM's ``gpu_memory_utilization``; None leaves room for other programs.
         timeout: seconds the engine may take.
 
     Raises:
         CommandError: the engine failed; holds the end of its log.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log.txt")
-        job = {
-            "model": str(model),
-            "text": str(text),
-            "quantization": quantization,
-            "context": context,
-            "memory_fraction": _vllm.memory_fraction(),
-            "result": str(result),
-        }
-        command = [sys.executable, "-m", "llm_quant_rocm.cli._evaluate_worker", json.dumps(job)]
-        variables = {**_vllm.environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environment or {})}
-        if _vllm.on_cpu():
-            # vLLM's kernels for AMX leave activations in BF16 or scale them per token under the name per-tensor.
-            variables.setdefault(
-                "VLLM_DISABLED_KERNELS", "CPUFp8PerTensorScaledMMLinearKernel,CPUFP8W8A8ScaledMMLinearKernel"
-            )
-        with log.open("wb") as sink:
-            try:
-                code = subprocess.run(
-                    command,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout,
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = None
-        if code != 0:
-            how = f"ended with exit code {code}" if code is not None else f"was not done after {timeout:.0f} s"
-            end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            raise CommandError(f"vLLM with quantization={quantization} {how}:\n{end}")
-        data = json.loads(result.read_text())
+    job = {
+        "model": str(model),
+        "text": str(text),
+        "quantization": quantization,
+        "context": context,
+        "ranks": ranks,
+        "memory_fraction": memory_fraction or _vllm.memory_fraction(),
+    }
+    what = f"vLLM with quantization={quantization}"
+    data = _worker.run(
+        "llm_quant_rocm.cli._evaluate_worker", job, what, engine_variables() | dict(environment or {}), timeout
+    )
     return Evaluation(data["loss"], data["words"], tuple(data["greedy"]), tuple(data["kernels"]))
+
+
+def engine_variables() -> dict[str, str]:
+    """The environment of an engine that computes within the process that asks it."""
+    # The worker hands a function of its own to each rank, by pickle.
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    if _vllm.on_cpu() and "VLLM_DISABLED_KERNELS" not in _vllm.environment():
+        # vLLM's kernels for AMX leave activations in BF16 or scale them per token under the name per-tensor.
+        variables["VLLM_DISABLED_KERNELS"] = "CPUFp8PerTensorScaledMMLinearKernel,CPUFP8W8A8ScaledMMLinearKernel"
+    return variables
+
+
+def evaluate_all(
+    model: Path,
+    text: Path,
+    methods: Mapping[str, Method],
+    messages: Console,
+    *,
+    context: int,
+    ranks: int = 1,
+    memory_fraction: float | None = None,
+    timeout: float = 900.0,
+) -> dict[str, Evaluation]:
+    """`evaluate` for every method, in turns. NVFP4 checkpoints are made in a temporary folder (TMPDIR)."""
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (name, method) in enumerate(methods.items(), 1):
+            began = time.monotonic()
+            with messages.status(f"measuring {name} in vLLM ({number} of {len(methods)})"):
+                results[name] = evaluate(
+                    method.checkpoint(model, Path(scratch)),
+                    text,
+                    quantization=method.quantization,
+                    context=context,
+                    environment=method.environment,
+                    ranks=ranks,
+                    memory_fraction=memory_fraction,
+                    timeout=timeout,
+                )
+            messages.print(f"measured {name} in {time.monotonic() - began:.0f} s", highlight=False)
+    return results
+
+
+def table(
+    title: str, results: Mapping[str, Evaluation], baseline: str, more: Mapping[str, Mapping[str, str]] | None = None
+) -> Table:
+    """The figures, one row a method. `more` has further columns: by heading, a cell a method."""
+    rendered = Table(title=title)
+    rendered.add_column("method", overflow="fold")
+    # Broken here, so that 80 columns hold them.
+    for heading in ("word\nperplexity", "loss", f"greedy\nagreement\nwith {baseline}"):
+        rendered.add_column(heading, justify="right")
+    more = more or {}
+    for heading in more:
+        rendered.add_column(heading)
+    base = results[baseline]
+    for name, result in results.items():
+        compared = name != baseline
+        rendered.add_row(
+            name,
+            f"{result.word_perplexity:.2f}",
+            f"{result.loss_percent(base):+.2f}%" if compared else "",
+            f"{result.agreement_percent(base):.2f}%" if compared else "",
+            *(cells.get(name, "") for cells in more.values()),
+        )
+    return rendered

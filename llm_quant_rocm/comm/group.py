@@ -146,7 +146,9 @@ def connect(
         log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)
         return None
     log("%s", policy.describe())
-    return make(transport, policy, Watch(transport.check) if peers else None)
+    # A check that waits for the device would spoil graphs that another thread captures.
+    watched = peers and not getattr(transport, "check_waits", True)
+    return make(transport, policy, Watch(transport.check) if watched else None)
 
 
 def better_left_to(own: Any, policy: Policy, variable: str) -> str | None:

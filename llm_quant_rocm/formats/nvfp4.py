@@ -30,6 +30,9 @@ RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest value under a global scale of 1
 _CHUNK_ELEMENTS = 1024 * 1024
 # The scale that compressed-tensors gives a block whose own scale rounds to zero; all its codes are then zero.
 _ZERO_BLOCK_SCALE = 0.125
+# `quantize(search=True)` tries the E4M3 numbers so many steps from the scale that maps a block's largest value to 6:
+# from 3/4 of it to 3/2, where the largest value becomes 4. Wider ranges left less than 1% of the error to gain.
+_SEARCH = (-2, -1, 1, 2, 3, 4, 5)
 # Global scales in this range have reciprocals in it: neither convention overflows or loses bits to denormals.
 _GLOBAL_MIN, _GLOBAL_MAX = 1e-37, 1e37
 
@@ -197,7 +200,9 @@ def global_scale_of(w: torch.Tensor, name: str = "weight") -> torch.Tensor:
     return _divisor(w, name).reciprocal()
 
 
-def quantize(w: torch.Tensor, global_scale: torch.Tensor | None = None, name: str = "weight") -> NvFp4Weight:
+def quantize(
+    w: torch.Tensor, global_scale: torch.Tensor | None = None, name: str = "weight", *, search: bool = False
+) -> NvFp4Weight:
     """NVFP4 of w [..., N, K] (bf16, fp16 or fp32), the bytes that compressed-tensors makes of it in fp32:
 
         divisor = 2688 / amax of the matrix                            1 where that is above 1e37: an all-zero matrix
@@ -206,7 +211,8 @@ def quantize(w: torch.Tensor, global_scale: torch.Tensor | None = None, name: st
 
     Each matrix [N, K] of the leading dimensions has a global scale of its own. `global_scale` takes its place: fp32, a
     multiplier, one value or one for each matrix or row (`global_scale_of` of shards that are to share one). fp32
-    temporaries stay small however large w is.
+    temporaries stay small however large w is. With `search` a block's scale is, of that one and its neighbours in E4M3,
+    the one that leaves the least squared error: any reader of NVFP4 reads it, and eight times the work makes it.
 
     Raises:
         TypeError: w's dtype.
@@ -226,13 +232,17 @@ def quantize(w: torch.Tensor, global_scale: torch.Tensor | None = None, name: st
         divisor = multiplier.reciprocal()
     count = prod(rows_shape)
     rows, row_divisor = w.reshape(count, k), divisor.reshape(count, 1)
+    # A tensor: a GPU would multiply by a Python number's reciprocal, and round otherwise.
+    largest_code = torch.full((), E2M1_MAX, device=w.device)
     codes = torch.empty((count, k // 2), dtype=torch.uint8, device=w.device)
     scales = torch.empty((count, k // BLOCK), dtype=torch.float8_e4m3fn, device=w.device)
     for chunk in row_slices(count, k):
         blocks = rows[chunk].float().unflatten(-1, (k // BLOCK, BLOCK))
-        scale = row_divisor[chunk] * (blocks.abs().amax(-1) / E2M1_MAX)
+        scale = row_divisor[chunk] * (blocks.abs().amax(-1) / largest_code)
         scale = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
         scale = torch.where(scale == 0, _ZERO_BLOCK_SCALE, scale)
+        if search:
+            scale = _best_scales(blocks, scale, row_divisor[chunk])
         quotient = blocks / (scale / row_divisor[chunk]).unsqueeze(-1)
         # Adding 0 turns -0 into 0, as compressed-tensors does; a negative value that rounds to zero keeps its sign.
         codes[chunk] = pack(e2m1_encode(quotient + 0.0).flatten(-2))
@@ -299,6 +309,23 @@ def to_fp8(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch
     for chunk in row_slices(count, weight.k):
         codes[chunk] = (block_values(block_codes[chunk], block_scales[chunk]) / factor).to(fmt.dtype)
     return codes.view(*weight.codes.shape[:-1], weight.k), (weight.global_scale * factor).unsqueeze(-1)
+
+
+def _best_scales(blocks: torch.Tensor, scale: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """The scales [R, B] near `scale` (E4M3's numbers, in fp32) that leave the least squared error in blocks
+    [R, B, 16]; of equals the one that was given."""
+
+    def error(candidate: torch.Tensor) -> torch.Tensor:
+        unit = (candidate / divisor).unsqueeze(-1)
+        return (e2m1_decode(e2m1_encode(blocks / unit)) * unit - blocks).square().sum(-1)
+
+    given = scale.to(torch.float8_e4m3fn).view(torch.uint8).int()
+    best, least = scale, error(scale)
+    for step in _SEARCH:
+        candidate = (given + step).clamp(1, 0x7E).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        found = error(candidate)
+        best, least = torch.where(found < least, candidate, best), torch.minimum(found, least)
+    return best
 
 
 def _divisor(w: torch.Tensor, name: str) -> torch.Tensor:

@@ -104,7 +104,7 @@ def pair_of(first, second, T: tl.constexpr):
     """Pairs of fp32 values, rounded to T."""
     if tl.target_info.is_cuda():
         # One instruction, of which Triton makes four
-        convert: tl.constexpr = f"cvt.rn.{T}x2.f32 $0, $2, $1;"
+        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if T.is_bf16() else "cvt.rn.f16x2.f32 $0, $2, $1;"
         return tl.inline_asm_elementwise(convert, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return pair_of_bits(first.to(T).to(tl.int16, bitcast=True), second.to(T).to(tl.int16, bitcast=True))

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
-from llm_quant_rocm.checkpoint import quantize as quantize_module
+from llm_quant_rocm.checkpoint import output as output_module
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from tests.inputs import assert_same
@@ -240,7 +240,7 @@ def test_the_output_of_one_file_is_all_that_memory_holds(tmp_path: Path, monkeyp
         sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, path, **rest)
 
-    monkeypatch.setattr(quantize_module, "save_file", watched)
+    monkeypatch.setattr(output_module, "save_file", watched)
     report = quantize_checkpoint(source, tmp_path / "target")
     assert len(sizes) == 4
     assert sum(sizes) == report.bytes_after
@@ -251,8 +251,22 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def write_text(file: str, text: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / file).write_text(text)
+
+    return damage
+
+
 def edit_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+
+
+def name_one_more(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["a.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
 
 
 def remove_weights(folder: Path) -> None:
@@ -268,7 +282,14 @@ def remove_weights(folder: Path) -> None:
         (edit_config, "is quantized already: start from the 16-bit checkpoint"),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
+        (write_text("config.json", "{"), "config.json is not JSON .*: download it again"),
+        (write_text("config.json", "[]"), "config.json holds no JSON object: download it again"),
+        (write_text("model.safetensors.index.json", "{}"), "index.json has no weight_map: download it again"),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
+        (
+            name_one_more,
+            "a.weight is not in .*model-00001-of-00003.safetensors, where model.safetensors",
+        ),
     ],
 )
 def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -284,7 +305,8 @@ def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], mess
     [
         ("model.layers.1.mlp.up_proj.weight", torch.full((96, 64), float("nan")), "^{name} holds NaN or infinity"),
         ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 72), "^{name} has 72 columns, no multiple of 16"),
-        ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 96).int(), "^{name} is torch.int32"),
+        ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 96).int(), "^{name} is I32; weights are"),
+        ("model.layers.1.mlp.experts.w1", torch.ones(2, 64, 96), "^{name} holds all experts of a layer in one tensor"),
     ],
 )
 def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.Tensor, message: str) -> None:
@@ -296,6 +318,12 @@ def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.
 
 def test_arguments(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors_of_a_model())
+    with pytest.raises(ValueError, match="scheme 'int4' is not one of ptpc_fp8, nvfp4"):
+        quantize_checkpoint(source, tmp_path / "target", scheme="int4")
+    with pytest.raises(ValueError, match="layout 'modelopt-legacy' is not one of compressed-tensors, modelopt$"):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt-legacy", scheme="ptpc_fp8")
+    with pytest.raises(ValueError, match="input_amax and search are for the scheme nvfp4"):
+        quantize_checkpoint(source, tmp_path / "target", scheme="ptpc_fp8", search=True)
     with pytest.raises(ValueError, match="layout 'gguf' is not one of compressed-tensors, modelopt, modelopt-legacy"):
         quantize_checkpoint(source, tmp_path / "target", "gguf")
     with pytest.raises(ValueError, match="describes W4A4 only: give input_amax, or take the layout modelopt"):

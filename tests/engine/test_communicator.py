@@ -3,6 +3,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from uuid import uuid4
 import pytest
 import torch
 import torch.distributed as dist
+import vllm
+from vllm import _aiter_ops
 from vllm.distributed.device_communicators import cuda_communicator
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -182,10 +185,11 @@ def test_stepping_aside() -> None:
 class OnGpus:
     """A communicator as vLLM makes it for a GPU, up to where memory is touched."""
 
-    def __init__(self, rank: int, reach: bool = True, quick_reduce: Any = None) -> None:
+    def __init__(self, rank: int, reach: bool = True, quick_reduce: Any = None, waits: bool = False) -> None:
         self.cpu_group, self.unique_name = dist.group.WORLD, "tp:0"
         self.device, self.qr_comm = torch.device("cuda", rank), quick_reduce
         self.over, self.watch, self.warm_up = MagicMock(), MagicMock(), MagicMock()
+        self.over.return_value.check_waits = waits
         self.reach = reach
 
     def connect(self, **variables: str) -> tuple[communicator.QuickReduceComm | None, list[str]]:
@@ -206,6 +210,7 @@ def connect_gpus(rank: int) -> None:
     found, said = gpus.connect(QUANTIZATION="FP4")
     gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device)
     transport = gpus.over.return_value
+    assert not transport.check_waits
     assert gpus.warm_up.call_args.args[:3] == (transport, found.policy, gpus.device)
     gpus.watch.assert_called_once_with(transport.check)
     assert rank or said[0].startswith("quantized all-reduce: engine from 0 bytes, two_shot FP4 from 1048576 bytes")
@@ -221,6 +226,10 @@ def connect_gpus(rank: int) -> None:
         found.quick_all_reduce(large)
     found.close()
     gpus.watch.return_value.stop.assert_called_once_with()
+
+    # A check that would spoil a capture is not called from a thread.
+    gpus = OnGpus(rank, waits=True)
+    assert gpus.connect(QUANTIZATION="FP4")[0] is not None and not gpus.watch.called
 
     # No peer access, seen by one rank: all step aside, and nobody asks for memory.
     gpus = OnGpus(rank, reach=rank == 0)
@@ -270,6 +279,23 @@ def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
     assert warm == may_serve
     assert {choice[2] for choice in warm} == {Algorithm.ONE_SHOT, Algorithm.TWO_SHOT}
     transport.check.assert_called_once_with()
+
+
+def test_aiter_s_kernel_does_not_send_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 on ROCm, fusing the all-reduce with AITER's RMSNorm: its own codec's levels are not ours."""
+    policy = Policy(Settings(CODECS["FP4"], min_bytes=0), 2, "gfx950")
+    ours = communicator.QuickReduceComm(MagicMock(), policy, None)
+    device_communicator = SimpleNamespace(qr_comm=ours, cpu_group=object(), _aiter_qr_rmsnorm_comm=False)
+    fused = SimpleNamespace(custom_fused_ar_rms=lambda x, residual, *_, **__: (x + 1, residual + 1))
+    group = SimpleNamespace(device_communicator=device_communicator)
+    aiter = SimpleNamespace(aiter_ca=fused, use_1stage_fused_ar_rms=lambda x: False)
+    monkeypatch.setitem(sys.modules, "aiter", MagicMock(qr_all_reduce_rmsnorm=MagicMock(side_effect=AssertionError)))
+    monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
+    monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: aiter)
+    x, weight = torch.ones(81, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+    assert ours.should_quick_allreduce(x)
+    out, residual = _aiter_ops._rocm_aiter_fused_allreduce_rmsnorm_impl(x, x, weight, 1e-6)
+    assert torch.equal(out, x + 1) and torch.equal(residual, x + 1)
 
 
 def under_cuda_s_communicator(rank: int) -> None:

@@ -64,6 +64,21 @@ def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) 
         assert getattr(again, name).data_ptr() == getattr(prepared, name).data_ptr()
 
 
+def test_runs_are_a_parameter_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When vLLM loads weights anew it copies parameters into those that it has; a buffer it would leave as it is."""
+    given, runs = weight(), torch.tensor([[float(N), 0.5]] + [[0.0, 0.0]] * 7, dtype=torch.float64)
+    prepared = ops.PreparedNvFp4Weight(given.codes, given.scales, given.global_scale, "row", N, K, runs)
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", lambda given, gate_up: prepared)
+    layer = torch.nn.Module()
+    keep(layer, given)
+    assert "weight_runs" in dict(layer.named_parameters())
+    assert torch.equal(kept(layer).runs, runs) and kept(layer).runs.data_ptr() == runs.data_ptr()
+    served = method("model.layers.0.self_attn.o_proj")
+    compiled = torch.compile(lambda x: served.apply(layer, x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(compiled(x), served.apply(layer, x))
+
+
 def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the kernels have a layout of their own, no layer holds a weight twice."""
 

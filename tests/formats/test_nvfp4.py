@@ -168,6 +168,26 @@ def test_subnormal_block_scales() -> None:
     assert_same(weight.codes, compressed(w)["weight_packed"])
 
 
+def test_the_search_finds_the_best_of_its_block_scales() -> None:
+    w = torch.cat([rows_of_weights(torch.float32), torch.randn(50, 64) ** 3, torch.zeros(1, 64)])
+    found, nearest = nvfp4.quantize(w, search=True), nvfp4.quantize(w)
+    assert_same(found.global_scale, nearest.global_scale)
+    factor = nearest.global_scale[0].double()
+    blocks = w.double().unflatten(-1, (-1, 16))
+
+    def error(scales: torch.Tensor) -> torch.Tensor:
+        unit = (scales.double() * factor).unsqueeze(-1)
+        codes = torch.from_numpy((blocks / unit).numpy().astype(np.float32).astype(E2M1).astype(np.float64))
+        return (codes.clamp(-6, 6) * unit - blocks).square().sum(-1)
+
+    given = nearest.scales.view(torch.uint8).int()
+    candidates = [(given + step).clamp(1, 0x7E).to(torch.uint8).view(torch.float8_e4m3fn) for step in range(-2, 6)]
+    least = torch.stack([error(scales.float()) for scales in candidates]).amin(0)
+    torch.testing.assert_close(error(found.scales.float()), least, rtol=1e-4, atol=1e-12)
+    assert error(found.scales.float()).sum() < 0.85 * error(nearest.scales.float()).sum()
+    assert (found.scales[-1].float() == 0.125).all() and not found.codes[-1].any()
+
+
 def test_zeros() -> None:
     w = torch.zeros(3, 48)
     w[1, 16:32] = 2.0

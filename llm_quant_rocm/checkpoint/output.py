@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder that a quantized checkpoint is written to: it can be interrupted at any moment and gone on with.
+
+Every file is written under the name NAME.part, flushed to the disk, and renamed. `REPORT` lists the files that are
+whole, so that a later run with the same settings goes on behind them, and keeps what is known of their layers.
+config.json is written last: a folder that has it is whole, and no engine loads one that is not.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+REPORT = "quantization_report.json"
+_PART = ".part"
+
+
+class Output:
+    """What a run has written so far. Use within `with`: another run on the same folder is refused meanwhile.
+
+    Attributes:
+        files: by the name of every whole weight file, what was recorded of it.
+
+    Raises:
+        ValueError: the folder holds something else, or what other settings made, or another run is at work.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._settings = json.loads(json.dumps(settings))
+        self.files: dict[str, Any] = {}
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            self.files = self._read()
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Holds the folder, and clears what an interrupted run left half-written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self._folder} is being written by another run: let it end, or stop it") from None
+            for left in self._folder.glob(f"*{_PART}"):
+                left.unlink()
+            self._record()
+            yield
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a run has ended here."""
+        return (self._folder / "config.json").exists()
+
+    def save(self, file: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
+        """Write a weight file and record it."""
+
+        def write(path: Path) -> None:
+            save_file(tensors, path, metadata={"format": "pt"})
+            # safetensors lets the owner alone read it; the user's umask has decided on the report's mode.
+            shutil.copymode(self._folder / REPORT, path)
+
+        self._place(file, write)
+        self.files[file] = {"bytes": (self._folder / file).stat().st_size, **record}
+        self._record()
+
+    def write_json(self, file: str, value: Any) -> None:
+        """Write a JSON file that people can read."""
+        self._place(file, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
+
+    def copy(self, source: Path) -> None:
+        """Copy a file."""
+        self._place(source.name, lambda path: shutil.copy2(source, path))
+
+    def _place(self, file: str, write: Callable[[Path], Any]) -> None:
+        part = self._folder / f"{file}{_PART}"
+        write(part)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(self._folder / file)
+
+    def _record(self) -> None:
+        self.write_json(REPORT, {"settings": self._settings, "files": dict(sorted(self.files.items()))})
+
+    def _read(self) -> dict[str, Any]:
+        """The whole files of an earlier run with the same settings."""
+        report, cure = self._folder / REPORT, "name another folder, or remove it"
+        left = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
+        if left and all(name.endswith(_PART) for name in left):
+            return {}
+        if not report.is_file():
+            raise ValueError(f"{self._folder} is not an empty folder: {cure}")
+        try:
+            found = json.loads(report.read_text())
+            settings, files = found["settings"], found["files"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{report} cannot be read: {cure}") from None
+        for name, value in self._settings.items():
+            if settings.get(name) != value:
+                what = "another model" if name == "source" else f"another run, whose {name} was {settings.get(name)}"
+                raise ValueError(f"{self._folder} holds {what}: {cure}")
+        return {
+            file: record
+            for file, record in files.items()
+            if (self._folder / file).is_file() and (self._folder / file).stat().st_size == record["bytes"]
+        }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What demo, eval and bench compare: how a model is stored, and what vLLM is told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llm_quant_rocm.cli._errors import CommandError
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the model is stored, and what vLLM is told.
+
+    Attributes:
+        layout: that of an NVFP4 checkpoint made of the model (`checkpoint.LAYOUTS`); None is the model as it is.
+        quantization: vLLM's --quantization; None is no flag.
+        environment: variables that the engine sees besides.
+        folder: another checkpoint that is served in the model's place.
+    """
+
+    layout: str | None = None
+    quantization: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def checkpoint(self, model: Path, scratch: Path) -> Path:
+        """The folder to serve. An NVFP4 checkpoint is made in `scratch`, once a layout.
+
+        Raises:
+            CommandError: the model cannot become one.
+        """
+        if self.folder is not None:
+            return self.folder
+        if self.layout is None:
+            return model
+        from llm_quant_rocm.checkpoint import quantize_checkpoint
+
+        try:
+            quantize_checkpoint(model, scratch / self.layout, self.layout, search=True)
+        except (ValueError, TypeError, OSError) as error:
+            raise CommandError(f"{model} cannot become an NVFP4 checkpoint: {error}.") from error
+        return scratch / self.layout
+
+
+# Under names of our own; every other name is one of vLLM's --quantization.
+NAMED = {
+    "bf16": Method(),
+    "nvfp4": Method(layout="compressed-tensors"),
+    "nvfp4_prefill_fp8": Method(layout="compressed-tensors", environment={"LLM_QUANT_ROCM_NVFP4_PREFILL": "fp8"}),
+}
+
+
+def methods_named(names: str) -> dict[str, Method]:
+    """The methods of a list separated by commas: bf16, nvfp4, nvfp4_prefill_fp8, names of vLLM's --quantization, and
+    folders of checkpoints that the model became.
+
+    Raises:
+        CommandError: an empty list, a name given twice, or the folder of no checkpoint.
+    """
+    methods: dict[str, Method] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name in methods:
+            raise CommandError(f"--quantization names {name} twice.")
+        if "/" in name:
+            if not Path(name, "config.json").is_file():
+                raise CommandError(f"--quantization names {name}, which is no checkpoint's folder.")
+            methods[name] = Method(folder=Path(name))
+        else:
+            methods[name] = NAMED.get(name) or Method(quantization=name)
+    if not methods:
+        raise CommandError("--quantization names nothing: name some, for example bf16,ptpc_fp8,nvfp4.")
+    return methods

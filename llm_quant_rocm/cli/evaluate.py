@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm-quant-rocm eval`: what quantizations of a model cost in accuracy."""
+
+import importlib.util
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from llm_quant_rocm.cli import _evaluate, _vllm, _worker
+from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._methods import Method, methods_named
+
+CONTEXT = 2048  # tokens, where the model has room for as many
+GPU_MEMORY = 0.85
+Tasks = dict[str, dict[str, dict[str, float]]]  # by method, task and metric
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="The folder of a Hugging Face checkpoint in 16 bits.")],
+    quantization: Annotated[
+        str,
+        typer.Option(
+            help="A list of bf16, nvfp4, nvfp4_prefill_fp8, vLLM's names (ptpc_fp8, fp8_per_tensor, ...) and folders "
+            "of quantized checkpoints (with a /). The first is what the others are compared with."
+        ),
+    ] = "bf16,ptpc_fp8,nvfp4",
+    text: Annotated[Path | None, typer.Option(help="A text file; by default MODEL/heldout.txt.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="A list of lm-eval's tasks, for example gsm8k.")] = None,
+    include: Annotated[Path | None, typer.Option(help="A folder of lm-eval tasks of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples a task; all where left out.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a window of the text, and of the engine.")] = None,
+    tp: Annotated[int, typer.Option(help="GPUs the model is cut over.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 3600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
+) -> None:
+    """Measure the word perplexity of a text, and lm-eval's tasks, under several quantizations, in vLLM."""
+    output, messages = Console(), Console(stderr=True)
+    with reported("eval", messages):
+        methods = methods_named(quantization)
+        document = text or model / "heldout.txt"
+        _check(model, document, tasks)
+        tokens = context or min(CONTEXT, _longest(model))
+        fraction = None if _vllm.on_cpu() else GPU_MEMORY
+        results = _evaluate.evaluate_all(
+            model, document, methods, messages, context=tokens, ranks=tp, memory_fraction=fraction, timeout=timeout
+        )
+        scores: Tasks = {}
+        if tasks:
+            job = {
+                "tasks": tasks.split(","), "include": include and str(include), "limit": limit, "context": tokens,
+                "ranks": tp, "memory_fraction": fraction or _vllm.memory_fraction(),
+            }  # fmt: skip
+            scores = run_tasks(model, methods, job, messages, timeout)
+    from llm_quant_rocm import provenance
+
+    measured_on = provenance.environment()
+    if as_json:
+        output.print_json(json.dumps({"environment": measured_on} | figures(results, scores, model, document, tokens)))
+        return
+    first = next(iter(methods))
+    output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))
+    output.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
+
+
+def run_tasks(
+    model: Path, methods: Mapping[str, Method], job: Mapping[str, Any], messages: Console, timeout: float
+) -> Tasks:
+    """lm-eval's tasks under every method.
+
+    Raises:
+        CommandError: lm-eval failed, or has no such task; holds the end of its log.
+    """
+    scores: Tasks = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (name, method) in enumerate(methods.items(), 1):
+            began = time.monotonic()
+            with messages.status(f"running {','.join(job['tasks'])} on {name} ({number} of {len(methods)})"):
+                scores[name] = _worker.run(
+                    "llm_quant_rocm.cli._tasks_worker",
+                    {**job, "model": str(method.checkpoint(model, Path(scratch))), "quantization": method.quantization},
+                    f"lm-eval on {name}",
+                    # Tasks download their examples, unless the user forbids it.
+                    {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": _vllm.user_variable("HF_HUB_OFFLINE", "0")}
+                    | dict(method.environment),
+                    timeout,
+                )
+            messages.print(f"ran the tasks on {name} in {time.monotonic() - began:.0f} s", highlight=False)
+    return scores
+
+
+def columns(scores: Tasks) -> dict[str, dict[str, str]]:
+    """By task and metric, a cell a method: the value and its standard error."""
+    found: dict[str, dict[str, str]] = {}
+    for method, tasks in scores.items():
+        for task, metrics in tasks.items():
+            for metric, value in metrics.items():
+                if not metric.endswith("_stderr"):
+                    error = metrics.get(f"{metric}_stderr")
+                    cell = f"{value:.4g}" + (f" ± {error:.2g}" if error is not None else "")
+                    found.setdefault(f"{task}\n{metric}", {})[method] = cell
+    return found
+
+
+def figures(results: Mapping[str, Evaluation], scores: Tasks, model: Path, text: Path, context: int) -> dict[str, Any]:
+    """The figures for --json."""
+    first = next(iter(results.values()))
+    return {
+        "model": str(model),
+        "text": str(text),
+        "context": context,
+        "words": first.words,
+        "tokens": len(first.greedy),
+        "methods": {
+            name: {
+                "word_perplexity": result.word_perplexity,
+                "loss_percent": result.loss_percent(first),
+                "greedy_agreement_percent": result.agreement_percent(first),
+                "linear_methods": result.kernels,
+                "tasks": scores.get(name, {}),
+            }
+            for name, result in results.items()
+        },
+    }
+
+
+def _check(model: Path, text: Path, tasks: str | None) -> None:
+    _vllm.require()
+    if not (model / "config.json").is_file():
+        raise CommandError(f"{model} has no config.json: name the folder of a checkpoint.")
+    if not text.is_file():
+        raise CommandError(f"{text} is not there: name a text file by --text.")
+    if not text.read_text(encoding="utf-8").strip():
+        raise CommandError(f"{text} is empty: name another text file by --text.")
+    if tasks and importlib.util.find_spec("lm_eval") is None:
+        raise CommandError("--tasks needs lm-eval: pip install 'llm-quant-rocm[tools]'")
+
+
+def _longest(model: Path) -> int:
+    """The longest sequence of a model, in tokens."""
+    config = json.loads((model / "config.json").read_text())
+    return (config | config.get("text_config", {})).get("max_position_embeddings", CONTEXT)

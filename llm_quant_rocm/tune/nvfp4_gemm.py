@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the NVFP4 GEMM is tuned; cuBLAS or hipBLASLt in bf16 is timed beside, to see where it wins.
+
+On AMD many rows may be the vendor's, who multiplies a weight that is expanded in memory. Where is found here.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from llm_quant_rocm import hardware, timing
+from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
+from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, kernels_of
+from llm_quant_rocm.ops.nvfp4_weight import not_expanded, prepare_nvfp4_weight, runs_of
+from llm_quant_rocm.tune.workload import Calls, Tuner
+
+_COMPILED_K = 8192
+# Of an H100: what a multiprocessor's programs share, and how many multiprocessors there are.
+_SHARED_BYTES, _SMS = 227 * 1024, 132
+
+
+def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
+    """Configurations worth trying for m rows, the default among them."""
+    found = _hopper(m, n, k) if device.arch == "sm_90" else _cdna(m, n, k)
+    return list(dict.fromkeys([kernels_of(device.arch).default_config(m, n, k, device), *found]))
+
+
+def _hopper(m: int, n: int, k: int) -> list[Any]:
+    """Enough programs to fill the GPU, not so many that their parts cost more."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
+
+    found: list[Any] = []
+    if m <= (1024 if n * k < 2**24 else 128):
+        # block_k, unroll, stages
+        steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
+        for block_m in (max(16, m),) if m <= 64 else {128, 256} - ({256} if m == 128 else set()):
+            for block_n, warps in ((64, 4), (128, 8)) if m >= 32 else ((64, 4),):
+                tiles = -(-n // block_n) * -(-m // block_m)
+                for block_k, unroll, stages in steps:
+                    group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
+                    together = min(4 if warps == 4 else 2, _SHARED_BYTES // (group_bytes * stages))
+                    if block_m * block_n >= 256 * 128 or not together:
+                        continue
+                    for programs in (0, 2 * tiles, 3 * tiles, 4 * tiles, *(_SMS * each for each in (1, 2, 3, 4))):
+                        if 60 <= (programs or tiles) <= (_SMS * together if programs else 10000):
+                            found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
+    if m >= 128:
+        pairs = ((128, 128), (128, 256)) if m == 128 else ((128, 128), (256, 128)) if m <= 512 else ((256, 128),)
+        found += [Large(*pair, cut) for pair in pairs for cut in (True, False)]
+    return found
+
+
+def _cdna(m: int, n: int, k: int) -> list[Any]:
+    """Every tile that the kernel has, with K split as far as parts stay longer than four steps of 128 columns. By
+    reasoning; never measured on an AMD GPU."""
+    from llm_quant_rocm.kernels.nvfp4_mfma import Config
+
+    covering = min(128, max(16, 1 << (m - 1).bit_length()))
+    return [
+        Config(block_m, block_n, split_k, warps)
+        for block_m in (16, 32, 64, 128)
+        if covering // 2 <= block_m <= covering
+        for block_n, warps in ((64, 2), (128, 2), (128, 4))
+        for split_k in (1, 2, 4, 8, 16)
+        if split_k == 1 or (m <= 256 and k >= split_k * 512)
+    ]
+
+
+class NvFp4Workload:
+    """x [M, K] in bf16 and rotating weights, in NVFP4 and in bf16."""
+
+    def __init__(self, weights: tuple[list[Any], list[torch.Tensor]], m: int) -> None:
+        self._weights, self._dense = weights
+        self._device = hardware.detect(torch.device("cuda"))
+        self._x = torch.randn(m, self._dense[0].shape[1], dtype=torch.bfloat16, device="cuda")
+
+    def ours(self, config: Any) -> Calls:
+        kernels = kernels_of(self._device.arch)
+        return [
+            partial(kernels.gemm, self._x, w.codes, w.scales, w.global_scale, None, w.n, self._device, config)
+            for w in self._weights
+        ]
+
+    def peers(self) -> Mapping[str, Calls]:
+        peers = {"bf16": [partial(torch.nn.functional.linear, self._x, w) for w in self._dense]}
+        if self._x.shape[0] > DECODE_ROWS and not not_expanded(self._device.arch, self._weights[0].layout):
+            kernels = kernels_of(self._device.arch)
+            peers["torch"] = [
+                partial(kernels.gemm_expanded, self._x, w.codes, w.scales, runs_of(w), None, w.n, self._device)
+                for w in self._weights
+            ]
+        return peers
+
+
+def weights(n: int, k: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """Random weights as the kernel reads them, and as many in bf16 as are too large for a cache."""
+    count, dense = timing.copies(n * k * 9 // 16), timing.copies(n * k * 2)
+    return (
+        [prepare_nvfp4_weight(_random(n, k)) for _ in range(count)],
+        [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(dense)],
+    )
+
+
+def _random(n: int, k: int) -> NvFp4Weight:
+    return NvFp4Weight(
+        torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"),
+        torch.randint(60, 120, (n, k // BLOCK), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
+        torch.full((n,), 1e-3, device="cuda"),
+    )
+
+
+def compile_one(config: Any) -> None:
+    """Compiles for the cache on disk: N and K are specialized, M is not. How many programs share the steps does not
+    matter, but for none."""
+    n = 512
+    weight = prepare_nvfp4_weight(_random(n, _COMPILED_K))
+    dense = torch.empty(n, _COMPILED_K, dtype=torch.bfloat16, device="cuda")
+    NvFp4Workload(([weight], [dense]), max(config.block_m, 16)).ours(config)[0]()
+
+
+def backend(m: int, us: Mapping[str, float]) -> str:
+    """Who serves the shape."""
+    return "torch" if "torch" in us and us["torch"] < us["ours"] else "triton"
+
+
+TUNER = Tuner(
+    "nvfp4_gemm",
+    (4, 16, 32, 64, 128, 256, 512, 1024, 4096),
+    candidates,
+    compile_one,
+    weights,
+    NvFp4Workload,
+    backend,
+)

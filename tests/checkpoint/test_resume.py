@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is stopped goes on where it was, and nothing half-written is taken for whole."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_quant_rocm.checkpoint import output, quantize_checkpoint
+from tests.checkpoint.test_quantize import tensors_of_a_model, write
+
+ROOT = Path(__file__).parents[2]
+REPORT = output.REPORT
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", tensors_of_a_model(), 3)
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("kill_process.py")
+    command = [sys.executable, str(script), str(source), str(tmp_path / "killed")]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    points = int(done.stdout)
+    assert points == 30  # 3 each: the report, 3 weight files with the report, the tokenizer, the index, config.json
+    quantize_checkpoint(source, tmp_path / "undisturbed", search=True)
+    expected = contents(tmp_path / "undisturbed")
+    for point in range(points + 1):
+        assert contents(tmp_path / "killed" / str(point)) == expected, point
+
+
+def test_the_command_killed_from_outside_goes_on(tmp_path: Path) -> None:
+    """kill -9 on the process itself, some moment after its first file."""
+    source = write(tmp_path / "source", {f"{i}.weight": torch.randn(1024, 1024) for i in range(6)}, 6)
+    program = "from llm_quant_rocm.cli import main; main()"
+    target = tmp_path / "target"
+    command = [sys.executable, "-c", program, "quantize", str(source), str(target), "--scheme", "nvfp4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not list(target.glob("*.safetensors")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    assert not (target / "config.json").exists()
+    before = {file: file.stat().st_mtime_ns for file in target.glob("*.safetensors")}
+    assert len(before) < 6
+    again = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["quantized"] == 6
+    recorded = {file: file.stat().st_mtime_ns for file in before}
+    assert sum(recorded[file] != before[file] for file in before) <= 1, "whole files are not made again"
+    subprocess.run([*command[:5], str(tmp_path / "other"), *command[6:]], env=environment, check=True)
+    assert contents(target).keys() == contents(tmp_path / "other").keys()
+    for name, content in contents(tmp_path / "other").items():
+        assert contents(target)[name] == content, name
+
+
+def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+    first = quantize_checkpoint(source, tmp_path / "target")
+    times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("target/*.safetensors")}
+    assert quantize_checkpoint(source, tmp_path / "target") == first
+    assert {file: file.stat().st_mtime_ns for file in times} == times
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheme": "ptpc_fp8"}, "another run, whose scheme was nvfp4: name another folder, or remove it"),
+        ({"layout": "modelopt"}, "another run, whose layout was compressed-tensors"),
+        ({"ignore": ("lm_head", "*embed*")}, "another run, whose ignore was"),
+        ({"search": True}, "another run, whose search was False"),
+        ({"share_global_scales": False}, "another run, whose share_global_scales was True"),
+    ],
+    ids=["scheme", "layout", "ignore", "search", "global-scales"],
+)
+def test_the_folder_of_other_settings(source: Path, tmp_path: Path, arguments: dict, message: str) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target)
+    expected = contents(target)
+    with pytest.raises(ValueError, match=f"target holds {message}"):
+        quantize_checkpoint(source, target, **arguments)
+    assert contents(target) == expected
+
+
+def test_the_folder_of_another_model(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "target")
+    other = write(tmp_path / "other", {name: t + 1 for name, t in tensors_of_a_model().items()}, 3)
+    with pytest.raises(ValueError, match="target holds another model: name another folder, or remove it"):
+        quantize_checkpoint(other, tmp_path / "target")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"settings": 1}'])
+def test_a_broken_report(source: Path, tmp_path: Path, text: str) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target)
+    (target / REPORT).write_text(text)
+    with pytest.raises(ValueError, match=f"{REPORT} cannot be read: name another folder, or remove it"):
+        quantize_checkpoint(source, target)
+
+
+def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    handle = os.open(target, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="target is being written by another run: let it end, or stop it"):
+        quantize_checkpoint(source, target)
+    os.close(handle)
+    quantize_checkpoint(source, target)
+
+
+def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(OSError, match=r"has 0\.0 GiB free, and .*target needs 0\.0 GiB"):
+        quantize_checkpoint(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()

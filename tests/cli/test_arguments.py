@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that tune and bench share."""
+
+import pytest
+
+from llm_quant_rocm.cli._arguments import layers, numbers
+from llm_quant_rocm.cli._errors import CommandError
+
+
+@pytest.mark.parametrize("text", ["", "0", "10,", "a", "-1", "1.5"])
+def test_what_is_no_list_of_numbers(text: str) -> None:
+    with pytest.raises(CommandError, match=f"--ms {text}: it must be positive whole numbers"):
+        numbers("--ms", text)
+
+
+def test_numbers_rise_and_are_counted_once() -> None:
+    assert numbers("--ms", "64, 10,64") == (10, 64)
+
+
+def test_layers_by_pattern() -> None:
+    assert list(layers(None, 1, ["qwen3-*"])) == ["qwen3-qkv", "qwen3-o"]
+    assert len(layers(None, 1, None)) >= 10

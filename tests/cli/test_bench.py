@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench serve` makes of its arguments and of what vLLM saves; no server runs here."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from llm_quant_rocm.cli import _vllm, app
+from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli.bench._plot import draw
+from llm_quant_rocm.cli.bench.serve import Load, figures, load_of, table
+
+FOUND = {
+    "bf16": {10: Load(2.0, 100.0, 50.0, 10.0), 64: Load(4.0, 400.0, 90.0, 12.0)},
+    "ptpc_fp8": {10: Load(1.0, 150.0, 40.0, 6.0), 64: Load(4.5, 380.0, 95.0, 13.0)},
+}
+
+
+def test_what_vllm_saved() -> None:
+    saved = {"completed": 4, "duration": 1.5, "output_throughput": 30.0, "median_ttft_ms": 7.0, "median_tpot_ms": 2.0}
+    assert load_of(saved, 4) == Load(1.5, 30.0, 7.0, 2.0)
+    with pytest.raises(CommandError, match="the server answered 4 of 5 prompts:\nits log"):
+        load_of(saved, 5, "its log")
+
+
+def test_speedups_keep_the_losses() -> None:
+    answer = figures(FOUND)
+    assert answer["bf16"]["10"]["speedup"] == 1.0
+    assert answer["ptpc_fp8"]["10"]["speedup"] == 1.5
+    assert answer["ptpc_fp8"]["64"]["speedup"] == pytest.approx(0.95)
+
+
+def test_the_table_fits_80_columns() -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table("a model", FOUND))
+    text = console.export_text()
+    for word in ("ptpc_fp8", "TTFT", "TPOT", "380.0", "0.95", "1.50"):
+        assert word in text, text
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    draw(FOUND, tmp_path / "plot.png", "title")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    result = CliRunner().invoke(app, ["bench", "serve", "/nowhere"])
+    assert result.exit_code == 1
+    assert result.stderr == "bench serve: FAILED. /nowhere has no config.json: name the folder of a checkpoint.\n"
+
+
+def test_vllm_is_called_with_the_flag_and_the_users_arguments() -> None:
+    command = _vllm.serve_command(Path("/m"), 1234, 512, "ptpc_fp8", ["--tensor-parallel-size", "2"])
+    assert command[command.index("--quantization") + 1] == "ptpc_fp8"
+    assert command[-2:] == ["--tensor-parallel-size", "2"]
+    assert "--quantization" not in _vllm.serve_command(Path("/m"), 1234, 512, None, [])

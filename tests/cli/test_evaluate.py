@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `eval` makes of its arguments and of an engine's figures; no engine runs here."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from llm_quant_rocm.cli import _evaluate, _vllm, app
+from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._methods import NAMED, Method, methods_named
+from llm_quant_rocm.cli._tasks_worker import named
+from llm_quant_rocm.cli.evaluate import columns, figures
+
+BASE = Evaluation(800.0, 100, (1, 2, 3, 4), ("A",))
+OTHER = Evaluation(801.0, 100, (1, 2, 3, 5), ("B",))
+
+
+def test_methods_are_ours_the_engines_or_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    methods = methods_named(f"bf16, nvfp4,fp8_per_tensor,{tmp_path}")
+    assert list(methods) == ["bf16", "nvfp4", "fp8_per_tensor", str(tmp_path)]
+    assert methods["bf16"] == Method() == NAMED["bf16"]
+    assert methods["fp8_per_tensor"] == Method(quantization="fp8_per_tensor")
+    assert methods[str(tmp_path)].checkpoint(Path("model"), Path("scratch")) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("", "--quantization names nothing: name some"),
+        (" , ", "--quantization names nothing: name some"),
+        ("bf16,ptpc_fp8,bf16", "--quantization names bf16 twice"),
+        ("./nowhere", "--quantization names ./nowhere, which is no checkpoint's folder"),
+    ],
+    ids=["empty", "commas", "twice", "folder"],
+)
+def test_lists_that_are_wrong(names: str, message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        methods_named(names)
+
+
+def test_nvfp4_of_a_model_that_cannot_be_says_why(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="cannot become an NVFP4 checkpoint: .* has no config.json"):
+        NAMED["nvfp4"].checkpoint(tmp_path, tmp_path / "scratch")
+
+
+def test_lm_evals_keys() -> None:
+    found = named({"alias": "gsm8k", "sample_len": 5, "exact_match,strict-match": 0.5, "acc,none": 1,
+                   "exact_match_stderr,strict-match": 0.1, "acc_stderr,none": "N/A"})  # fmt: skip
+    assert found == {"exact_match (strict-match)": 0.5, "acc": 1, "exact_match (strict-match)_stderr": 0.1}
+
+
+def test_the_table_has_a_column_a_metric() -> None:
+    scores = {"bf16": {"gsm8k": {"acc": 0.75, "acc_stderr": 0.013}}, "ptpc_fp8": {"gsm8k": {"acc": 0.7}}}
+    assert columns(scores) == {"gsm8k\nacc": {"bf16": "0.75 ± 0.013", "ptpc_fp8": "0.7"}}
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(_evaluate.table("title", {"bf16": BASE, "ptpc_fp8": OTHER}, "bf16", columns(scores)))
+    text = console.export_text()
+    for word in ("2980.96", "+1.01%", "75.00%", "gsm8k", "0.75 ± 0.013", "with bf16"):
+        assert word in text, text
+
+
+def test_figures_compare_with_the_first() -> None:
+    answer = figures({"bf16": BASE, "x": OTHER}, {"x": {"t": {"acc": 1.0}}}, Path("m"), Path("t.txt"), 512)
+    assert json.loads(json.dumps(answer)) == json.loads(json.dumps(answer))
+    assert answer["methods"]["bf16"]["loss_percent"] == 0.0
+    assert answer["methods"]["x"]["greedy_agreement_percent"] == 75.0
+    assert answer["methods"]["x"]["tasks"] == {"t": {"acc": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ([], [], "has no config.json: name the folder of a checkpoint."),
+        (["config.json"], [], "heldout.txt is not there: name a text file by --text."),
+        (["config.json", "heldout.txt"], [], "heldout.txt is empty: name another text file by --text."),
+        (["config.json"], ["--quantization", "bf16,bf16"], "--quantization names bf16 twice."),
+    ],
+    ids=["model", "text", "empty", "methods"],
+)
+def test_one_sentence_for_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], options: list[str], message: str
+) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    for file in files:
+        (tmp_path / file).write_text("{}" if file == "config.json" else "\n")
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `quantize` as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._error_plot import series
+from tests.checkpoint.test_quantize import DEMO_MODEL, tensors_of_a_model, write
+
+WORST = "model.layers.1.mlp.up_proj"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "nvfp4"])
+def test_it_writes_a_checkpoint(tmp_path: Path, scheme: str, format: str) -> None:
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", scheme, "--format", format)
+    assert result.exit_code == 0, result.output
+    description = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert description["quant_method"] == format
+    assert "21 weights are quantized" in result.output and "the worst 10 of 21 weights" in result.output
+    assert (tmp_path / "out" / "quantization_error.png").stat().st_size > 1000
+
+
+def test_the_worst_layer_comes_first(tmp_path: Path) -> None:
+    tensors = tensors_of_a_model()
+    tensors[f"{WORST}.weight"][::2] = 1e-30  # too small for the other rows' global scale
+    result = run(write(tmp_path / "source", tensors), tmp_path / "out", "--scheme", "nvfp4", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    errors = list(answer["errors"].values())
+    assert errors == sorted(errors, reverse=True)
+    assert (answer["quantized"], len(errors)) == (14, 14)
+    assert 0 < answer["bytes_after"] < answer["bytes_before"]
+
+
+def test_patterns_are_added_to_those_that_always_stay(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    result = run(
+        source, tmp_path / "out", "--scheme", "ptpc_fp8", "--json", "--ignore", "*.o_proj", "--ignore", "*.1.*"
+    )
+    assert result.exit_code == 0, result.output
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"} <= set(
+        json.loads(result.stdout)["kept"]
+    )
+
+
+def test_the_search_is_the_default_and_can_be_left(tmp_path: Path) -> None:
+    errors = {}
+    for choice in ("search", "nearest"):
+        result = run(DEMO_MODEL, tmp_path / choice, "--scheme", "nvfp4", "--json", "--block-scales", choice)
+        errors[choice] = json.loads(result.stdout)["errors"]
+    result = run(DEMO_MODEL, tmp_path / "default", "--scheme", "nvfp4", "--json")
+    assert json.loads(result.stdout)["errors"] == errors["search"]
+    assert all(errors["search"][module] < error for module, error in errors["nearest"].items())
+
+
+def nan(folder: Path) -> Path:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = tensors_of_a_model()
+    tensors[name][3, 5] = float("nan")
+    return write(folder / "nan", tensors, 3)
+
+
+def odd(folder: Path) -> Path:
+    tensors = tensors_of_a_model() | {"model.layers.1.mlp.down_proj.weight": torch.ones(64, 72)}
+    folder.mkdir(exist_ok=True)
+    return write(folder / "odd", tensors)
+
+
+def without_a_shard(folder: Path) -> Path:
+    source = write(folder / "missing", tensors_of_a_model(), 3)
+    (source / "model-00002-of-00003.safetensors").unlink()
+    return source
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nowhere", "nowhere is no folder: download the checkpoint"),
+        (lambda folder: write(folder / "done", {}, quantization_config={}), "is quantized already: start from the"),
+        (without_a_shard, "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json names it"),
+        (nan, "model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
+    ],
+    ids=["no-folder", "quantized", "shard", "nan"],
+)
+def test_one_sentence_for_what_is_wrong(tmp_path: Path, make, message: str, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    result = run(make(tmp_path), tmp_path / "out", "--scheme", scheme)
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.startswith("quantize: FAILED. ")
+    assert result.stderr.count("\n") == 1 and not result.stdout
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_columns_that_are_no_blocks(tmp_path: Path) -> None:
+    result = run(odd(tmp_path), tmp_path / "out", "--scheme", "nvfp4")
+    assert result.exit_code == 1
+    assert "model.layers.1.mlp.down_proj.weight has 72 columns, no multiple of 16" in result.stderr
+    assert not (tmp_path / "out").exists(), "found before anything was written"
+    assert run(odd(tmp_path / "again"), tmp_path / "out", "--scheme", "ptpc_fp8").exit_code == 0
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4", "--device", "xpu:7")
+    assert result.exit_code == 1
+    assert "--device xpu:7 cannot be used here" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_plot_has_a_line_a_kind_and_puts_experts_together() -> None:
+    errors = {
+        "model.layers.0.self_attn.q_proj": 0.1,
+        "model.layers.10.self_attn.q_proj": 0.2,
+        "model.layers.2.self_attn.q_proj": 0.3,
+        "model.layers.2.mlp.experts.0.up_proj": 0.4,
+        "model.layers.2.mlp.experts.7.up_proj": 0.5,
+        "head": 0.6,
+    }
+    assert series(errors) == {
+        "experts up_proj, the worst": {2: 0.5},
+        "head": {0: 0.6},
+        "q_proj": {0: 0.1, 2: 0.3, 10: 0.2},
+    }

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `tune` around a made-up operator: what it asks for, keeps, goes on with, and says."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from llm_quant_rocm import hardware, provenance, tuning
+from llm_quant_rocm import tune as tuners
+from llm_quant_rocm.cli import app
+from llm_quant_rocm.tune import search
+from llm_quant_rocm.tune.workload import Tuner
+
+# The package has a function of the same name.
+command = import_module("llm_quant_rocm.cli.tune")
+
+MEASURED_ON = {
+    "device": "a GPU",
+    "torch": "1",
+    "triton": "3",
+    "llm-quant-rocm": provenance.__version__,
+    "date": "today",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    tile: int
+
+
+class Workload:
+    def __init__(self, weights: Any, m: int) -> None:
+        self.m = m
+
+    def ours(self, config: Config) -> Any:
+        return (config, self.m)
+
+    def peers(self) -> dict[str, Any]:
+        return {}
+
+
+def compile_two_and_three(self: search.Compiler, configs: list[Config]) -> list[Config]:
+    self.reasons.update({config: "no" if config.tile == 1 else None for config in configs})
+    return []
+
+
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows that were timed. The GPU, Triton and the times are made up; tile 1 does not compile."""
+    rows: list[int] = []
+
+    def fastest(candidates: dict[Config, Any], peers: Any) -> tuple[Config, dict[str, float]]:
+        rows.append(next(iter(candidates.values()))[1])
+        assert Config(1) not in candidates
+        return min(candidates, key=lambda config: config.tile), {"ours": 1.0}
+
+    made_up = Tuner(
+        "ptpc_gemm", (1, 16), lambda device, m, n, k: [Config(1), Config(2), Config(3)], print,
+        lambda n, k: None, Workload, lambda m, us: "triton",
+    )  # fmt: skip
+    monkeypatch.setattr(tuners, "tuner", lambda name: made_up)
+    monkeypatch.setattr(search, "fastest", fastest)
+    monkeypatch.setattr(search.Compiler, "_try", compile_two_and_three)
+    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
+    monkeypatch.setattr(provenance, "environment", lambda: dict(MEASURED_ON))
+    monkeypatch.setattr(provenance, "triton_version", lambda: "3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.shapes.cache_clear()
+    yield rows
+    tuning.shapes.cache_clear()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["tune", "ptpc_gemm", *map(str, arguments)])
+
+
+def test_what_it_measures_is_what_the_library_then_uses(timed: list[int]) -> None:
+    result = run("--layers", "llama-o", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["ptpc_gemm"]["measured_on"] == MEASURED_ON
+    assert timed == [1, 16]
+    found = [shape for shape in tuning.shapes("ptpc_gemm", "sm_90") if (shape.n, shape.k) == (8192, 8192)]
+    assert {shape.m: shape.config for shape in found if shape.m in (1, 16)} == {1: {"tile": 2}, 16: {"tile": 2}}
+    assert {shape.m for shape in found} > {1, 16}, "the shipped ones are still there"
+
+
+def test_it_goes_on_where_it_stopped(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(command.time, "monotonic", lambda: float(next(now)))
+    layers = ("--layers", "llama-o", "--layers", "llama-qkv")
+    result = run(*layers, "--budget", 2)
+    assert result.exit_code == 0, result.output
+    assert timed == [1, 16]
+    assert "2 of 4 shapes are left: the same command goes on" in result.stderr
+    assert "ptpc_gemm: all shapes" in run(*layers).stderr
+    assert timed == [1, 16, 1, 16]
+
+
+def test_shapes_that_are_there_are_not_measured_again(timed: list[int]) -> None:
+    assert run("--layers", "llama-o", "--ms", "16").exit_code == 0
+    assert run("--layers", "llama-o").exit_code == 0
+    assert timed == [16, 1]
+    result = run("--layers", "llama-o")
+    assert timed == [16, 1] and "ptpc_gemm: all shapes" in result.stderr
+
+
+def test_other_versions_are_measured_anew(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    run("--layers", "llama-o", "--ms", "16")
+    monkeypatch.setitem(MEASURED_ON, "triton", "4")
+    run("--layers", "llama-o", "--ms", "16")
+    assert timed == [16, 16]
+
+
+def test_out_takes_the_place_of_the_cache(timed: list[int], tmp_path: Path) -> None:
+    run("--layers", "llama-o", "--ms", "16", "--out", tmp_path / "configs")
+    assert (tmp_path / "configs" / "ptpc_gemm" / "sm_90.json").is_file()
+    assert not tuning.cache_file("ptpc_gemm", "sm_90").exists()
+
+
+def test_the_layers_of_a_model(timed: list[int], tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("--model", tmp_path, "--tp", 2, "--ms", 1, "--json")
+    shapes = json.loads(result.stdout)["ptpc_gemm"]["shapes"]
+    # qkv, o, gate_up, down
+    assert [(shape["n"], shape["k"]) for shape in shapes] == [(64, 64), (64, 32), (128, 64), (64, 64)][:3]
+
+
+def test_a_folder_that_cannot_be_written(timed: list[int], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("--layers", "llama-o", "--ms", "16", "--out", tmp_path / "file")
+    assert result.exit_code == 1
+    assert "what was measured cannot be kept (" in result.stderr and "name another folder by --out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ms", "1,x"], "--ms 1,x: it must be positive whole numbers with commas"),
+        (["--ms", "0"], "--ms 0: it must be positive whole numbers with commas"),
+        (["--layers", "nothing"], "--layers matches none of llama-qkv, "),
+        (["--model", "/nowhere"], "/nowhere has no config.json: name a checkpoint's folder."),
+        (["--tp", "2"], "--tp cuts a model's layers: name the model by --model."),
+        (["gemm"], "gemm is not one of ptpc_gemm, nvfp4_gemm."),
+    ],
+    ids=["ms", "zero", "layers", "model", "tp", "operator"],
+)
+def test_one_sentence_for_what_is_wrong(timed: list[int], arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("tune: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
+    assert not timed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "tune: FAILED. no GPU is here, or torch cannot use it: measure on the machine that will serve the model.\n"
+    )

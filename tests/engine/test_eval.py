@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm-quant-rocm eval` on the demo model, in a real vLLM, offline."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from llm_quant_rocm.cli import app
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "examples" / "demo_model"
+TASK = """
+task: heldout
+dataset_path: text
+dataset_kwargs: {{data_files: {{test: {text}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - metric: word_perplexity
+"""
+
+
+def test_perplexity_of_the_demo_model() -> None:
+    result = CliRunner().invoke(app, ["eval", str(DEMO_MODEL), "--quantization", "bf16,nvfp4", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert {"device", "torch", "llm-quant-rocm", "date"} <= answer["environment"].keys()
+    assert (answer["words"], answer["context"]) == (7656, 512)
+    bf16, nvfp4 = answer["methods"]["bf16"], answer["methods"]["nvfp4"]
+    assert bf16["word_perplexity"] == pytest.approx(4427, rel=1e-3)
+    # Rounded to nearest it would lose 9.2%: benchmarks/results/quantize_cpu.json.
+    assert 5.0 < nvfp4["loss_percent"] < 8.5
+    assert "NvFp4LinearMethod" in nvfp4["linear_methods"]
+
+
+def test_tasks_of_lm_eval(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "task.yaml").write_text(TASK.format(text=DEMO_MODEL / "heldout.txt"))
+    result = CliRunner().invoke(
+        app,
+        ["eval", str(DEMO_MODEL), "--quantization", "ptpc_fp8", "--json", "--tasks", "heldout"]
+        + ["--include", str(tmp_path), "--limit", "4"],
+    )
+    assert result.exit_code == 0, result.output
+    metrics = json.loads(result.stdout)["methods"]["ptpc_fp8"]["tasks"]["heldout"]
+    assert metrics["word_perplexity"] > 1000
