@@ -34,17 +34,19 @@ def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[s
     return {**_COMMON_FUSED, **(fused or {})}
 
 
-def group_of(layer: Any) -> dist.ProcessGroup:
-    """The ranks among which a linear layer is sharded: all of tensor parallelism, or those that share attention.
+def group_of(layer: Any, ranks: int) -> dist.ProcessGroup:
+    """The `ranks` among which a linear layer is sharded: all of tensor parallelism, or those that share attention.
 
     Raises:
         ValueError: no group of SGLang's has as many ranks.
     """
+    if own := getattr(layer, "tp_group", None):  # which 0.5.21 has not, and 0.5.23 has
+        return own.device_group
     for get in (parallel_state.get_tp_group, parallel_state.get_attn_tp_group):
         group = get()
-        if group.world_size == layer.tp_size:
+        if group.world_size == ranks:
             return group.device_group
-    raise ValueError(f"a layer is sharded over {layer.tp_size} ranks, and no group of SGLang's has as many")
+    raise ValueError(f"a layer is sharded over {ranks} ranks, and no group of SGLang's has as many")
 
 
 def device_type() -> str:

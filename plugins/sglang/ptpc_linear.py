@@ -39,7 +39,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         layer.logical_widths = output_partition_sizes
-        self.input_is_sharded = input_size_per_partition != input_size
+        self.ranks = input_size // input_size_per_partition
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         weight = ModelWeightParameter(
             data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype),
@@ -51,7 +51,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
-        group = group_of(layer) if self.input_is_sharded else None
+        group = group_of(layer, self.ranks) if self.ranks > 1 else None
         codes, scale = quantize_weight(
             layer.weight.data, f"{self.prefix}.weight", self.names.of_row, group, device_type()
         )
