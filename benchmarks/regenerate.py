@@ -59,6 +59,13 @@ STEPS = (
     Step("vllm_engine_{arch}", "vllm_engine.py", engine=True),
     Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine=True),
     Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine=True),
+    Step(
+        "quick_reduce_engine_tp2_{arch}",
+        "quick_reduce_engine.py",
+        ("--time", "--codecs", "FP4", "INT4"),
+        gpus=2,
+        engine=True,
+    ),
 )
 
 
