@@ -160,10 +160,10 @@ def unpack(words, BITS: tl.constexpr):
     Joined, so that a lane keeps all fields of its words; broadcast, they would go one to a lane.
     """
     COUNT: tl.constexpr = 32 // BITS
-    fields = ()
+    fields = tl.tuple([])
     for field in tl.static_range(COUNT):
         start = 8 * field if BITS == 8 else 16 * (field // 4 % 2) + 4 * BITS * (field // 8) + BITS * (field % 4)
-        fields = fields + ((words >> start) & ((1 << BITS) - 1),)
+        fields += ((words >> start) & ((1 << BITS) - 1),)
     return tl.reshape(joined(fields), (words.shape[0], 32))
 
 
@@ -174,9 +174,9 @@ def joined(fields):
         return fields[0]
     else:
         HALF: tl.constexpr = len(fields) // 2
-        pairs = ()
+        pairs = tl.tuple([])
         for i in tl.static_range(HALF):
-            pairs = pairs + (tl.join(fields[i], fields[i + HALF]),)
+            pairs += (tl.join(fields[i], fields[i + HALF]),)
         return joined(pairs)
 
 

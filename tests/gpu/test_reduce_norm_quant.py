@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused all-reduce, norm and quantization between GPUs: every bit of the reference on every rank, in graphs too."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
@@ -15,7 +18,7 @@ from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
-from tests.comm.processes import run_ranks
+from tests.comm import processes
 from tests.inputs import assert_same, nasty_rows, random_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -182,7 +185,10 @@ def graphs(rank: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, graphs])
 def test_ranks(world: int, function: Callable[[int], None]) -> None:
-    run_ranks(world, function, backend="nccl")
+    # Spawned: the driver does not survive a fork of a process that asked for GPUs, as this module does.
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, Path(folder) / "rendezvous", "nccl", function, ())
+        multiprocessing.start_processes(processes._rank, arguments, nprocs=world, start_method="spawn")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
