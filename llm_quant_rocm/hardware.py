@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device can do. The one place of the library that knows devices; importing it touches none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -19,6 +19,8 @@ class Hardware:
         tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
         pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
         lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
+        units: compute units of an AMD GPU: what the driver says of this one (products and partitions of an architecture
+            differ), or of an architecture by its name alone those of an MI250's die, an MI300X and an MI355X.
         gpu: whether Triton kernels run on it.
     """
 
@@ -29,6 +31,7 @@ class Hardware:
     tma: bool = False
     pdl: bool = False
     lanes: int = 32
+    units: int = 0
     gpu: bool = True
 
 
@@ -36,9 +39,9 @@ CPU = Hardware("cpu", gpu=False)
 
 _AMD = {
     # CDNA2 has no FP8 units; Triton converts in software.
-    "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64),
-    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64),
-    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64),
+    "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64, units=104),
+    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64, units=304),
+    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64, units=256),
 }
 
 
@@ -61,7 +64,7 @@ def nvidia(major: int, minor: int) -> Hardware:
 def _gpu(index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return amd(properties.gcnArchName)
+        return replace(amd(properties.gcnArchName), units=properties.multi_processor_count)
     return nvidia(properties.major, properties.minor)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that switch a part of the plugin off."""
+"""Environment variables that switch a part of a plugin off."""
 
 import os
 
