@@ -5,9 +5,8 @@
                                     [--budget SECONDS] [--again]
 
 Steps whose figures are of this commit and device already are passed over, so that it can be stopped and called again;
-with --budget no step is begun after so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or Humming,
-where they are not installed; without them their columns are missing, and steps that are about an engine are left out,
-by name.
+with --budget no step is begun after so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or
+Humming, where they are not installed; without them their columns are missing, and steps about an engine are left out.
 Figures go to benchmarks/results, or to $OUT. Where the machine has no git, COMMIT says which commit it is.
 """
 
@@ -130,8 +129,7 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
     folder = Path(os.environ.get("OUT", RESULTS))
     places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
     engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]
-    path = os.pathsep.join(filter(None, [*places.values(), os.environ.get("PYTHONPATH")]))
-    variables = {**os.environ, "COMMIT": here["commit"], "OUT": str(folder), "PYTHONPATH": path}
+    variables = {**os.environ, "COMMIT": here["commit"], "OUT": str(folder)}
     print(provenance.line(here), flush=True)
     began, left = time.monotonic(), []
     for number, step in enumerate(steps, 1):
@@ -147,7 +145,10 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
             continue
         print(title, flush=True)
         start = time.monotonic()
-        status = subprocess.run(command(step, folders), env=variables, cwd=ROOT, check=False).returncode
+        # Its own engine alone: the two want other versions of what both need.
+        path = os.pathsep.join(filter(None, [places.get(step.engine), os.environ.get("PYTHONPATH")]))
+        run_in = variables | ({"PYTHONPATH": path} if path else {})
+        status = subprocess.run(command(step, folders), env=run_in, cwd=ROOT, check=False).returncode
         took = time.monotonic() - start
         print(f"{title}: {'done' if status == 0 else f'FAILED with status {status}'} in {took:.0f} s", flush=True)
         if status:
