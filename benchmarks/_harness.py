@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.provenance import environment as environment
+from llm_quant_rocm import provenance
 from llm_quant_rocm.timing import bf16_rate as bf16_rate
 from llm_quant_rocm.timing import capture as capture
 from llm_quant_rocm.timing import copies as copies
@@ -23,6 +23,11 @@ from llm_quant_rocm.timing import time_variants as time_variants
 RESULTS = Path(__file__).parent / "results"
 # Llama-3-70B's layers as [N, K].
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
+
+
+def environment() -> dict[str, str]:
+    """The device, versions and commit that belong beside every figure."""
+    return {"commit": "unknown", **provenance.environment()}
 
 
 def show(row: dict[str, Any], base: str) -> str:

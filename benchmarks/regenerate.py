@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regenerates benchmarks/results on a machine with a GPU: every benchmark, then the report.
 
-    python benchmarks/regenerate.py [PATTERN ...] [--vllm FOLDER] [--humming FOLDER] [--budget SECONDS] [--again]
+    python benchmarks/regenerate.py [PATTERN ...] [--vllm FOLDER] [--sglang FOLDER] [--humming FOLDER]
+                                    [--budget SECONDS] [--again]
 
 Steps whose figures are of this commit and device already are passed over, so that it can be stopped and called again;
-with --budget no step is begun after so many seconds. FOLDER is where `pip install --target` put vLLM, or Humming, where
-they are not installed; without them their columns are missing, and steps that are about vLLM are left out, by name.
+with --budget no step is begun after so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or
+Humming, where they are not installed; without them their columns are missing, and steps about an engine are left out.
 Figures go to benchmarks/results, or to $OUT. Where the machine has no git, COMMIT says which commit it is.
 """
 
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks._markdown import RESULTS
 
 ROOT = Path(__file__).parent.parent
-VLLM, HUMMING = "{vllm}", "{humming}"
+VLLM, SGLANG, HUMMING = "{vllm}", "{sglang}", "{humming}"
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class Step:
         arguments: fixed ones; those that hold VLLM or HUMMING are given with the option before them, where that folder
             is known.
         gpus: how many it needs.
-        engine: whether it runs vLLM itself.
+        engine: the engine that it runs: vllm, sglang or none.
     """
 
     result: str
     script: str
     arguments: tuple[str, ...] = ()
     gpus: int = 1
-    engine: bool = False
+    engine: str = ""
 
 
 STEPS = (
@@ -57,9 +58,31 @@ STEPS = (
     Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING)),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM)),
     *(Step(f"quick_reduce_{{arch}}_tp{world}", "quick_reduce.py", (str(world),), gpus=world) for world in (2, 4, 8)),
-    Step("vllm_engine_{arch}", "vllm_engine.py", engine=True),
-    Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine=True),
-    Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine=True),
+    Step("vllm_engine_{arch}", "vllm_engine.py", engine="vllm"),
+    Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm"),
+    Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm"),
+    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm"),
+    *(
+        Step(f"vllm_fusion_{ranks}_ranks_{{arch}}", "vllm_engine.py", ("fusion", "--ranks", str(ranks)), ranks, "vllm")
+        for ranks in (1, 2, 4, 8)
+    ),
+    Step(
+        "quick_reduce_engine_tp2_{arch}",
+        "quick_reduce_engine.py",
+        ("--time", "--codecs", "FP4", "INT4"),
+        gpus=2,
+        engine="vllm",
+    ),
+    Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang"),
+    *(
+        Step(
+            f"reduce_norm_quant_tp{ranks}_{{arch}}",
+            "reduce_norm_quant.py",
+            ("--world", str(ranks), "--vllm-ops", VLLM),
+            ranks,
+        )
+        for ranks in (2, 4, 8)
+    ),
 )
 
 
@@ -76,13 +99,16 @@ def command(step: Step, folders: dict[str, str | None]) -> list[str]:
     return [sys.executable, str(ROOT / "benchmarks" / step.script), *found]
 
 
-def why_not(step: Step, gpus: int, vllm: bool, path: Path, here: dict[str, str], again: bool) -> str | None:
+def why_not(
+    step: Step, gpus: int, engines: Collection[str], path: Path, here: dict[str, str], again: bool
+) -> str | None:
     """Why a step is passed over, or None."""
     if step.gpus > gpus:
         return f"needs {step.gpus} GPUs, {gpus} are here"
-    if step.engine and not vllm:
-        return "needs vLLM: name its folder by --vllm"
-    if path.is_file() and not again:
+    if step.engine and step.engine not in engines:
+        return f"needs {step.engine}: name its folder by --{step.engine}"
+    # Of a tree with changes nobody knows whether it is the same.
+    if path.is_file() and not again and not here["commit"].endswith("dirty"):
         there = json.loads(path.read_text())["environment"]
         if all(there.get(name) == here.get(name) for name in ("commit", "device", "torch", "triton")):
             return "measured already"
@@ -95,21 +121,22 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
 
     from llm_quant_rocm import hardware, provenance
 
+    if not torch.cuda.is_available():
+        raise SystemExit("regenerate: FAILED. no GPU is here: run on the machine that is to be measured")
     here = provenance.environment()
     if "commit" not in here:
         raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set COMMIT")
     arch = hardware.detect(torch.device("cuda")).arch
     folder = Path(os.environ.get("OUT", RESULTS))
-    vllm = bool(folders[VLLM]) or importlib.util.find_spec("vllm") is not None
+    places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
+    engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]
     variables = {**os.environ, "COMMIT": here["commit"], "OUT": str(folder)}
-    if folders[VLLM]:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [folders[VLLM], os.environ.get("PYTHONPATH")]))
     print(provenance.line(here), flush=True)
     began, left = time.monotonic(), []
     for number, step in enumerate(steps, 1):
         name = step.result.format(arch=arch)
         title = f"[{number}/{len(steps)}] {name}"
-        reason = why_not(step, torch.cuda.device_count(), vllm, folder / f"{name}.json", here, again)
+        reason = why_not(step, torch.cuda.device_count(), engines, folder / f"{name}.json", here, again)
         if reason:
             print(f"{title}: passed over, {reason}", flush=True)
             continue
@@ -119,7 +146,10 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
             continue
         print(title, flush=True)
         start = time.monotonic()
-        status = subprocess.run(command(step, folders), env=variables, cwd=ROOT, check=False).returncode
+        # Its own engine alone: the two want other versions of what both need.
+        path = os.pathsep.join(filter(None, [places.get(step.engine), os.environ.get("PYTHONPATH")]))
+        run_in = variables | ({"PYTHONPATH": path} if path else {})
+        status = subprocess.run(command(step, folders), env=run_in, cwd=ROOT, check=False).returncode
         took = time.monotonic() - start
         print(f"{title}: {'done' if status == 0 else f'FAILED with status {status}'} in {took:.0f} s", flush=True)
         if status:
@@ -133,6 +163,7 @@ def main() -> None:
         "patterns", nargs="*", default=["*"], metavar="PATTERN", help="names of scripts, * for anything"
     )
     parser.add_argument("--vllm", help="the folder that holds vLLM")
+    parser.add_argument("--sglang", help="the folder that holds SGLang")
     parser.add_argument("--humming", help="the folder that holds humming-kernels")
     parser.add_argument("--budget", type=float, default=float("inf"), help="begin no step after so many seconds")
     parser.add_argument("--again", action="store_true", help="measure what is there already too")
@@ -141,7 +172,7 @@ def main() -> None:
     steps = [step for step in STEPS if any(fnmatchcase(step.script.removesuffix(".py"), p) for p in patterns)]
     if not steps:
         parser.error(f"no step is called {' or '.join(patterns)}; there are " + ", ".join(s.script for s in STEPS))
-    left = run(steps, {VLLM: args.vllm, HUMMING: args.humming}, args.budget, args.again)
+    left = run(steps, {VLLM: args.vllm, SGLANG: args.sglang, HUMMING: args.humming}, args.budget, args.again)
     if left:
         raise SystemExit(f"regenerate: FAILED or left: {', '.join(left)}; the same command goes on")
     if "OUT" in os.environ:

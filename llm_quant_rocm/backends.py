@@ -8,12 +8,13 @@ first. A choice is made once for every kind of call and logged once. `LLM_QUANT_
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
+
+from llm_quant_rocm import environment
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -35,13 +36,9 @@ class Choice:
     passed_over: tuple[tuple[str, str], ...]
 
 
-def _variable(operator: str) -> str:
-    return f"LLM_QUANT_ROCM_{operator.upper()}"
-
-
 def forced(operator: str) -> str | None:
     """The backend that the user's environment forces on `operator`, or None."""
-    return os.environ.get(_variable(operator)) or None
+    return environment.read(environment.backend_of(operator)) or None
 
 
 def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | None = None) -> Choice:
@@ -51,7 +48,7 @@ def choose(operator: str, backends: Sequence[Backend], call: Any, first: str | N
         ValueError: LLM_QUANT_ROCM_<OPERATOR> names an unknown backend, or one that cannot serve the call.
         NotImplementedError: no backend can.
     """
-    variable, wanted = _variable(operator), forced(operator)
+    variable, wanted = environment.backend_of(operator), forced(operator)
     names = [backend.name for backend in backends]
     if wanted and wanted not in names:
         raise ValueError(f"{variable}={wanted}: {operator} has the backends {', '.join(names)}")

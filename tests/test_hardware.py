@@ -66,13 +66,15 @@ def test_the_driver_is_asked_once_per_gpu(monkeypatch: pytest.MonkeyPatch, hip: 
 
     def properties(index: int) -> SimpleNamespace:
         asked.append(index)
-        return SimpleNamespace(major=9, minor=0, gcnArchName="gfx942:sramecc+")
+        return SimpleNamespace(major=9, minor=0, gcnArchName="gfx942:sramecc+", multi_processor_count=38)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.version, "hip", hip)
     for device in ("cuda", "cuda:0", "cuda:1", "cuda:0"):
-        assert hardware.detect(torch.device(device)).arch == arch
+        found = hardware.detect(torch.device(device))
+        assert found.arch == arch
+        assert not hip or found.units == 38, "those of this partition, not of a whole MI300X"
     assert asked == [1, 0]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "llm_quant_rocm"
+PLUGINS = (f"{PACKAGE}_vllm", f"{PACKAGE}_sglang")
 # DESIGN rule 1, from the top down: a layer imports itself and what stands below. `None` is the package's own file.
 LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("plugins", "cli"),
@@ -20,6 +21,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("kernels", "reference"),
     ("formats",),
     ("hardware", "provenance", "timing"),
+    ("environment", "versions"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
@@ -36,7 +38,7 @@ def layer(module: str) -> str | None:
 
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
     """(dotted name, file) of every module of the library and its plugins."""
-    for package in (PACKAGE, f"{PACKAGE}_vllm"):
+    for package in (PACKAGE, *PLUGINS):
         for file in sorted((root / package).rglob("*.py")):
             parts = file.relative_to(root).with_suffix("").parts
             yield ".".join(part for part in parts if part != "__init__"), file
@@ -72,7 +74,7 @@ def violations(root: Path) -> list[str]:
         for imported in imports(tree):
             if imported.split(".")[0] in ENGINES and own not in ("plugins", "cli"):
                 found.append(f"{name} imports {imported}")
-            if imported.split(".")[0] not in (PACKAGE, f"{PACKAGE}_vllm"):
+            if imported.split(".")[0] not in (PACKAGE, *PLUGINS):
                 continue
             other = layer(imported)
             if other in DEPTH and DEPTH[own] > DEPTH[other]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized checkpoints made of 16-bit ones. Needs safetensors, and compressed-tensors for its layout."""
+"""Checkpoints: 16-bit ones quantized and written, quantized ones read into layers that an engine serves.
+
+Needs safetensors to write, and compressed-tensors for its layout.
+"""
 
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS as LAYOUTS
 from llm_quant_rocm.checkpoint.layouts import PTPC_LAYOUTS as PTPC_LAYOUTS

@@ -117,6 +117,8 @@ def quantize_checkpoint(
         raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
     reader = Reader(source)
     chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
+    if not chosen:
+        raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")
     _check_experts(reader, ignore)
     if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
         raise ValueError(

@@ -45,7 +45,7 @@ class Reader:
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = _json(folder / "config.json")
-        if self.config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
+        if self.config.get("quantization_config") is not None or (folder / "hf_quant_config.json").exists():
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         self.tensors: dict[str, TensorInfo] = {}
         expected = self._index()

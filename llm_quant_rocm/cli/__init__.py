@@ -8,6 +8,7 @@ import typer
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli import bench
 from llm_quant_rocm.cli.demo import demo
+from llm_quant_rocm.cli.doctor import doctor
 from llm_quant_rocm.cli.evaluate import evaluate
 from llm_quant_rocm.cli.quantize import quantize
 from llm_quant_rocm.cli.tune import tune
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(quantize)
 app.command("eval")(evaluate)
 app.command()(tune)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli.doctor import engines
 
 PTPC = "ptpc_fp8"
 SERVED_NAME = "demo"  # what clients call the model
@@ -26,15 +27,9 @@ def require() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise CommandError(_INSTALL_VLLM)
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if "llm_quant_rocm" not in plugins.names:
-        raise CommandError(
-            "vLLM cannot find the llm-quant-rocm plugin: install the distribution "
-            "(`pip install -e .` in its repository) in the environment of vLLM."
-        )
-    wanted = os.environ.get("VLLM_PLUGINS")
-    if wanted is not None and "llm_quant_rocm" not in wanted.split(","):
-        raise CommandError("VLLM_PLUGINS leaves llm_quant_rocm out: unset it or add llm_quant_rocm.")
+    problem = engines.refusal(engines.VLLM)
+    if problem:
+        raise CommandError(f"{problem.what}: {problem.cure}.")
 
 
 def on_cpu() -> bool:
@@ -68,11 +63,6 @@ def environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return {**defaults, **os.environ}
-
-
-def user_variable(name: str, default: str) -> str:
-    """A variable as the user has set it."""
-    return os.environ.get(name, default)
 
 
 def serve_command(model: Path, port: int, context: int, quantization: str | None, options: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from llm_quant_rocm.cli import _evaluate, _vllm, _worker
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._methods import Method, methods_named
+from llm_quant_rocm.environment import read
 
 CONTEXT = 2048  # tokens, where the model has room for as many
 GPU_MEMORY = 0.85
@@ -87,7 +88,7 @@ def run_tasks(
                     {**job, "model": str(method.checkpoint(model, Path(scratch))), "quantization": method.quantization},
                     f"lm-eval on {name}",
                     # Tasks download their examples, unless the user forbids it.
-                    {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": _vllm.user_variable("HF_HUB_OFFLINE", "0")}
+                    {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": read("HF_HUB_OFFLINE") or "0"}
                     | dict(method.environment),
                     timeout,
                 )

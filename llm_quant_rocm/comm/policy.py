@@ -41,9 +41,10 @@ from typing import Any, Self
 
 import torch
 
+from llm_quant_rocm.environment import QUICK_REDUCE as _PREFIX
+from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
 
-_PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
 _KIB, _MIB = 1024, 1024 * 1024
 WORLD_SIZES = range(2, 9)
 # Upstream's thresholds for fp16, MiB.
@@ -106,14 +107,14 @@ class Settings:
         """
 
         def size(name: str, unit: int, default: int | None) -> int | None:
-            text = environment.get(_PREFIX + name, "")
+            text = read(_PREFIX + name, environment)
             if not text:
                 return default
             if not text.isdecimal():
                 raise ValueError(f"{_PREFIX}{name}={text}: it must be a whole number, 0 or more")
             return int(text) * unit
 
-        name = environment.get(f"{_PREFIX}QUANTIZATION") or "NONE"
+        name = read(f"{_PREFIX}QUANTIZATION", environment) or "NONE"
         if name != "NONE" and name not in CODECS:
             raise ValueError(f"{_PREFIX}QUANTIZATION={name}: it must be one of {', '.join(CODECS)}, NONE")
         min_bytes, max_bytes = size("MIN_SIZE_BYTES_MB", _MIB, None), size("MAX_SIZE_BYTES_MB", _MIB, cls.max_bytes)
@@ -128,7 +129,7 @@ class Settings:
             min_bytes,
             max_bytes,
             size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0) or 0,
-            environment.get(f"{_PREFIX}CAST_BF16_TO_FP16", "").lower() in ("1", "true"),
+            (read(f"{_PREFIX}CAST_BF16_TO_FP16", environment) or "").lower() in ("1", "true"),
         )
 
 
@@ -210,7 +211,7 @@ class Policy:
 
 def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Where the crossovers measured on this machine are kept."""
-    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = read("XDG_CACHE_HOME", environment) or Path.home() / ".cache"
     return Path(cache) / "llm-quant-rocm" / "quick_reduce" / f"{arch}.json"
 
 

@@ -88,7 +88,7 @@ class Ranks:
         """The fused kernels over peer memory, of rows whose last dimension is contiguous.
 
         Raises:
-            ValueError: x is elsewhere than the memory, or an inbox does not hold as many rows as a tile of scales.
+            ValueError: x is elsewhere than the memory, or the memory is too small.
         """
         from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 
@@ -100,13 +100,12 @@ class Ranks:
         kernel = kernels.two_shot if shots == 2 else kernels.one_shot
         config = self.config or kernels.default_config(x.shape[1], detect(x.device))
         out = target.empty(x)
-        step = kernels.capacity(memory.mailbox, x.shape[1], codec, shots)
+        step = kernels.max_rows(memory.mailbox, shots)
         if step < x.shape[0]:
             step -= step % target.layout.tile_rows
         if not step:
             raise ValueError(
-                f"an inbox of {memory.mailbox.phase_bytes} bytes does not hold {target.layout.tile_rows} rows of "
-                f"{x.shape[1]} columns: enlarge it"
+                f"flags of {memory.mailbox.max_tiles} tiles do not serve {target.layout.tile_rows} rows: give it more"
             )
         for start in range(0, x.shape[0], step):
             # Rows that pad scales belong to the last part.

@@ -10,10 +10,9 @@ and so a scale serves two words of a lane. The kernel moves the columns of x acc
 The two layouts differ in the order of the bits in a word, which `kernels/decode_cdna.py` explains.
 """
 
-from collections.abc import Iterator
-from math import prod
-
 import torch
+
+from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces
 
 # Codes in the places of bytes' and of fp16's sign, exponent and mantissa: gfx90a and gfx942.
 LAYOUT = "mfma"
@@ -26,7 +25,6 @@ LAYOUTS = (LAYOUT, LAYOUT_FP4, LAYOUT + GATE_UP, LAYOUT_FP4 + GATE_UP)
 ROWS, COLUMNS = 32, 128
 # Weights are padded with zero codes: to whole tiles of every configuration, and to pairs of steps over K.
 PAD_N, PAD_K = 128, 256
-_PACK_ELEMENTS = 2**23
 # The code in each byte of a word, and in each byte of the reversed word.
 _BYTES = ((0, 2, 1, 3), (4, 6, 5, 7))
 
@@ -36,7 +34,7 @@ def layout(arch: str, gate_up: bool = False) -> str:
     return (LAYOUT_FP4 if arch == "gfx950" else LAYOUT) + GATE_UP * gate_up
 
 
-def parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+def parts(n: int, k: int) -> Parts:
     """dtype and shape of the words and of the scale bytes of a weight [n, k]."""
     shape = (-(-k // PAD_K) * (PAD_K // COLUMNS), -(-n // PAD_N) * (PAD_N // ROWS))
     return (torch.int32, (*shape, 512)), (torch.uint8, (*shape, 256))
@@ -62,30 +60,13 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> tuple[torch.
     Words of a piece stand as [row / 16][lane][step], scale bytes as [lane][row / 16][block], where lane 16 g + row % 16
     has columns 32 g + 8 step .. + 7 and blocks 2 g and 2 g + 1. -0 codes become +0.
     """
-    leading, (n, half) = codes.shape[:-2], codes.shape[-2:]
-    words, scale_bytes = (
-        torch.zeros((prod(leading), *shape), dtype=dtype, device=codes.device) for dtype, shape in parts(n, 2 * half)
-    )
-    codes, scales = codes.reshape(-1, n, half), scales.view(torch.uint8).reshape(-1, n, half // 8)
-    column_padding = words.shape[1] * COLUMNS // 2 - half
     to_words = _words_fp4 if layout.startswith(LAYOUT_FP4) else _words_bytes
-    for index, rows in _pieces(*codes.shape):
-        part, part_scales = codes[index, rows], scales[index, rows] & 0x7F
-        row_padding = -part.shape[0] % ROWS
-        part = torch.nn.functional.pad(part, (0, column_padding, 0, row_padding))
-        part_scales = torch.nn.functional.pad(part_scales, (0, column_padding // 8, 0, row_padding))
-        place = slice(rows.start // ROWS, (rows.start + part.shape[0]) // ROWS)
-        words[index, :, place] = _by_lane(to_words(_eights(part)))
-        scale_bytes[index, :, place] = _scales_by_lane(part_scales)
-    return words.view(*leading, *words.shape[1:]), scale_bytes.view(*leading, *scale_bytes.shape[1:])
+    n, k = codes.shape[-2], 2 * codes.shape[-1]
 
+    def pack_rows(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _by_lane(to_words(_eights(codes))), _scales_by_lane(scales & 0x7F)
 
-def _pieces(matrices: int, n: int, half: int) -> Iterator[tuple[int, slice]]:
-    """Matrix by matrix, whole pieces of rows, few enough that temporary tensors stay small."""
-    step = max(ROWS, _PACK_ELEMENTS // max(2 * half, 1) // ROWS * ROWS)
-    for index in range(matrices):
-        for start in range(0, n, step):
-            yield index, slice(start, min(start + step, n))
+    return pack_pieces(codes, scales, parts(n, k), ROWS, COLUMNS, pack_rows)
 
 
 def _eights(codes: torch.Tensor) -> torch.Tensor:

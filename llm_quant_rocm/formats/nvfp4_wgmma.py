@@ -6,10 +6,9 @@ fragments, and every lane finds its codes of a piece in 16 bytes, at the bits wh
 them into values with the fewest instructions. Nothing moves between lanes after the load.
 """
 
-from collections.abc import Iterator
-from math import prod
-
 import torch
+
+from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces
 
 LAYOUT = "wgmma"
 # The same with the rows of w13 = [gate, up] in turns, eight of the gate and eight of up, so that one program holds both
@@ -21,7 +20,6 @@ ROWS, COLUMNS = 16, 64
 PAD_N, PAD_K = 128, 128
 # Scales are stored as scale * 2^7, the upper half of an fp16.
 SCALE_EXPONENT = 7
-_PACK_ELEMENTS = 2**24
 
 
 def layout(arch: str, gate_up: bool = False) -> str:
@@ -29,7 +27,7 @@ def layout(arch: str, gate_up: bool = False) -> str:
     return LAYOUT_GATE_UP if gate_up else LAYOUT
 
 
-def parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+def parts(n: int, k: int) -> Parts:
     """dtype and shape of the words and of the scale bytes of a weight [n, k]."""
     row_tiles, pieces = -(-n // PAD_N) * (PAD_N // ROWS), -(-k // PAD_K) * (PAD_K // COLUMNS)
     return (torch.int32, (pieces, row_tiles, 128)), (torch.uint8, (pieces, row_tiles, 64))
@@ -57,28 +55,13 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str = LAYOUT) -> tup
     piece stand as [row % 8][step][row / 8]; a byte is the upper half of scale * 2^7 in fp16, exact for every scale. A
     block whose scale is 0 gets zero codes, so what its byte stands for does not matter.
     """
-    leading, (n, half) = codes.shape[:-2], codes.shape[-2:]
-    words, scale_bytes = (
-        torch.zeros((prod(leading), *shape), dtype=dtype, device=codes.device) for dtype, shape in parts(n, 2 * half)
-    )
-    padded_k = words.shape[1] * COLUMNS
-    for index, rows in _pieces(prod(leading), n, 2 * half):
-        part, part_scales = codes.reshape(-1, n, half)[index, rows], scales.reshape(-1, n, half // 8)[index, rows]
-        part = torch.where((part_scales.float() == 0).repeat_interleave(8, -1), 0, part)
-        row_padding = -part.shape[0] % ROWS
-        part = torch.nn.functional.pad(part, (0, padded_k // 2 - half, 0, row_padding))
-        part_scales = torch.nn.functional.pad(part_scales.float(), (0, (padded_k // 2 - half) // 8, 0, row_padding))
-        first, count = rows.start // ROWS, part.shape[0] // ROWS
-        words[index, :, first : first + count] = _words(part)
-        scale_bytes[index, :, first : first + count] = _scale_bytes(part_scales)
-    return words.view(*leading, *words.shape[1:]), scale_bytes.view(*leading, *scale_bytes.shape[1:])
+    return pack_pieces(codes, scales, parts(codes.shape[-2], 2 * codes.shape[-1]), ROWS, COLUMNS, _pack_rows)
 
 
-def _pieces(matrices: int, n: int, k: int) -> Iterator[tuple[int, slice]]:
-    step = max(ROWS, _PACK_ELEMENTS // max(k, 1) // ROWS * ROWS)
-    for index in range(matrices):
-        for start in range(0, n, step):
-            yield index, slice(start, min(start + step, n))
+def _pack_rows(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = scales.view(torch.float8_e4m3fn).float()
+    codes = torch.where((values == 0).repeat_interleave(8, -1), 0, codes)
+    return _words(codes), _scale_bytes(values)
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:

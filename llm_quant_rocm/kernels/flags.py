@@ -25,7 +25,7 @@ def flags_of(device: torch.device) -> torch.Tensor:
             _flags[device] = torch.zeros((STREAMS, FLAGS), dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # another stream may be the next to use them
         place = sum(known == device for known, _ in _places)
-        if device not in _flags or place == STREAMS:
+        if device not in _flags or place >= STREAMS:
             return torch.zeros(FLAGS, dtype=torch.int32, device=device)
         _places[key] = place
     return _flags[device][place]

@@ -160,20 +160,28 @@ def e2m1_words(values, COUNT: tl.constexpr):
 def store_scales(
     scales_ptr, codes, row, i: tl.constexpr, LAYOUT: tl.constexpr, SCALES: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Stores codes [COUNT], those of a row from i * COUNT on, where `LAYOUT` has them; SCALES of a row are real."""
-    k = i * COUNT + tl.arange(0, COUNT)
+    """Stores codes [COUNT], those of a row from i * COUNT on, where `LAYOUT` has them; SCALES of a row are real.
+
+    Four neighbours are one word in every layout, but for rows that begin or end within one.
+    """
     TILES: tl.constexpr = (SCALES + 3) // 4
-    if LAYOUT == SWIZZLED_128X4:
-        m = row % 128
-        place = (row // 128 * TILES + k // 4) * 512 + m % 32 * 16 + m // 32 * 4 + k % 4
-    elif LAYOUT == SWIZZLED_8X4:
-        place = (row // 8 * TILES + k // 4) * 32 + row % 8 * 4 + k % 4
-    else:
-        place = row * SCALES + k
     STORED: tl.constexpr = SCALES if LAYOUT == LINEAR else TILES * 4
+    k = i * COUNT + tl.arange(0, COUNT)
     # What stands beyond a row that holds NaN is NaN by now.
-    raw = tl.where(k < SCALES, codes, 0).to(tl.uint8)
-    tl.store(scales_ptr.to(tl.pointer_type(tl.uint8)) + place, raw, mask=k < STORED)
+    codes = tl.where(k < SCALES, codes, 0)
+    if STORED % 4 == 0:
+        shift = 8 * tl.arange(0, 4)
+        words = tl.sum(tl.reshape(codes, (COUNT // 4, 4)) << shift[None, :], axis=1)
+        tile = i * (COUNT // 4) + tl.arange(0, COUNT // 4)
+        if LAYOUT == SWIZZLED_128X4:
+            place = (row // 128 * TILES + tile) * 128 + row % 32 * 4 + row % 128 // 32
+        elif LAYOUT == SWIZZLED_8X4:
+            place = (row // 8 * TILES + tile) * 8 + row % 8
+        else:
+            place = row * TILES + tile
+        tl.store(scales_ptr.to(tl.pointer_type(tl.int32)) + place, words, mask=tile < TILES)
+    else:
+        tl.store(scales_ptr.to(tl.pointer_type(tl.uint8)) + row * SCALES + k, codes.to(tl.uint8), mask=k < SCALES)
 
 
 @triton.jit

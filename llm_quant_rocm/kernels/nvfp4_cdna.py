@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM and experts on CDNA, as the operators call them.
 
-One kernel serves any number of rows: 64 rows of x take longer to multiply than their weights to decode, so that
-decoding once for each 64 rows does not show. The FP8 product expands the weight to FP8 first.
+One kernel decodes and multiplies, for any number of rows. With many rows the weight may instead be expanded in memory,
+to 16 bits or to FP8, for the vendor's product.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,21 +15,54 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
+from llm_quant_rocm.kernels.nvfp4_slices import multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
-__all__ = ["batch_invariant", "config_of", "default_config", "gemm", "gemm_fp8", "grouped_gemm", "moe_config"]
+__all__ = [
+    "batch_invariant",
+    "config_of",
+    "default_config",
+    "gemm",
+    "gemm_expanded",
+    "gemm_fp8",
+    "grouped_gemm",
+    "moe_config",
+    "serves_fp8",
+]
 
 # The product that takes an expert for each tile of rows.
 grouped_gemm = gemm
 
-# Compute units of one die of an MI250, of an MI300X and of an MI355X.
-UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}
-
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one."""
-    return nvfp4_mfma.default_config(m, n, k, UNITS[hardware.arch])
+    return nvfp4_mfma.default_config(m, n, k, hardware.units)
+
+
+def gemm_expanded(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    runs: Sequence[tuple[int, float]],
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+) -> torch.Tensor:
+    """The product of `gemm` by the vendor: codes times block scales are expanded to x's dtype, exactly, and the global
+    scales, `runs` of (rows, scale), are applied by the product itself (`multiply_runs`). bias is of x's dtype."""
+    k = x.shape[1]
+
+    def expanded(first: int, rows: int) -> torch.Tensor:
+        weight = torch.empty((rows, k), dtype=x.dtype, device=x.device)
+        expand(words, scale_bytes, None, weight, first, n, hardware)
+        return weight
+
+    return multiply_runs(x, runs, bias, torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device), expanded)
+
+
+def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
+    """Whether `gemm_fp8` serves x and a bias of these dtypes: those that the vendor's FP8 product has."""
+    return dtype == torch.bfloat16 and bias in (None, torch.bfloat16) and n % 16 == 0
 
 
 def gemm_fp8(
@@ -40,22 +75,14 @@ def gemm_fp8(
     hardware: Hardware,
 ) -> torch.Tensor:
     """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
-    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`.
-
-    The vendor's product has bf16 results, a bf16 bias and n a multiple of 16; anything else is computed exactly.
-    """
-    if x.dtype != torch.bfloat16 or (bias is not None and bias.dtype != torch.bfloat16) or n % 16:
-        return gemm(
-            x, words, scale_bytes, global_scale, bias, n, hardware, default_config(x.shape[0], n, x.shape[1], hardware)
-        )
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`; see `serves_fp8` for the rest."""
     fmt, k = fp8.of_dtype(hardware.fp8_dtype), x.shape[1]
     codes, x_scale = per_token_quant_fp8(x, fmt)
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    factor = torch.full((n,), fmt.max / RANGE, dtype=torch.float32, device=x.device)
 
     def expanded(first: int, rows: int) -> torch.Tensor:
         weight = torch.empty((rows, k), dtype=fmt.dtype, device=x.device)
-        expand(words, scale_bytes, factor, weight, first, n, hardware)
+        expand(words, scale_bytes, fmt.max / RANGE, weight, first, n, hardware)
         return weight
 
     return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded)

@@ -59,6 +59,11 @@ def gemm(
     return nvfp4_wgmma_large.gemm_large(*operands, config)
 
 
+def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
+    """Whether `gemm_fp8` serves x and a bias of these dtypes: always."""
+    return True
+
+
 def gemm_fp8(
     x: torch.Tensor,
     words: torch.Tensor,

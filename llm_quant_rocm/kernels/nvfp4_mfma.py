@@ -354,7 +354,8 @@ def gemm(
     """
     m, k = x.shape
     if x.data_ptr() % 16 or x.stride(0) % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # a lane loads 16 bytes
+        # A lane loads 16 bytes, which Triton allows with strides that it knows to be multiples of 16 elements.
+        x = x.clone(memory_format=torch.contiguous_format)
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_m, block_n = config.block_m, config.block_n

@@ -16,11 +16,11 @@ from llm_quant_rocm.kernels.nvfp4_mfma import decode_pieces, load_weight
 
 @gluon.jit(do_not_specialize=["first_row"])
 def nvfp4_mfma_expand_kernel(
-    words, scales, row_factor, out, first_row, rows, N, K,
+    words, scales, factor, out, first_row, rows, N, K,
     BLOCK_N: gl.constexpr, ARCH: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """Rows first_row .. first_row + rows of the weight [N, K] to out [rows, K], BLOCK_N rows and 256 columns a program:
-    codes times block scales, times the row's factor if there is one."""
+    codes times block scales, times `factor` if there is one."""
     NT: gl.constexpr = BLOCK_N // 16
     word_layout: gl.constexpr = gl.BlockedLayout([2, 4], [1, 64], [num_warps, 1], [1, 0])
     scale_layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 64], [num_warps, 1], [1, 0])
@@ -32,16 +32,14 @@ def nvfp4_mfma_expand_kernel(
     lane = gl.arange(0, 64, layout=gl.SliceLayout(0, scale_layout))
     scale_offset = piece[:, None] * 64 + lane[None, :]
     row = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, row_layout))
-    if row_factor is not None:
-        factor = gl.load(row_factor + first_row + row, mask=row < rows, other=0.0)
     for step in gl.static_range(2):
         chunk = gl.program_id(1) * 2 + step
         first = first_row // 32 + gl.program_id(0) * (NT // 2) + chunk * ((N + 127) // 128 * 4)
         codes, scale_words = load_weight(words, scales, first, word_offset, scale_offset)
         values = decode_pieces(codes, scale_words, ARCH, False).permute(0, 2, 1, 5, 3, 4).reshape(BLOCK_N, 128)
         values = gl.convert_layout(values, row_layout)
-        if row_factor is not None:
-            values = values.to(gl.float32) * factor[:, None]
+        if factor is not None:
+            values = values.to(gl.float32) * factor
         column = chunk * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, row_layout))
         place = row.to(gl.int64)[:, None] * K + column[None, :]
         gl.store(out + place, values.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < K)[None, :])
@@ -50,7 +48,7 @@ def nvfp4_mfma_expand_kernel(
 def expand(
     words: torch.Tensor,
     scale_bytes: torch.Tensor,
-    row_factor: torch.Tensor | None,
+    factor: float | None,
     out: torch.Tensor,
     first_row: int,
     n: int,
@@ -58,12 +56,12 @@ def expand(
 ) -> None:
     """Decodes rows first_row .. first_row + len(out) of a weight [n, K] into out [rows, K], contiguous.
 
-    bf16 or fp16 out: codes times block scales, exact. FP8 out (of the architecture's flavour): that times `row_factor`
-    [n], rounded. `first_row` is a multiple of 128.
+    bf16 or fp16 out: codes times block scales, exact. FP8 out (of the architecture's flavour): that times `factor`,
+    rounded. `first_row` is a multiple of 128.
     """
     rows, k = out.shape
     block_n = PAD_N
     nvfp4_mfma_expand_kernel[(triton.cdiv(rows, block_n), triton.cdiv(k, PAD_K))](
-        words, scale_bytes.view(torch.int32), row_factor, out, first_row, rows, n, k,
+        words, scale_bytes.view(torch.int32), factor, out, first_row, rows, n, k,
         BLOCK_N=block_n, ARCH=hardware.arch, num_warps=4,
     )  # fmt: skip

@@ -401,6 +401,8 @@ def gemm(
     else:
         programs = tiles
     fp16 = x.dtype == torch.float16
+    # So that two programs of 8 warps, or four of 4, are on a multiprocessor together.
+    registers = 128 if config.block_m <= 32 or (config.block_m == 64 and config.warps == 8) else None
     pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
     nvfp4_wgmma_kernel[(programs,)](
         _descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
@@ -409,7 +411,7 @@ def gemm(
         global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
-        PDL=hardware.pdl, num_warps=config.warps, **pdl_option(hardware),
+        PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),
     )  # fmt: skip
     return out
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and quantization in one kernel between GPUs that reach each other's memory.
 
-The bits of `reference.reduce_norm_quant`. Tiles, memory, calls and order are those of `kernels.quick_reduce`, whose
-region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds all
-that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
+The bits of `reference.reduce_norm_quant`. Tiles, memory, slots, calls and order are those of `kernels.quick_reduce`,
+whose region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds
+all that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
 
     one-shot   a tile is a row: every rank sends it to everybody, who adds, normalises and quantizes it for itself
     two-shot   a tile is a row of every owner, rows tile * WORLD + owner: owners add them up and send the sums, encoded
@@ -33,7 +33,7 @@ from llm_quant_rocm.kernels.norm_row import (
     pad_scales,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.quick_reduce import Mailbox, await_flags, begin_call, end_call, inbox, set_flags
+from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox, await_flags, begin_call, end_call, inbox, set_flags
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
@@ -67,10 +67,26 @@ def piece_bytes(columns: int, codec: Codec) -> int:
     return _groups(columns) * codec.group_bytes
 
 
-def capacity(mailbox: Mailbox, columns: int, codec: Codec, shots: int) -> int:
+def max_rows(mailbox: Mailbox, shots: int) -> int:
     """The most rows that one call can carry."""
-    tiles = min(mailbox.max_tiles, mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec)))
-    return tiles * (mailbox.world if shots == 2 else 1)
+    return mailbox.max_tiles * (mailbox.world if shots == 2 else 1)
+
+
+def programs_of(tiles: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config) -> int:
+    """Programs that share `tiles`.
+
+    Raises:
+        ValueError: the inboxes do not hold the slots of one program.
+    """
+    slots = mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec))
+    # A program of a single tile takes a single slot.
+    programs = min(tiles, config.programs, slots if tiles <= min(slots, config.programs) else slots // SLOTS.value)
+    if not programs:
+        raise ValueError(
+            f"inboxes of {mailbox.phase_bytes} bytes do not hold {SLOTS.value} rows of {columns} columns in "
+            f"{codec.name} from each of {mailbox.world} ranks: enlarge them"
+        )
+    return programs
 
 
 def one_shot(
@@ -80,14 +96,13 @@ def one_shot(
     """Writes `out`, the results of x summed over the ranks. All ranks call with as many rows.
 
     Args:
-        x, residual: bf16 or fp16 [M, K], at most `capacity` rows, the last dimension contiguous; K a multiple of 16,
+        x, residual: bf16 or fp16 [M, K], at most `max_rows`, the last dimension contiguous; K a multiple of 16,
             at most MAX_COLUMNS.
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
     tiles = x.shape[0]
-    _launch(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, config,
-            **_reduction(x, mailbox, codec, max_spins))  # fmt: skip
+    _reduce(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def two_shot(
@@ -96,14 +111,12 @@ def two_shot(
 ) -> None:  # fmt: skip
     """`one_shot`, where every row is added up by one rank."""
     tiles = triton.cdiv(x.shape[0], mailbox.world)
-    _launch(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, config,
-            **_reduction(x, mailbox, codec, max_spins))  # fmt: skip
+    _reduce(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
     """`one_shot` of one rank alone, on any number of rows."""
-    config = Config(default_config(x.shape[1], detect(x.device)).threads, x.shape[0])
-    _launch(norm_quant_kernel, x.shape[0], x, residual, norm, target, out, config)
+    _launch(norm_quant_kernel, x.shape[0], default_config(x.shape[1], detect(x.device)), x, residual, norm, target, out)
 
 
 def _groups(columns: int) -> int:
@@ -111,32 +124,28 @@ def _groups(columns: int) -> int:
     return triton.cdiv(columns, BLOCK) * (BLOCK // GROUP)
 
 
-def _reduction(x: torch.Tensor, mailbox: Mailbox, codec: Codec, max_spins: int) -> dict[str, Any]:
-    return {
-        "peers_ptr": mailbox.peers,
-        "state_ptr": mailbox.state,
-        "report_ptr": mailbox.report,
-        "rank": mailbox.rank,
-        "phase_bytes": mailbox.phase_bytes,
-        "max_tiles": mailbox.max_tiles,
-        "max_spins": max_spins,
-        "MAX": torch.finfo(x.dtype).max,
-        "PIECE_BYTES": piece_bytes(x.shape[1], codec),
-        "ROW_GROUPS": _groups(x.shape[1]),
-        "WORLD": mailbox.world,
+def _reduce(
+    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
+    mailbox: Mailbox, codec: Codec, config: Config, max_spins: int,
+) -> None:  # fmt: skip
+    columns = x.shape[1]
+    _launch(
+        kernel, programs_of(tiles, columns, codec, mailbox, config) if tiles else 0, config, x, residual, norm, target,
+        out, peers_ptr=mailbox.peers, state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank,
+        phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
+        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), WORLD=mailbox.world,
         **wire.constants(codec, x.dtype),
-    }
+    )  # fmt: skip
 
 
 def _launch(
-    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
-    config: Config, **reduction: Any,
+    kernel: Any, programs: int, config: Config, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm,
+    target: Target, out: Result, **reduction: Any,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     if not rows:
         return
     hardware = detect(x.device)
-    programs = min(tiles, config.programs)
     padded = out.scales.shape[0] - rows if out.scales is not None else 0
     added = x if residual is None else residual
     # What is absent is not touched; x stands in for it.
@@ -173,7 +182,7 @@ def reduce_norm_one_shot_kernel(
     if program < programs:
         for tile in range(program, rows + programs, programs):
             if (tile < rows) & (patience >= 0):
-                slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
+                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                 x_row = x_ptr + tl.cast(tile, tl.int64) * x_stride
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     parts = wire.encode(load_tile(x_row, i, COLUMNS, BLOCK), KIND, LIMIT, CAP, LOW, HIGH)
@@ -191,7 +200,7 @@ def reduce_norm_one_shot_kernel(
                 patience = await_flags(
                     mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
                 )
-                slots = mine + inbox(call, 0, received, 0, phase_bytes, PIECE_BYTES, WORLD)
+                slots = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     total = add_rows(
@@ -228,9 +237,9 @@ def reduce_norm_two_shot_kernel(
     if program < programs:
         for tile in range(program, tiles + 2 * programs, programs):
             if (tile < tiles) & (patience >= 0):
-                slot = inbox(call, 0, tile, rank, phase_bytes, PIECE_BYTES, WORLD)
+                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
-                    row = (tile * WORLD + owner).to(tl.int64)
+                    row = tl.cast(tile * WORLD + owner, tl.int64)
                     if row < rows:
                         to = tl.load(peers_ptr + owner) + slot
                         for i in tl.static_range(BLOCKS):
@@ -245,8 +254,8 @@ def reduce_norm_two_shot_kernel(
                     mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD
                 )
                 if (owned * WORLD + rank < rows) & (patience >= 0):
-                    slots = mine + inbox(call, 0, owned, 0, phase_bytes, PIECE_BYTES, WORLD)
-                    slot = inbox(call, 1, owned, rank, phase_bytes, PIECE_BYTES, WORLD)
+                    slots = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                    slot = inbox(call, 1, slot_of(owned, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
                     for i in tl.static_range(BLOCKS):
                         total = add_rows(
                             slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
@@ -262,15 +271,15 @@ def reduce_norm_two_shot_kernel(
                 patience = await_flags(
                     mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
                 )
-                slots = mine + inbox(call, 1, received, 0, phase_bytes, PIECE_BYTES, WORLD)
+                slots = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
-                    row = (received * WORLD + owner).to(tl.int64)
+                    row = tl.cast(received * WORLD + owner, tl.int64)
                     if row < rows:
                         added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                         sums = tl.tuple([])
                         for i in tl.static_range(BLOCKS):
                             parts = load_groups(
-                                slots + owner * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
+                                slots + owner * PIECE_BYTES, 0, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
                             )
                             value, _ = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
                             if KIND == wire.INT:
@@ -310,6 +319,12 @@ def norm_quant_kernel(
 
 
 @triton.jit
+def slot_of(tile, programs):
+    """Where in the ring of its program the pieces of a tile lie."""
+    return tl.cast(tile, tl.int32) % (SLOTS * programs)
+
+
+@triton.jit
 def load_tile(row_ptr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Block i of a row in groups, [BLOCK / 32, 32], zeros beyond the row."""
     place = i * BLOCK + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -329,7 +344,7 @@ def add_rows(
     total = tl.zeros([BLOCK // 32, 32], tl.float32)
     finite = tl.full([BLOCK // 32, 32 if KIND == wire.FP else 1], True, tl.int1)
     for source in tl.static_range(WORLD):
-        parts = load_groups(slots + source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+        parts = load_groups(slots, source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
         value, extent = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
         total += value
         finite = finite & (tl.abs(extent) < float("inf"))
@@ -344,52 +359,67 @@ def store_groups(
 ):  # fmt: skip
     """Stores block i of an encoded row into its buffer of ROW_GROUPS groups at `piece`; nothing beyond the columns."""
     if LOW == 0:
-        _store_part(piece, parts[0], i, 32, COLUMNS, BLOCK)
+        _store_part(piece, 0, parts[0], i, 32, COLUMNS, BLOCK)
     else:
-        _store_part(piece, parts[0], i, LOW, COLUMNS, BLOCK)
+        _store_part(piece, 0, parts[0], i, LOW, COLUMNS, BLOCK)
         if HIGH != 0:
-            _store_part(piece + ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
+            _store_part(piece, ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
         scales = tl.expand_dims(parts[len(parts) - 1], 1)
-        _store_part(piece + ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
-
-
-@triton.jit
-def _store_part(start, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    GROUPS: tl.constexpr = BLOCK // 32
-    pointers = wire.part_pointers(start, part.dtype, GROUPS, WIDTH) + i * GROUPS * WIDTH
-    if (i + 1) * BLOCK <= COLUMNS:
-        tl.store(pointers, part)
-    else:
-        group = i * GROUPS + tl.arange(0, GROUPS)[:, None]
-        tl.store(pointers, part, mask=group * 32 < COLUMNS)
+        _store_part(piece, ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
 
 
 @triton.jit
 def load_groups(
-    piece, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
+    piece, START: tl.constexpr, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
 ):  # fmt: skip
-    """The parts that `store_groups` stored; those of groups beyond the columns decode to zeros."""
+    """The parts that `store_groups` stored START bytes behind `piece`; those of groups beyond the columns decode to
+    zeros."""
     if LOW == 0:
-        return (_load_part(piece, T, i, 32, COLUMNS, BLOCK),)
+        return (_load_part(piece, START, T, i, 32, COLUMNS, BLOCK),)
     else:
-        low = _load_part(piece, tl.int32, i, LOW, COLUMNS, BLOCK)
-        scales = _load_part(piece + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
+        low = _load_part(piece, START, tl.int32, i, LOW, COLUMNS, BLOCK)
+        scales = _load_part(piece, START + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
         scale = tl.reshape(scales, (BLOCK // 32,))
         if HIGH == 0:
             return low, scale
         else:
-            return low, _load_part(piece + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
+            return low, _load_part(piece, START + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
+
+
+@triton.jit
+def _store_part(
+    piece, START: tl.constexpr, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    pointers = _pointers(piece, START, part.dtype, i, WIDTH, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        tl.store(pointers, part)
+    else:
+        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
+        tl.store(pointers, part, mask=group * 32 < COLUMNS)
 
 
 @triton.jit
 def _load_part(
-    start, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    GROUPS: tl.constexpr = BLOCK // 32
-    pointers = wire.part_pointers(start, T, GROUPS, WIDTH) + i * GROUPS * WIDTH
+    pointers = _pointers(piece, START, T, i, WIDTH, BLOCK)
     if (i + 1) * BLOCK <= COLUMNS:
         return tl.load(pointers)
     else:
-        group = i * GROUPS + tl.arange(0, GROUPS)[:, None]
+        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
         return tl.load(pointers, mask=group * 32 < COLUMNS, other=0)
+
+
+@triton.jit
+def _pointers(
+    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Pointers [BLOCK / 32, WIDTH] to block i of a part that begins START bytes behind the address `piece`.
+
+    START is added to the pointer: Triton would forget the alignment of an address to which a constant is added.
+    """
+    GROUPS: tl.constexpr = BLOCK // 32
+    first: tl.constexpr = START // (T.primitive_bitwidth // 8) + i * GROUPS * WIDTH
+    return wire.part_pointers(piece, T, GROUPS, WIDTH) + first

@@ -155,8 +155,29 @@ def pack(fields, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(words, BITS: tl.constexpr):
-    """The fields [GROUPS, 32] of the words [GROUPS, BITS] of a plane, int32."""
-    return tl.reshape((words[:, :, None] >> places(BITS)) & ((1 << BITS) - 1), (words.shape[0], 32))
+    """The fields [GROUPS, 32] of the words [GROUPS, BITS] of a plane, int32.
+
+    Joined, so that a lane keeps all fields of its words; broadcast, they would go one to a lane.
+    """
+    COUNT: tl.constexpr = 32 // BITS
+    fields = tl.tuple([])
+    for field in tl.static_range(COUNT):
+        start = 8 * field if BITS == 8 else 16 * (field // 4 % 2) + 4 * BITS * (field // 8) + BITS * (field % 4)
+        fields += ((words >> start) & ((1 << BITS) - 1),)
+    return tl.reshape(joined(fields), (words.shape[0], 32))
+
+
+@triton.jit
+def joined(fields):
+    """Tensors, a power of two of them, as the last dimensions of one, in their order."""
+    if len(fields) == 1:
+        return fields[0]
+    else:
+        HALF: tl.constexpr = len(fields) // 2
+        pairs = tl.tuple([])
+        for i in tl.static_range(HALF):
+            pairs += (tl.join(fields[i], fields[i + HALF]),)
+        return joined(pairs)
 
 
 @triton.jit

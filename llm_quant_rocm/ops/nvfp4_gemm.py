@@ -2,7 +2,7 @@
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +13,41 @@ from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.ops._register import check, register
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_of
-from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
+from llm_quant_rocm.ops.nvfp4_weight import (
+    MAX_RUNS,
+    PreparedNvFp4Weight,
+    check_weight,
+    not_expanded,
+    not_for_kernels,
+    not_rows,
+    rows_of_weight,
+    runs_of,
+)
 
 NAME = "nvfp4_gemm"
 HALF = (torch.bfloat16, torch.float16)
 PREFILLS = ("exact", "fp8")
 # With prefill="fp8", calls of at most so many rows are decode: limited by reading the weight, and exact all the same.
 DECODE_ROWS = 64
+# On AMD, from so many rows of x on the weight is expanded to 16 bits and the vendor multiplies. Where a shape has been
+# measured (`llm-quant-rocm tune nvfp4_gemm`), the winner counts instead.
+#
+# The number is derived, not measured: no AMD GPU was at hand. Expanding costs memory traffic, for every weight 4.5 bits
+# read and 16 written, 2.56 bytes. It saves vector instructions: the kernel decodes every weight again for each 64 rows
+# of x, with the instructions for 8 weights of docs/amd.md, if matrix instructions hide none of them. By the rates of
+# the data sheets:
+#
+#               TB/s   units x GHz   instructions (bf16)   rows at which cost and saving are equal
+#     gfx90a    1.6    104 x 1.7     20                    464
+#     gfx942    5.3    304 x 2.1     16.5                  613
+#     gfx950    8.0    256 x 2.4     12.25                 526
+#
+# With half of the decoding hidden they are twice as many, about a thousand. Expanding then costs about a third of the
+# time that gfx942 needs at the least for the product itself (2 * 1024 operations a weight, 1307 TFLOP/s), and 8% of it
+# at 4096 rows.
+VENDOR_ROWS = 1024
+# Choices that are kept, one for each number of rows of each layer: a server meets thousands of numbers.
+_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -28,6 +56,9 @@ class GemmCall:
 
     Attributes:
         fp8: whether the product is to be computed in FP8: prefill="fp8" and more than `DECODE_ROWS` rows.
+        bias: the bias's dtype, or None.
+        runs: how many runs of rows under one global scale the host knows of, 0 if it does not.
+        captured: whether the call is being recorded in a CUDA graph.
     """
 
     hardware: hardware.Hardware
@@ -38,6 +69,9 @@ class GemmCall:
     layout: str
     fp8: bool
     batch_invariant: bool
+    bias: torch.dtype | None = None
+    runs: int = 0
+    captured: bool = False
 
 
 def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall) -> torch.Tensor:
@@ -58,13 +92,19 @@ def kernels_of(arch: str) -> ModuleType:
     return nvfp4_cdna
 
 
+def _in_fp8(call: GemmCall) -> bool:
+    """Whether the kernels compute the call in FP8. Without FP8 units that would save nothing."""
+    if not call.fp8 or not call.hardware.fp8_units or call.k > MAX_COLUMNS:
+        return False
+    return kernels_of(call.hardware.arch).serves_fp8(call.dtype, call.bias, call.n)
+
+
 def _run_triton(
     x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall
 ) -> torch.Tensor:
     kernels = kernels_of(call.hardware.arch)
     tensors = (weight.codes, weight.scales, weight.global_scale)
-    # Without FP8 units FP8 would save nothing.
-    if call.fp8 and call.hardware.fp8_units and call.k <= MAX_COLUMNS:
+    if _in_fp8(call):
         return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
@@ -72,22 +112,48 @@ def _run_triton(
     return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
-@cache
+@lru_cache(_KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
-    kernels, measured = kernels_of(device.arch), tuning.lookup("nvfp4_gemm", device.arch, m, n, k)
+    kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
+
+
+def _torch_refusal(call: GemmCall) -> str | None:
+    if reason := not_expanded(call.hardware.arch, call.layout):
+        return reason
+    if call.batch_invariant:
+        return "the vendor's product may add up a row differently when other rows are beside it"
+    if _in_fp8(call):
+        return "prefill='fp8' is another product"
+    if call.bias not in (None, call.dtype):
+        return f"its bias is of x's dtype, {call.dtype}, not {call.bias}"
+    if not call.runs:
+        return f"it takes up to {MAX_RUNS} runs of rows under one global scale, which `runs` on the CPU tells"
+    if call.captured:
+        return "the CUDA graph would keep today's global scales when weights are loaded anew"
+    if torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Ck:
+        return "torch is told to prefer CK, which rounds before it scales"
+    return None
+
+
+def _run_torch(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall) -> torch.Tensor:
+    kernels = kernels_of(call.hardware.arch)
+    return kernels.gemm_expanded(x, weight.codes, weight.scales, runs_of(weight), bias, call.n, call.hardware)
 
 
 # A backend runs (x [M, K], weight, bias or None, call) -> [M, N] in x's dtype, with nothing of size 0.
 BACKENDS = (
     Backend("triton", lambda call: not_for_kernels(call.hardware.arch, call.layout), _run_triton),
+    Backend("torch", _torch_refusal, _run_torch),
     Backend("reference", lambda call: not_rows(call.layout), _reference),
 )
 
 
-@cache
+@lru_cache(_KEPT)
 def _choose(call: GemmCall) -> Choice:
-    return choose("nvfp4_gemm", BACKENDS, call)
+    measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
+    usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
+    return choose("nvfp4_gemm", BACKENDS, call, measured.backend if measured else usual)
 
 
 def _validate(
@@ -101,9 +167,10 @@ def _validate(
     k: int,
     prefill: str,
     batch_invariant: bool,
+    runs: torch.Tensor | None = None,
 ) -> None:
     check(x.dtype in HALF, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
-    check_weight(NAME, "weight", PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k), ())
+    check_weight(NAME, "weight", PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k, runs), ())
     check(
         x.dim() > 0 and x.shape[-1] == k,
         ValueError,
@@ -136,6 +203,7 @@ def _implementation(
     k: int,
     prefill: str,
     batch_invariant: bool,
+    runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     shape = (*x.shape[:-1], n)
     rows = rows_of(x)
@@ -143,15 +211,20 @@ def _implementation(
         out = x.new_zeros(shape)
         return out if bias is None else out + bias.to(x.dtype)
     in_fp8 = prefill == "fp8" and rows.shape[0] > DECODE_ROWS
-    call = GemmCall(hardware.detect(x.device), rows.shape[0], n, k, x.dtype, layout, in_fp8, batch_invariant)
-    weight = PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k)
+    weight = PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k, runs)
+    call = GemmCall(
+        hardware.detect(x.device), rows.shape[0], n, k, x.dtype, layout, in_fp8, batch_invariant,
+        bias=None if bias is None else bias.dtype,
+        runs=len(runs_of(weight)),
+        captured=runs is not None and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     return _choose(call).backend.run(rows, weight, bias, call).view(shape)
 
 
 _operator = register(
     "nvfp4_gemm(Tensor x, Tensor codes, Tensor scales, Tensor global_scale, Tensor? bias, str layout, SymInt n, "
-    "SymInt k, str prefill, bool batch_invariant) -> Tensor",
+    "SymInt k, str prefill, bool batch_invariant, Tensor? runs=None) -> Tensor",
     _validate,
     _implementation,
     lambda x, codes, scales, global_scale, bias, layout, n, *rest: x.new_empty((*x.shape[:-1], n)),
@@ -169,7 +242,8 @@ def nvfp4_gemm(
     """x . weight^T + bias [..., N], in x's dtype, with the weight decoded on the way.
 
     The codes times their block scales are exact in 16 bits; they are multiplied by x, added in fp32, multiplied by the
-    row's global scale and added to the bias in fp32, and rounded once.
+    row's global scale and added to the bias in fp32, and rounded once. On AMD, with many rows, the vendor's product
+    does that with a weight that is expanded in memory (`VENDOR_ROWS`).
 
     Args:
         x: bf16 or fp16 [..., K], any strides, any number of rows, none included. K is a multiple of 16.
@@ -187,4 +261,4 @@ def nvfp4_gemm(
     if isinstance(weight, nvfp4.NvFp4Weight):
         weight = PreparedNvFp4Weight.in_rows(weight)
     tensors = (weight.codes, weight.scales, weight.global_scale)
-    return _operator(x, *tensors, bias, weight.layout, weight.n, weight.k, prefill, batch_invariant)
+    return _operator(x, *tensors, bias, weight.layout, weight.n, weight.k, prefill, batch_invariant, weight.runs)

@@ -21,12 +21,9 @@ class MoeCall:
     """A call's facts that decide its backend. `hidden` and `inner` are H and I of w13 [E, 2I, H] and w2 [E, H, I]."""
 
     hardware: hardware.Hardware
-    tokens: int
-    topk: int
     experts: int
     hidden: int
     inner: int
-    dtype: torch.dtype
     layouts: tuple[str, str]
 
 
@@ -138,8 +135,7 @@ def _implementation(
     experts, hidden = w2_global.shape
     if 0 in (*topk_ids.shape, experts, hidden, inner):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    device, (tokens, topk) = hardware.detect(x.device), topk_ids.shape
-    call = MoeCall(device, tokens, topk, experts, hidden, inner, x.dtype, (w13_layout, w2_layout))
+    call = MoeCall(hardware.detect(x.device), experts, hidden, inner, (w13_layout, w2_layout))
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
     x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)

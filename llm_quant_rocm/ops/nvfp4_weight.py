@@ -9,12 +9,15 @@ import torch
 
 from llm_quant_rocm import backends, hardware
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_wgmma
+from llm_quant_rocm.formats.nvfp4_packing import Parts
 from llm_quant_rocm.ops._register import check
 
 ROW = "row"
+# A fused layer has a global scale for each of its shards: three in q, k, v.
+MAX_RUNS = 8
 
 
-def _row_parts(n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]:
+def _row_parts(n: int, k: int) -> Parts:
     return (torch.uint8, (n, k // 2)), (torch.float8_e4m3fn, (n, k // nvfp4.BLOCK))
 
 
@@ -25,6 +28,8 @@ PACKINGS: dict[str, ModuleType] = {
     "gfx942": nvfp4_mfma,
     "gfx950": nvfp4_mfma,
 }
+# Those that the vendor may multiply too, after they have been expanded: where `kernels` have `gemm_expanded`.
+EXPANDED = (nvfp4_mfma,)
 # layout: (dtype, shape) of the codes and of the scales of a weight [N, K], leading dimensions left out.
 LAYOUTS = {ROW: _row_parts} | {name: packing.parts for packing in PACKINGS.values() for name in packing.LAYOUTS}
 
@@ -39,6 +44,11 @@ class PreparedNvFp4Weight:
         global_scale: fp32 [..., N], a multiplier for every row, in the layout's order of rows.
         layout: how codes and scales are arranged.
         n, k: the weight's rows and columns.
+        runs: fp64 [MAX_RUNS, 2] on the CPU, for products to which the host gives a global scale: numbers of
+            neighbouring rows under one global scale, and that scale; zeros after the last, and nothing but zeros where
+            MAX_RUNS are too few. None where the kernels do without. It is a tensor because engines overwrite the
+            tensors of a layer when they load weights anew, and because numbers would make another graph of every
+            layer that torch.compile sees.
     """
 
     codes: torch.Tensor
@@ -47,6 +57,7 @@ class PreparedNvFp4Weight:
     layout: str
     n: int
     k: int
+    runs: torch.Tensor | None = None
 
     @classmethod
     def in_rows(cls, weight: nvfp4.NvFp4Weight) -> Self:
@@ -79,7 +90,32 @@ def prepare_nvfp4_weight(weight: nvfp4.NvFp4Weight, *, gate_up: bool = False) ->
         scales = scales.view(torch.uint8)[..., order, :].view(scales.dtype)
     layout = packing.layout(arch, gate_up)
     words, scale_bytes = packing.pack(codes, scales, layout)
-    return PreparedNvFp4Weight(words, scale_bytes, global_scale.contiguous(), layout, weight.n, weight.k)
+    runs = _runs(global_scale) if packing in EXPANDED and global_scale.dim() == 1 else None
+    return PreparedNvFp4Weight(words, scale_bytes, global_scale.contiguous(), layout, weight.n, weight.k, runs)
+
+
+def _runs(global_scale: torch.Tensor) -> torch.Tensor:
+    """`PreparedNvFp4Weight.runs` of global scales [N]."""
+    runs = torch.zeros((MAX_RUNS, 2), dtype=torch.float64)
+    scales, counts = torch.unique_consecutive(global_scale, return_counts=True)
+    if len(scales) <= MAX_RUNS:
+        runs[: len(scales)] = torch.stack([counts.double(), scales.double()], dim=1)
+    return runs
+
+
+def runs_of(weight: PreparedNvFp4Weight) -> list[tuple[int, float]]:
+    """(rows, global scale) of the weight's runs, in order; none where the host does not know them.
+
+    Raises:
+        ValueError: they have another number of rows than the weight.
+    """
+    # Engines may have moved the tensor to the GPU with the layer it belongs to; to read it there would wait.
+    if weight.runs is None or not weight.runs.is_cpu:
+        return []
+    runs = [(int(count), scale) for count, scale in weight.runs.tolist() if count]
+    if runs and sum(count for count, _ in runs) != weight.n:
+        raise ValueError(f"runs {runs} do not have the weight's {weight.n} rows; make it with ops.prepare_nvfp4_weight")
+    return runs
 
 
 def rows_of_weight(weight: PreparedNvFp4Weight) -> nvfp4.NvFp4Weight:
@@ -100,6 +136,13 @@ def not_for_kernels(arch: str, layout: str, gate_up: bool = False) -> str | None
     if layout == wanted:
         return backends.missing("triton")
     return f"the kernels of {arch} read layout {wanted}, not {layout}: arrange it there, with ops.prepare_nvfp4_weight"
+
+
+def not_expanded(arch: str, layout: str) -> str | None:
+    """Why `layout` cannot be expanded on `arch` for the vendor's product."""
+    if reason := not_for_kernels(arch, layout):
+        return reason
+    return None if PACKINGS[arch] in EXPANDED else f"the kernels of {arch} are for any number of rows"
 
 
 def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading: tuple[int, ...]) -> None:
@@ -139,3 +182,8 @@ def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading
                 f"{operator}: {label}.{part} is on {tensor.device}, {label}.codes on {weight.codes.device}; "
                 "move them to one device"
             )
+    if weight.runs is not None and (weight.runs.dtype != torch.float64 or weight.runs.shape != (MAX_RUNS, 2)):
+        raise ValueError(
+            f"{operator}: {label}.runs is {weight.runs.dtype} {tuple(weight.runs.shape)}, not float64 {(MAX_RUNS, 2)}; "
+            "make it with ops.prepare_nvfp4_weight"
+        )

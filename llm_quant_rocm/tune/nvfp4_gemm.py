@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the NVFP4 GEMM is tuned; cuBLAS or hipBLASLt in bf16 is timed beside, to see where it wins."""
+"""How the NVFP4 GEMM is tuned; cuBLAS or hipBLASLt in bf16 is timed beside, to see where it wins.
+
+On AMD many rows may be the vendor's, who multiplies a weight that is expanded in memory. Where is found here.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -9,8 +12,8 @@ import torch
 
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
-from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
-from llm_quant_rocm.ops.nvfp4_weight import prepare_nvfp4_weight
+from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, kernels_of
+from llm_quant_rocm.ops.nvfp4_weight import not_expanded, prepare_nvfp4_weight, runs_of
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _COMPILED_K = 8192
@@ -34,7 +37,7 @@ def _hopper(m: int, n: int, k: int) -> list[Any]:
         # block_k, unroll, stages
         steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
         for block_m in (max(16, m),) if m <= 64 else {128, 256} - ({256} if m == 128 else set()):
-            for block_n, warps in ((64, 4), (128, 8)) if m >= 64 else ((64, 4),):
+            for block_n, warps in ((64, 4), (128, 8)) if m >= 32 else ((64, 4),):
                 tiles = -(-n // block_n) * -(-m // block_m)
                 for block_k, unroll, stages in steps:
                     group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
@@ -82,7 +85,14 @@ class NvFp4Workload:
         ]
 
     def peers(self) -> Mapping[str, Calls]:
-        return {"bf16": [partial(torch.nn.functional.linear, self._x, w) for w in self._dense]}
+        peers = {"bf16": [partial(torch.nn.functional.linear, self._x, w) for w in self._dense]}
+        if self._x.shape[0] > DECODE_ROWS and not not_expanded(self._device.arch, self._weights[0].layout):
+            kernels = kernels_of(self._device.arch)
+            peers["torch"] = [
+                partial(kernels.gemm_expanded, self._x, w.codes, w.scales, runs_of(w), None, w.n, self._device)
+                for w in self._weights
+            ]
+        return peers
 
 
 def weights(n: int, k: int) -> tuple[list[Any], list[torch.Tensor]]:
@@ -98,7 +108,7 @@ def _random(n: int, k: int) -> NvFp4Weight:
     return NvFp4Weight(
         torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"),
         torch.randint(60, 120, (n, k // BLOCK), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
-        torch.rand(n, device="cuda") * 1e-3,
+        torch.full((n,), 1e-3, device="cuda"),
     )
 
 
@@ -111,12 +121,17 @@ def compile_one(config: Any) -> None:
     NvFp4Workload(([weight], [dense]), max(config.block_m, 16)).ours(config)[0]()
 
 
+def backend(m: int, us: Mapping[str, float]) -> str:
+    """Who serves the shape."""
+    return "torch" if "torch" in us and us["torch"] < us["ours"] else "triton"
+
+
 TUNER = Tuner(
     "nvfp4_gemm",
-    (16, 32, 64, 128, 256, 512, 1024, 4096),
+    (4, 16, 32, 64, 128, 256, 512, 1024, 4096),
     candidates,
     compile_one,
     weights,
     NvFp4Workload,
-    lambda m, us: "triton",
+    backend,
 )

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-# One rank's layers of Llama-3-70B, and of Qwen3-30B-A3B and DeepSeek-V3 those that differ most from them.
+# One rank's layers of Llama-3-70B, Qwen3-30B-A3B and DeepSeek-V3.
 WELL_KNOWN = {
     "llama-qkv": (10240, 8192),
     "llama-o": (8192, 8192),
@@ -14,8 +14,12 @@ WELL_KNOWN = {
     "qwen3-o": (2048, 4096),
     "deepseek-qkv_a": (2112, 7168),
     "deepseek-q_b": (24576, 1536),
+    "deepseek-kv_b": (32768, 512),
     "deepseek-o": (7168, 16384),
+    "deepseek-shared_gate_up": (4096, 7168),
     "deepseek-shared_down": (7168, 2048),
+    "deepseek-gate_up": (36864, 7168),
+    "deepseek-down": (7168, 18432),
 }
 
 

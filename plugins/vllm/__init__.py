@@ -9,11 +9,8 @@ import logging
 from functools import cache
 
 import vllm
-from packaging.version import InvalidVersion, Version
 
-# Read and tested on these: docs/vllm.md says how, by version.
-FIRST_SUPPORTED = "0.26"
-FIRST_UNSUPPORTED = "0.34"
+from llm_quant_rocm.versions import SUPPORTED
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -46,15 +43,9 @@ def _log_where_vllm_logs() -> None:
 @cache
 def _warn_of_other_versions(version: str) -> None:
     """One warning where vLLM is outside the supported range; the plugin still tries."""
-    try:
-        supported = Version(FIRST_SUPPORTED).release <= Version(version).release < Version(FIRST_UNSUPPORTED).release
-    except InvalidVersion:
-        supported = False
-    if not supported:
+    if not SUPPORTED["vllm"].holds(version):
         logger.warning(
-            "llm-quant-rocm supports vLLM %s up to, not including, %s; this is vLLM %s. Continuing; "
-            "if it fails, install a supported vLLM",
-            FIRST_SUPPORTED,
-            FIRST_UNSUPPORTED,
+            "llm-quant-rocm supports vLLM %s; this is vLLM %s. Continuing; if it fails, install a supported vLLM",
+            SUPPORTED["vllm"],
             version,
         )

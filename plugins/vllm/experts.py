@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the methods for mixture-of-experts layers share."""
 
+from abc import abstractmethod
+from typing import Any, ClassVar
+
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
+
+from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -20,6 +25,15 @@ def lacking(moe: FusedMoEConfig) -> str | None:
     if moe.moe_parallel_config.use_all2all_kernels:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
     return None
+
+
+def expert_names(layer: RoutedExperts, prefix: str) -> ExpertNames:
+    """Which experts `layer` has on this rank, and the checkpoint's names of them."""
+    return ExpertNames(
+        name=lambda expert, shard: expert_name(layer, prefix, expert, shard),
+        local=lambda expert: local_expert(layer, expert),
+        whole=lambda expert: global_expert(layer, expert),
+    )
 
 
 def expert_name(layer: RoutedExperts, prefix: str, expert: int, shard: str) -> str:
@@ -48,3 +62,73 @@ def expert_map(layer: RoutedExperts) -> torch.Tensor | None:
     The property `expert_map` is a 0/1 mask instead where aiter's kernels are switched on.
     """
     return layer._expert_map
+
+
+class ExpertsMethod(FusedMoEMethodBase):
+    """Serves the routed experts of one layer by one of our operators.
+
+    Attributes:
+        name: what users call the method.
+        otherwise: how else they may serve what it lacks; "{prefix}" stands for the layer.
+
+    Raises:
+        NotImplementedError: the layer needs something that the operator has not.
+    """
+
+    name: ClassVar[str]
+    otherwise: ClassVar[str]
+
+    def __init__(self, layer: RoutedExperts, prefix: str, lacks: str | None = None) -> None:
+        super().__init__(layer.moe_config)
+        self.prefix = prefix
+        if lack := lacking(layer.moe_config) or lacks:
+            raise NotImplementedError(
+                f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
+            )
+
+    @abstractmethod
+    def prepare(self, layer: RoutedExperts) -> None:
+        """Turns the layer's loaded weights into what `compute` takes."""
+
+    @abstractmethod
+    def compute(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """The output [T, H] of the routed experts; `options` are those of the operators."""
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """The sizes as they are: the operators take any, and padding would enter scales."""
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        # vLLM sets this mark back when it reloads weights.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.prepare(layer)
+        layer._already_called_process_weights_after_loading = True
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: it would describe the layer to vLLM's kernels, and ours serves it."""
+        return
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
+        return self.compute(
+            layer,
+            x,
+            topk_weights,
+            topk_ids,
+            activation=self.moe.activation.value,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            expert_map=expert_map(layer),
+        )

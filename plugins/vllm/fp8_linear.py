@@ -7,16 +7,14 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
-from llm_quant_rocm import hardware, ops
-from llm_quant_rocm.formats import fp8
+from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.fp8_tensors import with_row_scales
+from llm_quant_rocm.checkpoint.linear_tensors import LinearTensors
 from llm_quant_rocm_vllm import fusion
-from llm_quant_rocm_vllm.linear_tensors import LinearTensors
+from llm_quant_rocm_vllm.engine_layers import ENGINE
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
-
-# E4M3's NaN, its sign left out.
-_NAN = 0x7F
 
 
 class Fp8LinearMethod(LinearMethodBase):
@@ -58,6 +56,7 @@ class Fp8LinearMethod(LinearMethodBase):
             output_partition_sizes,
             output_size,
             extra_weight_attrs["weight_loader"],
+            ENGINE,
         )
         self.checkpoint.add_matrix("weight", torch.float8_e4m3fn, input_size_per_partition, input_size)
         self.checkpoint.add_scalars("weight_scale")
@@ -73,18 +72,7 @@ class Fp8LinearMethod(LinearMethodBase):
             shard_scales.fill_(1.0)
         else:
             self.checkpoint.refuse_missing()
-        scale = torch.empty(codes.shape[0], 1, dtype=torch.float32, device=codes.device)
-        for (name, rows), value in zip(self.checkpoint.pieces(), shard_scales, strict=True):
-            if not (value.isfinite() and value > 0):
-                raise ValueError(
-                    f"{name}_scale is {value.item():g}; a scale is positive and finite: the checkpoint is broken; "
-                    "fetch or export it again"
-                )
-            if bool(((codes[rows].view(torch.uint8) & 0x7F) == _NAN).any()):
-                raise ValueError(f"{name} holds NaN: the checkpoint is broken; fetch or export it again")
-            scale[rows] = value
-        if hardware.detect(codes.device).fp8_dtype == fp8.FNUZ.dtype:
-            codes, scale = fp8.ocp_to_fnuz(codes, scale)
+        codes, scale = with_row_scales(codes, shard_scales, self.checkpoint.pieces())
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         for name in ("weight", "weight_scale", "input_scale"):
             delattr(layer, name)

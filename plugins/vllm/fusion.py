@@ -33,11 +33,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vllm.distributed.parallel_state import is_local_first_rank
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
+from llm_quant_rocm.environment import FUSION as SWITCH
+from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
 from llm_quant_rocm.formats.nvfp4 import BLOCK
-from llm_quant_rocm_vllm.switches import switched_on
 
-SWITCH = "LLM_QUANT_ROCM_FUSION"
 HOOK = "post_grad_custom_post_pass"
 
 _OURS = torch.ops.llm_quant_rocm

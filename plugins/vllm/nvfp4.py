@@ -7,9 +7,7 @@ NVFP4 units of their own are left to vLLM.
 """
 
 import logging
-import os
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,54 +16,27 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.formats.nvfp4 import BLOCK
-from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
-from llm_quant_rocm_vllm.switches import switched_on
+from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.nvfp4_kinds import (
+    ALIAS,
+    MIXED_PRECISION,
+    MODELOPT_ALGORITHMS,
+    NAME,
+    SWITCH,
+    Options,
+    check,
+    checkpoint_kind,
+    describe,
+    modelopt_settings,
+    served_here,
+    summary,
+)
+from llm_quant_rocm.environment import switched_on
 
-NAME = "nvfp4_triton"
-ALIAS = "petit_nvfp4"  # what vLLM called its own method of this kind, up to 0.14
-
-MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
-MIXED_PRECISION = "MIXED_PRECISION"
-COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
-
-_SWITCH = "LLM_QUANT_ROCM_NVFP4"
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
 
 logger = logging.getLogger("llm_quant_rocm")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How NVFP4 layers compute.
-
-    Attributes:
-        activations: "16bit", or "nvfp4" to quantize them as hardware with NVFP4 units does: for evaluation, and slow.
-        prefill: "exact", or "fp8" for FP8's speed where many tokens come at once (`ops.nvfp4_gemm`).
-    """
-
-    activations: str = "16bit"
-    prefill: str = "exact"
-
-    @classmethod
-    def read(cls, config: dict[str, Any]) -> "Options":
-        """From the environment, else from the keys `activations` and `prefill` of the checkpoint's configuration.
-
-        Raises:
-            ValueError: a value that is not known.
-        """
-        known = {"activations": ("16bit", "nvfp4"), "prefill": ("exact", "fp8")}
-        chosen = {}
-        for option, values in known.items():
-            variable = f"{_SWITCH}_{option.upper()}"
-            chosen[option] = os.environ.get(variable) or config.get(option) or values[0]
-            if chosen[option] not in values:
-                raise ValueError(
-                    f"{variable} (or {option!r} in the quantization_config) is {' or '.join(values)}, "
-                    f"not {chosen[option]!r}"
-                )
-        return cls(**chosen)
 
 
 class NvFp4Config(QuantizationConfig):
@@ -109,7 +80,7 @@ class NvFp4Config(QuantizationConfig):
             ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind.
         """
         asked = user_quant in (NAME, ALIAS)
-        if not asked and (user_quant not in _NO_CHOICE or not switched_on(_SWITCH) or not _serves_this_device()):
+        if not asked and (user_quant not in _NO_CHOICE or not switched_on(SWITCH) or not _serves_this_device()):
             return None
         if hf_config is not None:
             _complete(hf_quant_cfg, hf_config)
@@ -118,7 +89,7 @@ class NvFp4Config(QuantizationConfig):
             if asked:
                 raise ValueError(
                     f"{NAME} serves NVFP4 checkpoints of ModelOpt and compressed-tensors, and this one's "
-                    f"quantization_config is {_describe(hf_quant_cfg)}: serve it without --quantization"
+                    f"quantization_config is {describe(hf_quant_cfg)}: serve it without --quantization"
                 )
             return None
         _log_takeover(kind)
@@ -134,10 +105,7 @@ class NvFp4Config(QuantizationConfig):
         # vLLM's configurations import its layers, which must not happen while plugins register.
         from llm_quant_rocm_vllm.nvfp4_checkpoints import CONFIGURATIONS
 
-        kind = checkpoint_kind(config)
-        if kind is None:
-            raise ValueError(f"{NAME} serves no checkpoint with the quantization_config {_describe(config)}")
-        result = CONFIGURATIONS[kind].from_config(config)
+        result = super(NvFp4Config, CONFIGURATIONS[check(config)]).from_config(config)
         result.options = Options.read(config)
         return result
 
@@ -147,7 +115,7 @@ class NvFp4Config(QuantizationConfig):
         refuse_truncated(Path(model_name))
         if envs.VLLM_BATCH_INVARIANT and self.options.prefill == "fp8":
             raise ValueError(
-                f"{_SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
+                f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
                 "VLLM_BATCH_INVARIANT=1: unset one of them"
             )
 
@@ -193,49 +161,7 @@ class NvFp4Config(QuantizationConfig):
         """Log once what is served and what is not. Call it when the whole model exists."""
         if not self._reported:
             self._reported = True
-            counts = [
-                f"{len(names)} {kind} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
-                for kind, names in self._layers.items()
-            ]
-            logger.info(
-                "%s: %s; activations: %s, prefill: %s",
-                NAME,
-                ", ".join(counts),
-                self.options.activations,
-                self.options.prefill,
-            )
-
-
-def checkpoint_kind(config: dict[str, Any]) -> str | None:
-    """ "modelopt", "modelopt_mixed" or "compressed-tensors" for an NVFP4 checkpoint's `quantization_config`, else None.
-
-    ModelOpt's come in two shapes: {"quantization": {"quant_algo": ...}} and flat, with "quant_method" and "quant_algo".
-    An algorithm that only sounds like NVFP4 counts as ModelOpt's, for from_config to name what is known.
-    """
-    method = str(config.get("quant_method") or "").lower()
-    if method == "compressed-tensors":
-        groups = config.get("config_groups") or {}
-        formats = {config.get("format"), *(group.get("format") for group in groups.values())}
-        # A transform (a rotation of activations before the layer) belongs to vLLM's own methods.
-        return method if COMPRESSED_TENSORS_FORMAT in formats and not config.get("transform_config") else None
-    settings = modelopt_settings(config)
-    if settings is None or not (method.startswith("modelopt") or "quantization" in config):
-        return None
-    algorithm = str(settings.get("quant_algo")).upper()
-    if algorithm == MIXED_PRECISION:
-        layers = settings.get("quantized_layers") or {}
-        return (
-            "modelopt_mixed"
-            if any("NVFP4" in str(layer.get("quant_algo")).upper() for layer in layers.values())
-            else None
-        )
-    return "modelopt" if "NVFP4" in algorithm else None
-
-
-def modelopt_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a ModelOpt `quantization_config`, of either shape, that holds `quant_algo`."""
-    settings = config.get("quantization", config)
-    return settings if isinstance(settings, dict) and settings.get("quant_algo") else None
+            logger.info(summary(self._layers, self.options))
 
 
 def _complete(config: dict[str, Any], hf_config: Any) -> None:
@@ -253,28 +179,15 @@ def _complete(config: dict[str, Any], hf_config: Any) -> None:
             (modelopt_settings(described) or {})["quantized_layers"] = layers
 
 
-def refuse_group_size(size: int | str | None, where: str) -> None:
-    """ValueError unless `size` is that of NVFP4's blocks, or not given."""
-    if size is not None and int(size) != BLOCK:
-        raise ValueError(
-            f"{where} has group_size {size}, and NVFP4 has blocks of {BLOCK}: quantize the model again, "
-            f"or leave the checkpoint to vLLM with {_SWITCH}=0"
-        )
-
-
 def _serves_this_device() -> bool:
     """Whether we serve NVFP4 on this platform better than vLLM does. Asks a driver for no more than a capability."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return True
+        return served_here("cpu", None)
     capability = current_platform.get_device_capability()
-    if capability is None:
-        return False
-    if current_platform.is_rocm():
-        return capability.major == 9  # CDNA: gfx90a, gfx942 and gfx950, which have no units for NVFP4
-    # Of NVIDIA's GPUs Hopper has kernels here. Older ones are better served by vLLM's, newer ones by their own units.
-    return current_platform.is_cuda() and tuple(capability) == (9, 0)
+    platform = "rocm" if current_platform.is_rocm() else "cuda" if current_platform.is_cuda() else "other"
+    return served_here(platform, None if capability is None else tuple(capability))
 
 
 @cache
@@ -283,12 +196,5 @@ def _log_takeover(kind: str) -> None:
         "NVFP4 checkpoint (%s): %s serves it; %s=0 or --quantization modelopt_fp4 leaves it to vLLM",
         kind,
         NAME,
-        _SWITCH,
-    )
-
-
-def _describe(config: dict[str, Any]) -> str:
-    settings = modelopt_settings(config)
-    return (
-        f"{config.get('quant_method') or 'nameless'} ({settings['quant_algo'] if settings else config.get('format')})"
+        SWITCH,
     )

@@ -5,24 +5,16 @@ vLLM's classes read the configuration, match ignore lists and targets, follow it
 (KV cache scales), embeddings and layers that are not NVFP4.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 
-from llm_quant_rocm_vllm.layer_names import shard_name
-from llm_quant_rocm_vllm.nvfp4 import (
-    COMPRESSED_TENSORS_FORMAT,
-    MIXED_PRECISION,
-    MODELOPT_ALGORITHMS,
-    NAME,
-    NvFp4Config,
-    modelopt_settings,
-    refuse_group_size,
-)
-from llm_quant_rocm_vllm.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, excluded
+from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
@@ -39,37 +31,13 @@ class _ModelOptExclusions:
         Raises:
             ValueError: it keeps some shards of a fused layer and not others.
         """
-        is_excluded = super().is_layer_excluded  # type: ignore[misc]
-        count = len(self.packed_modules_mapping.get(prefix.rpartition(".")[2], ()))
-        shards = {
-            name: is_excluded(name)
-            for name in (shard_name(prefix, shard, self.packed_modules_mapping) for shard in range(count))
-        }
-        if any(shards.values()) and not all(shards.values()):
-            kept = ", ".join(name for name, excluded in shards.items() if excluded)
-            raise ValueError(
-                f"the checkpoint keeps {kept} in 16 bits, but not all of {', '.join(shards)}, of which vLLM makes one "
-                "layer: export the model with all of them or none"
-            )
-        return any(shards.values()) or is_excluded(prefix)
+        return excluded(prefix, self.packed_modules_mapping, super().is_layer_excluded)  # type: ignore[misc]
 
 
 class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "NvFp4ModelOptConfig":
-        settings = modelopt_settings(config) or {}
-        algorithm = str(settings.get("quant_algo")).upper()
-        if algorithm not in MODELOPT_ALGORITHMS:
-            raise ValueError(
-                f"quant_algo {algorithm} is not known: {NAME} serves {', '.join(MODELOPT_ALGORITHMS)} and "
-                f"{MIXED_PRECISION}; export the model with one of them"
-            )
-        refuse_group_size(settings.get("group_size"), f"the checkpoint's {algorithm}")
-        return super(NvFp4Config, cls).from_config(config)
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         if self.is_layer_excluded(prefix) or any(part in prefix for part in _UNLISTED):
@@ -82,21 +50,6 @@ class NvFp4MixedConfig(_ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionC
 
     tensors: ClassVar[TensorNames] = MODELOPT
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "NvFp4MixedConfig":
-        settings = modelopt_settings(config) or {}
-        for layer, recipe in settings["quantized_layers"].items():
-            algorithm = str(recipe.get("quant_algo")).upper()
-            if "NVFP4" not in algorithm:
-                continue
-            if algorithm not in MODELOPT_ALGORITHMS:
-                raise ValueError(
-                    f"quant_algo {algorithm} of {layer} is not known: {NAME} serves {', '.join(MODELOPT_ALGORITHMS)}; "
-                    "export the model with one of them"
-                )
-            refuse_group_size(recipe.get("group_size"), layer)
-        return super(NvFp4Config, cls).from_config(config)
-
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         return None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
 
@@ -105,13 +58,6 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     """A scheme a layer, by the targets of the checkpoint's `config_groups` and its ignore list."""
 
     tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "NvFp4CompressedTensorsConfig":
-        for name, group in config["config_groups"].items():
-            if (group.get("format") or config.get("format")) == COMPRESSED_TENSORS_FORMAT:
-                refuse_group_size(group["weights"].get("group_size"), f"{name} ({', '.join(group['targets'])})")
-        return super(NvFp4Config, cls).from_config(config)
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         if not isinstance(layer, RoutedExperts):

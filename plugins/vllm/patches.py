@@ -15,7 +15,6 @@ The variable itself is widened by our codecs in `vllm.envs.environment_variables
 """
 
 import logging
-import os
 from typing import Any
 
 from vllm import envs
@@ -23,6 +22,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from llm_quant_rocm.comm.policy import Settings
+from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import CODECS
 
 QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
@@ -36,7 +36,7 @@ def apply() -> None:
     Raises:
         ValueError: a codec is wished for, and an environment variable of the quantized all-reduce is wrong.
     """
-    if os.environ.get(QUANTIZATION, "NONE") != "NONE":
+    if (read(QUANTIZATION) or "NONE") != "NONE":
         Settings.from_environment()
     envs.environment_variables[QUANTIZATION] = envs.env_with_choices(QUANTIZATION, "NONE", [*CODECS, "NONE"])
     platform = type(current_platform)

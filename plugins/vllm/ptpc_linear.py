@@ -10,10 +10,12 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.layer_names import ShardNames
+from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
 from llm_quant_rocm_vllm import fusion
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -53,13 +55,14 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.orig_dtype = params_dtype
 
         self.input_is_sharded = input_size_per_partition != input_size
+        self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         weight = ModelWeightParameter(
             data=torch.empty(
                 layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
             ),
             input_dim=1,
             output_dim=0,
-            weight_loader=refusing_other_dtypes(extra_weight_attrs["weight_loader"], self._name_of_shard),
+            weight_loader=refusing_other_dtypes(extra_weight_attrs["weight_loader"], self.names.of_shard),
         )
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
@@ -69,14 +72,10 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         self.config.report()
-
-        def name_of_row(row: int) -> str:
-            ends = torch.tensor(layer.logical_widths).cumsum(0)
-            shard = int(torch.searchsorted(ends, row, right=True))
-            return f"{self.config.shard_name(self.prefix, shard)}.weight"
-
         group = get_tp_group().device_group if self.input_is_sharded else None
-        codes, scale = quantize_weight(layer.weight, f"{self.prefix}.weight", name_of_row, group)
+        codes, scale = quantize_weight(
+            layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type
+        )
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
@@ -84,9 +83,3 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
-
-    def _name_of_shard(self, shard: str | int | None = None) -> str:
-        """The tensor's name by vLLM's shard id: a number, one of "q", "k", "v", or None for the whole layer."""
-        index = {"q": 0, "k": 1, "v": 2}.get(shard, shard) if isinstance(shard, str) else shard
-        name = self.prefix if not isinstance(index, int) else self.config.shard_name(self.prefix, index)
-        return f"{name}.weight"

@@ -5,19 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_ep_group
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
-from llm_quant_rocm_vllm.experts import expert_map, expert_name, global_expert, lacking
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_name, global_expert
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 
 
-class PtpcFp8MoEMethod(FusedMoEMethodBase):
+class PtpcFp8MoEMethod(ExpertsMethod):
     """Serves the routed experts of one layer, which come to life and are quantized as in `PtpcFp8LinearMethod`.
 
     The served layer holds `w13_weight` [E, 2I, H] (gate rows, then up rows) and `w2_weight` [E, H, I], E4M3, with
@@ -28,16 +29,14 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
     """
 
     uses_meta_device = True
+    name = "ptpc_fp8"
+    otherwise = (
+        "add {prefix!r} to ignored_layers to leave them unquantized, or serve with --quantization fp8_per_channel"
+    )
 
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
-        super().__init__(layer.moe_config)
+        super().__init__(layer, prefix)
         self.config = config
-        self.prefix = prefix
-        if lack := lacking(layer.moe_config):
-            raise NotImplementedError(
-                f"{prefix}: ptpc_fp8 does not serve experts with {lack}: add {prefix!r} to ignored_layers to "
-                "leave them unquantized, or serve with --quantization fp8_per_channel"
-            )
 
     def create_weights(
         self,
@@ -62,16 +61,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             layer.register_parameter(name, weight)
         initialize_online_processing(layer)
 
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
-    ) -> tuple[int, int]:
-        """The sizes as they are: the operator takes any, and padding would enter the scales."""
-        return hidden_size, intermediate_size_per_partition
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        # vLLM sets this mark back when it reloads weights.
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
+    def prepare(self, layer: RoutedExperts) -> None:
         self.config.report()
         # vLLM shards experts over data, prefill-context and tensor parallel ranks together: its expert group.
         w2_group = get_ep_group().device_group if self.moe.tp_size > 1 else None
@@ -84,34 +74,14 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
                 shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
                 return f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
 
-            codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group)
+            codes, scale = quantize_weight(
+                weight, f"{self.prefix}.{name}", name_of_row, group, current_platform.device_type
+            )
             replace_parameter(layer, name, codes)
             replace_parameter(layer, f"{name}_scale", scale)
-        layer._already_called_process_weights_after_loading = True
 
-    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """None: it would describe the layer to vLLM's kernels, and ours serves it."""
-        return
-
-    def apply(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+    def compute(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
-        return ops.ptpc_moe(
-            x,
-            layer.w13_weight,
-            layer.w13_weight_scale,
-            layer.w2_weight,
-            layer.w2_weight_scale,
-            topk_weights,
-            topk_ids,
-            activation=self.moe.activation.value,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            expert_map=expert_map(layer),
-        )
+        w13, w2 = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
+        return ops.ptpc_moe(x, *w13, *w2, weights, ids, **options)

@@ -13,10 +13,11 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.platforms import current_platform
 
 from llm_quant_rocm.comm import reduce_norm_quant as comm
+from llm_quant_rocm.comm.group import first_refusal
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Settings
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
-from llm_quant_rocm_vllm.communicator import first_refusal, hosts_of, unreachable
+from llm_quant_rocm_vllm.communicator import hosts_of, unreachable
 
 logger = logging.getLogger("llm_quant_rocm")
 

@@ -14,6 +14,7 @@ from tests.amd import isa
 
 LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}  # bytes of a compute unit; Triton does not check
 WIDE_SHARE = 0.75  # of the bytes that the hot loop loads, those that must come 16 at a time
+SCRATCH = re.compile(r"scratch_|buffer_(load|store)_\S+ \S+ off,")  # without a lane's offset: gfx90a's
 SCALAR_LDS = re.compile(r"ds_(read|write)_(u8|i8|u16|i16|b8|b16)")
 
 # CDNA2 has no FP8: codes become FP16 in the kernel, and its conversion to FP8 is in software.
@@ -60,8 +61,11 @@ def resources(assembly: isa.Assembly, arch: str, lds: int) -> list[str]:
     """What is wrong with the registers, scratch and LDS of a kernel.
 
     Scalar registers that spill live in lanes of a vector register: small odd shapes, which need many masks, may do so.
+    LLVM then may reserve scratch, to save that register, and use none of it.
     """
-    found = spills(assembly, "vgpr_spill_count", "private_segment_fixed_size")
+    found = spills(assembly, "vgpr_spill_count")
+    if not assembly.resources["sgpr_spill_count"] or any(SCRATCH.match(i.text) for i in assembly.instructions):
+        found += spills(assembly, "private_segment_fixed_size")
     if lds > LDS[arch]:
         found.append(f"it takes {lds} bytes of LDS, {arch} has {LDS[arch]}")
     return found + irreducible(assembly)

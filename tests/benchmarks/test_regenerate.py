@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import regenerate
-from benchmarks.regenerate import HUMMING, STEPS, VLLM, Step, command, why_not
+from benchmarks.regenerate import HUMMING, SGLANG, STEPS, VLLM, Step, command, why_not
 
 FOLDER = Path(regenerate.__file__).parent
 HERE = {"commit": "abc", "device": "a GPU", "torch": "1", "triton": "3", "date": "today"}
@@ -23,7 +24,7 @@ def test_every_benchmark_is_a_step() -> None:
 
 def test_the_report_reads_what_the_steps_write() -> None:
     names = {step.result.format(arch="sm_90") for step in STEPS}
-    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py"))
+    text = "".join((FOLDER / file).read_text() for file in ("report.py", "_nvfp4_report.py", "_fusion_report.py"))
     read = set(re.findall(r'"(\w[\w-]*_sm_90)(?:\.json)?"', text))
     assert read <= names, read - names
 
@@ -41,13 +42,14 @@ def test_folders_that_are_not_known_take_their_option_along() -> None:
     [
         (Step("x", "x.py"), None, False, None),
         (Step("x", "x.py", gpus=4), None, False, "needs 4 GPUs, 2 are here"),
-        (Step("x", "x.py", engine=True), None, False, "needs vLLM: name its folder by --vllm"),
+        (Step("x", "x.py", engine="vllm"), None, False, "needs vllm: name its folder by --vllm"),
+        (Step("x", "x.py", engine="sglang"), None, False, None),
         (Step("x", "x.py"), HERE | {"date": "yesterday"}, False, "measured already"),
         (Step("x", "x.py"), HERE, True, None),
         (Step("x", "x.py"), HERE | {"commit": "def"}, False, None),
         (Step("x", "x.py"), HERE | {"device": "another"}, False, None),
     ],
-    ids=["new", "gpus", "engine", "there", "again", "commit", "device"],
+    ids=["new", "gpus", "no-engine", "engine", "there", "again", "commit", "device"],
 )
 def test_what_is_passed_over(
     tmp_path: Path, step: Step, there: dict[str, str] | None, again: bool, reason: str | None
@@ -55,4 +57,16 @@ def test_what_is_passed_over(
     path = tmp_path / "x.json"
     if there:
         path.write_text(json.dumps({"environment": there}))
-    assert why_not(step, 2, False, path, HERE, again) == reason
+    assert why_not(step, 2, ["sglang"], path, HERE, again) == reason
+
+
+def test_changes_are_measured_anew(tmp_path: Path) -> None:
+    dirty = HERE | {"commit": "abc-dirty"}
+    (tmp_path / "x.json").write_text(json.dumps({"environment": dirty}))
+    assert why_not(Step("x", "x.py"), 1, [], tmp_path / "x.json", dirty, False) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="regenerate: FAILED. no GPU is here"):
+        regenerate.run(STEPS, {VLLM: None, SGLANG: None, HUMMING: None}, 1.0, False)

@@ -332,6 +332,8 @@ def test_arguments(tmp_path: Path) -> None:
         inputs = INPUT_AMAX | {"model.layers.1.mlp.up_proj": wrong}
         with pytest.raises(ValueError, match=f"input_amax of model.layers.1.mlp.up_proj is {wrong}; it must be"):
             quantize_checkpoint(source, tmp_path / "target", input_amax=inputs)
+    with pytest.raises(ValueError, match="source has no two-dimensional weight that ignore leaves"):
+        quantize_checkpoint(source, tmp_path / "target", ignore=("*",))
     with pytest.raises(ValueError, match="source is not an empty folder"):
         quantize_checkpoint(source, source)
     with pytest.raises(ValueError, match=r"ignore keeps model.layers.0.self_attn.k_proj but not .*q_proj, and engines"):

@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,23 @@ def test_without_peer_memory_the_process_group_serves() -> None:
     assert policy.choose(0, torch.bfloat16) == ENGINE
 
 
+@pytest.mark.parametrize(
+    ("world", "hosts", "mib"), [(2, 2, 1), (4, 2, 2), (16, 2, 2), (64, 8, 2)], ids=["2", "4", "16", "64"]
+)
+def test_several_hosts_are_served_by_two_levels(world: int, hosts: int, mib: int) -> None:
+    measured("gfx942", world_size=world)  # of kernels
+    policy = Policy(settings(QUANTIZATION="INT4"), world, "gfx942", hosts=hosts)
+    assert policy.choose(mib * MIB - 2, torch.bfloat16) == ENGINE
+    assert policy.choose(mib * MIB, torch.bfloat16) == Choice(Algorithm.TWO_LEVEL, INT4)
+    assert not policy.measured
+
+
+@pytest.mark.parametrize(("world", "hosts"), [(18, 2), (9, 9)], ids=["ranks", "hosts"])
+def test_too_many_on_several_hosts(world: int, hosts: int) -> None:
+    policy = Policy(settings(QUANTIZATION="INT4"), world, "gfx942", hosts=hosts)
+    assert f"off; the group has {world} ranks on {hosts} hosts; it serves up to 8" in policy.describe()
+
+
 # --- where somebody measured
 
 
@@ -188,6 +206,26 @@ def test_small_messages_by_fp() -> None:
     assert policy.choose(4 * MIB - 2, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, FP)
     assert policy.choose(4 * MIB, torch.bfloat16) == Choice(Algorithm.TWO_SHOT, FP4)
     assert "two_shot FP from 1048576 bytes, two_shot FP4 from 4194304 bytes" in policy.describe()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"MIN_SIZE_BYTES_MB": "0"}, {"QUANTIZATION_MIN_SIZE_KB": "3"}, {"MAX_SIZE_BYTES_MB": "1"}]
+    + [{"MIN_SIZE_BYTES_MB": "1", "MAX_SIZE_BYTES_MB": "2", "QUANTIZATION_MIN_SIZE_KB": "1536"}],
+    ids=["measured", "from_0", "fp", "to_1", "all"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_steps_are_what_is_chosen(variables: dict[str, str], dtype: torch.dtype) -> None:
+    measured("sm_90")
+    policy = Policy(settings(QUANTIZATION="INT4", **variables), 4, "sm_90")
+    assert policy.measured
+    steps = policy.steps(dtype)
+    assert steps[0][0] == 0
+    assert all(before[1] != after[1] for before, after in pairwise(steps))
+    edges = {size + nudge for size in (512, 1000, 3072, 5000, MIB, 1536 * 1024, 2 * MIB) for nudge in (-2, 0, 2)}
+    for nbytes in sorted(size for size in edges if size <= policy.settings.max_bytes):
+        chosen = next(choice for start, choice in reversed(steps) if start <= nbytes)
+        assert policy.choose(nbytes, dtype) == chosen
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 """The quantized all-reduce between gloo processes: the bits of the reference on every rank."""
 
 import itertools
+import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm.process_group import all_reduce, two_level_all_reduce, two_level_groups
+from llm_quant_rocm.comm.policy import Algorithm
+from llm_quant_rocm.comm.process_group import ProcessGroupReduce, all_reduce, two_level_all_reduce, two_level_groups
 from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce
 from tests.comm.processes import run_ranks
@@ -60,6 +64,47 @@ def compare_hosts_with_reference(rank: int, hosts: list[list[int]]) -> None:
 )
 def test_two_levels_end_with_the_bits_of_the_reference(hosts: list[list[int]]) -> None:
     run_ranks(sum(map(len, hosts)), compare_hosts_with_reference, hosts)
+
+
+def reduce_as_other_groups_do(rank: int) -> None:
+    """Two groups on two "hosts" each, made and used by their own ranks alone, the later one first."""
+    for _ in range(2):
+        ranks = [0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7]
+        hosts = [ranks[:2], ranks[2:]]
+        inputs = [[tensor_of(other, (257, 33), torch.bfloat16) for other in host] for host in hosts]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        member = ProcessGroupReduce(group, hosts)
+        found = member.all_reduce(tensor_of(rank, (257, 33), torch.bfloat16), CODECS["FP4"], Algorithm.TWO_LEVEL)
+        assert_same(found, quick_reduce.two_level(inputs, CODECS["FP4"]))
+        with pytest.raises(ValueError, match="serves two_level, not two_shot"):
+            member.all_reduce(inputs[0][0], CODECS["FP4"], Algorithm.TWO_SHOT)
+
+
+def test_groups_of_groups() -> None:
+    run_ranks(8, reduce_as_other_groups_do)
+
+
+def lose_a_rank(rank: int, lost: int, dies: bool) -> None:
+    """A rank dies, or is late for longer than the group waits, in its third call; the others say so."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    member = ProcessGroupReduce(group)
+    x = torch.ones(1000, dtype=torch.bfloat16)
+    assert_same(member.all_reduce(x, CODECS["FP4"]), x * 3)
+    assert_same(member.all_reduce(x, CODECS["FP4"], cast_bf16_to_fp16=True), x * 3)
+    if rank == lost:
+        # Torch's store of files, which outlives every rank, knows what rank 0 did too.
+        dist.barrier()
+        os._exit(0) if dies else time.sleep(6)
+        return
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=f"quantized all-reduce: rank {lost} of the group did not arrive in call 3"):
+        member.all_reduce(x, CODECS["FP4"])
+    time.sleep(2)  # nobody leaves before all have noticed
+
+
+@pytest.mark.parametrize(("lost", "dies"), [(0, True), (1, True), (2, False)], ids=["0_dies", "1_dies", "2_is_late"])
+def test_a_lost_rank_is_named_with_the_call(lost: int, dies: bool) -> None:
+    run_ranks(3, lose_a_rank, lost, dies)
 
 
 def expect_errors(rank: int) -> None:

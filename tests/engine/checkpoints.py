@@ -34,14 +34,15 @@ def dense(path: Path, dtype: torch.dtype = torch.bfloat16, **settings: object) -
     return _save(LlamaForCausalLM(config), path, dtype)
 
 
-def moe(path: Path) -> Path:
-    """A Qwen3-MoE whose first layer has a dense MLP and whose second has 8 experts, 2 a token."""
+def moe(path: Path, dense_layers: tuple[int, ...] = (0,), inner: int = 96) -> Path:
+    """A Qwen3-MoE of two layers. `dense_layers` have a dense MLP, the others 8 experts with `inner` features, 2 a
+    token."""
     config = Qwen3MoeConfig(
         vocab_size=_VOCABULARY,
         max_position_embeddings=256,
         hidden_size=128,
         intermediate_size=256,
-        moe_intermediate_size=96,
+        moe_intermediate_size=inner,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -49,7 +50,7 @@ def moe(path: Path) -> Path:
         num_experts=8,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
-        mlp_only_layers=[0],
+        mlp_only_layers=list(dense_layers),
         norm_topk_prob=True,
     )
     return _save(Qwen3MoeForCausalLM(config), path, torch.bfloat16)

@@ -3,23 +3,28 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
+from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
+import vllm
+from vllm import _aiter_ops
 from vllm.distributed.device_communicators import cuda_communicator
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm import hardware
+from llm_quant_rocm.comm import group as group_module
 from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings, cached_crossovers
-from llm_quant_rocm.comm.quick_reduce import QuickReduce
-from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.comm.quick_reduce import TIMEOUT_SECONDS, QuickReduce
+from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce as reference
 from llm_quant_rocm_vllm import communicator, patches
 from tests.comm import processes
@@ -46,7 +51,9 @@ def lines(log: MagicMock) -> list[str]:
 
 def group(world: int, name: str = "tp", **variables: str) -> tuple[GroupCoordinator, list[str]]:
     """A group of vLLM's over all ranks, and what its making logged at INFO."""
-    os.environ["VLLM_DIST_IDENT"] = "test"
+    ident = [uuid4().hex]  # of vLLM's shared memory, which a test that failed leaves behind
+    dist.broadcast_object_list(ident)
+    os.environ["VLLM_DIST_IDENT"] = ident[0]
     for variable in [variable for variable in os.environ if variable.startswith(PREFIX)]:
         del os.environ[variable]
     os.environ.update({PREFIX + variable: value for variable, value in variables.items()})
@@ -98,12 +105,17 @@ def test_two_ranks() -> None:
 def reduce_compiled(rank: int) -> None:
     """As a part of a compiled graph without breaks, messages of both kinds, with what was sent in use afterwards."""
     tp, _ = group(2, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0", MAX_SIZE_BYTES_MB="1")
-    run = torch.compile(lambda x: tp.all_reduce(x + 1) + x + 1, fullgraph=True, backend="aot_eager", dynamic=True)
+
+    def send(x: torch.Tensor) -> torch.Tensor:
+        sent = x + 1
+        return tp.all_reduce(sent) - sent
+
+    run = torch.compile(send, fullgraph=True, backend="aot_eager", dynamic=True)
     for count, quantized in ((512, True), (MIB, False)):
         xs = inputs(2, count)
         sent = [x + 1 for x in xs]
         total = reference.two_shot(sent, CODECS["FP4"]) if quantized else sent[0] + sent[1]
-        assert_same(run(xs[rank]), total + xs[rank] + 1)
+        assert_same(run(xs[rank]), total - sent[rank])
 
 
 def test_compiled() -> None:
@@ -147,7 +159,7 @@ def step_aside(rank: int) -> None:
             patch.object(communicator, "get_current_vllm_config_or_none", lambda: fp32),
         ),
         ("VLLM_BATCH_INVARIANT is set", patch.object(communicator.envs, "VLLM_BATCH_INVARIANT", True, create=True)),
-        ("no memory for rank 1", patch.object(communicator, "_warm_up", side_effect=broken if rank == 1 else None)),
+        ("no memory for rank 1", patch.object(group_module, "warm_up", side_effect=broken if rank == 1 else None)),
     ):
         with cause:
             tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")
@@ -182,11 +194,11 @@ class OnGpus:
     def connect(self, **variables: str) -> tuple[communicator.QuickReduceComm | None, list[str]]:
         settings = Settings.from_environment({PREFIX + name: value for name, value in variables.items()})
         with (
-            patch.object(communicator, "detect", lambda device: hardware.amd("gfx942")),
+            patch.object(group_module, "detect", lambda device: hardware.amd("gfx942")),
             patch.object(torch.cuda, "can_device_access_peer", lambda device, peer: self.reach),
             patch.object(QuickReduce, "over", self.over),
-            patch.object(communicator, "Watch", self.watch),
-            patch.object(communicator, "_warm_up", self.warm_up),
+            patch.object(group_module, "Watch", self.watch),
+            patch.object(group_module, "warm_up", self.warm_up),
             patch.object(communicator.logger, "info") as log,
         ):
             return communicator.connect(self, settings), lines(log)
@@ -195,9 +207,9 @@ class OnGpus:
 def connect_gpus(rank: int) -> None:
     gpus = OnGpus(rank)
     found, said = gpus.connect(QUANTIZATION="FP4")
-    gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device)
+    gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device, timeout=TIMEOUT_SECONDS)
     transport = gpus.over.return_value
-    assert gpus.warm_up.call_args.args == (transport, found.policy, gpus.device)
+    assert gpus.warm_up.call_args.args[:3] == (transport, found.policy, gpus.device)
     gpus.watch.assert_called_once_with(transport.check)
     assert rank or said[0].startswith("quantized all-reduce: engine from 0 bytes, two_shot FP4 from 1048576 bytes")
 
@@ -250,7 +262,7 @@ def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
     settings = Settings(CODECS["FP4"], quantization_min_bytes=2 * MIB, cast_bf16_to_fp16=True)
     policy = Policy(settings, 2, "gfx942")
     transport = MagicMock()
-    communicator._warm_up(transport, policy, torch.device("cpu"))
+    group_module.warm_up(transport, policy, torch.device("cpu"), DTYPES)
     warm = {(call.args[0].dtype, *call.args[1:]) for call in transport.all_reduce.call_args_list}
     may_serve = set()
     for dtype in (torch.bfloat16, torch.float16):
@@ -261,6 +273,23 @@ def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
     assert warm == may_serve
     assert {choice[2] for choice in warm} == {Algorithm.ONE_SHOT, Algorithm.TWO_SHOT}
     transport.check.assert_called_once_with()
+
+
+def test_aiter_s_kernel_does_not_send_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 on ROCm, fusing the all-reduce with AITER's RMSNorm: its own codec's levels are not ours."""
+    policy = Policy(Settings(CODECS["FP4"], min_bytes=0), 2, "gfx950")
+    ours = communicator.QuickReduceComm(MagicMock(), policy, None)
+    device_communicator = SimpleNamespace(qr_comm=ours, cpu_group=object(), _aiter_qr_rmsnorm_comm=False)
+    fused = SimpleNamespace(custom_fused_ar_rms=lambda x, residual, *_, **__: (x + 1, residual + 1))
+    group = SimpleNamespace(device_communicator=device_communicator)
+    aiter = SimpleNamespace(aiter_ca=fused, use_1stage_fused_ar_rms=lambda x: False)
+    monkeypatch.setitem(sys.modules, "aiter", MagicMock(qr_all_reduce_rmsnorm=MagicMock(side_effect=AssertionError)))
+    monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: group)
+    monkeypatch.setattr(_aiter_ops.rocm_aiter_ops, "get_aiter_allreduce", lambda: aiter)
+    x, weight = torch.ones(81, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+    assert ours.should_quick_allreduce(x)
+    out, residual = _aiter_ops._rocm_aiter_fused_allreduce_rmsnorm_impl(x, x, weight, 1e-6)
+    assert torch.equal(out, x + 1) and torch.equal(residual, x + 1)
 
 
 def under_cuda_s_communicator(rank: int) -> None:

@@ -13,10 +13,11 @@ from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_qu
 
 import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm_vllm.loading import quantize_weight, refusing_other_dtypes
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
-from llm_quant_rocm_vllm.ptpc_fp8 import _ROUTER, PtpcFp8Config
+from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -73,8 +74,8 @@ def test_configuration_from_every_source(tmp_path: Path) -> None:
         PtpcFp8Config.from_config_dict_json(json.dumps(settings)),
         PtpcFp8Config.from_config_file(str(file)),
     ):
-        assert config.ignored_layers == ["o_proj"]
-    assert PtpcFp8Config().ignored_layers == []
+        assert config.layers.ignored == ["o_proj"]
+    assert PtpcFp8Config().layers.ignored == []
     assert PtpcFp8Config().get_supported_act_dtypes() == [torch.bfloat16, torch.float16]
     assert PtpcFp8Config().get_min_capability() == 90
 
@@ -114,27 +115,27 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ignored_layers(entries: list[str], ignored: bool) -> None:
     config = PtpcFp8Config(entries)
     config.packed_modules_mapping = FUSED
-    assert config._is_ignored("model.layers.0.self_attn.qkv_proj") is ignored
+    assert config.layers.is_ignored("model.layers.0.self_attn.qkv_proj", FUSED) is ignored
 
 
 def test_half_of_a_fused_layer_cannot_be_ignored() -> None:
     config = PtpcFp8Config(["model.layers.0.mlp.up_proj"])
     config.packed_modules_mapping = FUSED
     with pytest.raises(ValueError, match=r"some shards of model\.layers\.0\.mlp\.gate_up_proj"):
-        config._is_ignored("model.layers.0.mlp.gate_up_proj")
+        config.layers.is_ignored("model.layers.0.mlp.gate_up_proj", FUSED)
 
 
 def test_router_gates_by_name() -> None:
     gates = ("mlp.gate", "mlp.shared_expert_gate", "feed_forward.router", "ffn.router.layer", "text_experts_gate")
     layers = ("mlp.gate_proj", "mlp.gate_up_proj", "per_layer_input_gate", "self_attn.o_proj", "output_gate_proj")
-    assert all(_ROUTER.search(f"model.layers.0.{name}") for name in gates)
-    assert not any(_ROUTER.search(f"model.layers.0.{name}") for name in layers)
+    assert all(is_router(f"model.layers.0.{name}") for name in gates)
+    assert not any(is_router(f"model.layers.0.{name}") for name in layers)
 
 
 def test_a_weight_on_the_wrong_device_is_refused() -> None:
     weight = torch.empty(4, 8, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ValueError, match=r"^layer\.weight is on meta, and this vLLM computes on cpu"):
-        quantize_weight(weight, "layer.weight", str, None)
+    with pytest.raises(ValueError, match=r"^layer\.weight is on meta, and this engine computes on cpu"):
+        quantize_weight(weight, "layer.weight", str, None, "cpu")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -142,7 +143,7 @@ def test_the_row_of_a_broken_value_is_named(value: float) -> None:
     weight = torch.ones(4, 8, dtype=torch.bfloat16)
     weight[2, 5] = value
     with pytest.raises(ValueError, match=r"^row 2 holds NaN or inf \(in 1 rows\)"):
-        quantize_weight(weight, "layer.weight", lambda row: f"row {row}", None)
+        quantize_weight(weight, "layer.weight", lambda row: f"row {row}", None, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])

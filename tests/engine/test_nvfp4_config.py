@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 
-from llm_quant_rocm_vllm.checkpoint_files import refuse_truncated
-from llm_quant_rocm_vllm.layer_names import shard_name, shard_numbers
-from llm_quant_rocm_vllm.nvfp4 import NvFp4Config, Options, checkpoint_kind
-from llm_quant_rocm_vllm.nvfp4_tensors import refuse_ragged
+from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
+from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, checkpoint_kind
+from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 LEGACY = {

@@ -12,13 +12,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.expert_tensors import ExpertTensors
+from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT as TENSORS
+from llm_quant_rocm.checkpoint.nvfp4_tensors import keep, kept
 from llm_quant_rocm.formats import nvfp4
-from llm_quant_rocm_vllm.expert_tensors import ExpertTensors
+from llm_quant_rocm_vllm.experts import expert_names
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
-from llm_quant_rocm_vllm.nvfp4_tensors import MODELOPT as TENSORS
-from llm_quant_rocm_vllm.nvfp4_tensors import keep, kept
 
 MODELOPT = {
     "quant_method": "modelopt",
@@ -63,6 +64,21 @@ def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) 
         assert getattr(again, name).data_ptr() == getattr(prepared, name).data_ptr()
 
 
+def test_runs_are_a_parameter_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When vLLM loads weights anew it copies parameters into those that it has; a buffer it would leave as it is."""
+    given, runs = weight(), torch.tensor([[float(N), 0.5]] + [[0.0, 0.0]] * 7, dtype=torch.float64)
+    prepared = ops.PreparedNvFp4Weight(given.codes, given.scales, given.global_scale, "row", N, K, runs)
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", lambda given, gate_up: prepared)
+    layer = torch.nn.Module()
+    keep(layer, given)
+    assert "weight_runs" in dict(layer.named_parameters())
+    assert torch.equal(kept(layer).runs, runs) and kept(layer).runs.data_ptr() == runs.data_ptr()
+    served = method("model.layers.0.self_attn.o_proj")
+    compiled = torch.compile(lambda x: served.apply(layer, x), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(compiled(x), served.apply(layer, x))
+
+
 def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the kernels have a layout of their own, no layer holds a weight twice."""
 
@@ -73,7 +89,9 @@ def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
     served, layer, given = method("o_proj"), torch.nn.Module(), weight()
-    served.checkpoint = SimpleNamespace(refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))])
+    served.linear.checkpoint = SimpleNamespace(
+        refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))]
+    )
     tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
     for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
         layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -208,7 +226,8 @@ PROJECTIONS = {"ckpt_gate_proj_name": "gate_proj", "ckpt_down_proj_name": "down_
 
 def expert_tensors(**attributes: Any) -> ExpertTensors:
     layer = SimpleNamespace(**PROJECTIONS, **attributes)
-    return ExpertTensors(layer, "model.experts", TENSORS, lambda *args: None, {})
+    names = expert_names(layer, "model.experts")
+    return ExpertTensors(layer, "model.experts", names, TENSORS, lambda *args: None, {})
 
 
 def test_experts_in_one_tensor_are_refused() -> None:

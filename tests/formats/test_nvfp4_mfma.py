@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
+from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_packing
 from tests.inputs import assert_same
 from tests.nvfp4_inputs import nasty_weight
 
@@ -63,6 +63,16 @@ def test_no_byte_is_a_nan_of_gfx942(layout: str) -> None:
 
 
 @LAYOUTS
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 40, 32)], ids=str)
+def test_empty_weights(shape: tuple[int, ...], layout: str) -> None:
+    *leading, n, k = shape
+    codes = torch.empty(*leading, n, k // 2, dtype=torch.uint8)
+    scales = torch.empty(*leading, n, k // 16, dtype=torch.float8_e4m3fn)
+    for tensor, (_, expected) in zip(nvfp4_mfma.pack(codes, scales, layout), nvfp4_mfma.parts(n, k), strict=True):
+        assert tensor.shape == (*leading, *expected) and not tensor.any()
+
+
+@LAYOUTS
 def test_experts_are_packed_one_by_one(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nasty_weight(70, 80, 2, 3)
     words, scale_bytes = nvfp4_mfma.pack(weight.codes, weight.scales, layout)
@@ -70,7 +80,7 @@ def test_experts_are_packed_one_by_one(layout: str, monkeypatch: pytest.MonkeyPa
         alone = nvfp4_mfma.pack(weight.codes[expert], weight.scales[expert], layout)
         assert_same(words[expert], alone[0])
         assert_same(scale_bytes[expert], alone[1])
-    monkeypatch.setattr(nvfp4_mfma, "_PACK_ELEMENTS", 80 * 33)  # some rows at a time
+    monkeypatch.setattr(nvfp4_packing, "_ELEMENTS", 80 * 33)  # some rows at a time
     for part, whole in zip(nvfp4_mfma.pack(weight.codes, weight.scales, layout), (words, scale_bytes), strict=True):
         assert_same(part, whole)
 

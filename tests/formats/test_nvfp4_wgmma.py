@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_wgmma
+from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_packing, nvfp4_wgmma
 from tests.inputs import assert_same
 from tests.nvfp4_inputs import nasty_weight
 
@@ -92,6 +92,15 @@ def test_the_fp8_steps_find_every_value(n: int, k: int) -> None:
     assert ((found[tie].abs() - 3.5 * 2**-9).abs() == 0.5 * 2**-9).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 40, 32)], ids=str)
+def test_empty_weights(shape: tuple[int, ...]) -> None:
+    *leading, n, k = shape
+    codes = torch.empty(*leading, n, k // 2, dtype=torch.uint8)
+    scales = torch.empty(*leading, n, k // 16, dtype=torch.float8_e4m3fn)
+    for tensor, (_, expected) in zip(nvfp4_wgmma.pack(codes, scales), nvfp4_wgmma.parts(n, k), strict=True):
+        assert tensor.shape == (*leading, *expected) and not tensor.any()
+
+
 def test_experts_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nasty_weight(70, 80, 2, 3)
     words, scale_bytes = nvfp4_wgmma.pack(weight.codes, weight.scales)
@@ -99,7 +108,7 @@ def test_experts_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = nvfp4_wgmma.pack(weight.codes[expert], weight.scales[expert])
         assert_same(words[expert], alone[0])
         assert_same(scale_bytes[expert], alone[1])
-    monkeypatch.setattr(nvfp4_wgmma, "_PACK_ELEMENTS", 80 * 17)  # some rows at a time
+    monkeypatch.setattr(nvfp4_packing, "_ELEMENTS", 80 * 17)  # some rows at a time
     assert_same(nvfp4_wgmma.pack(weight.codes, weight.scales)[0], words)
 
 

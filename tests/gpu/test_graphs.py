@@ -2,6 +2,7 @@
 """CUDA graphs and torch.compile over every operator."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ def functions(width: int) -> dict[str, Function]:
     wq, wscale = fp8.quantize_rows(w, fp8.for_device(w.device))
     bias = random_rows(1, 96, torch.bfloat16, seed=5)[0].cuda()
     codes = ops.prepare_nvfp4_weight(nvfp4.quantize(w))
+    # A tensor of the host among those of the GPU, as AMD's kernels have it.
+    with_runs = replace(codes, runs=torch.tensor([[96.0, codes.global_scale[0].item()]] + [[0.0, 0.0]] * 7).double())
 
     def gemm(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         xq, xscale = ops.per_token_quant_fp8(x)
@@ -34,6 +37,7 @@ def functions(width: int) -> dict[str, Function]:
         "ptpc_gemm": gemm,
         "ptpc_linear": lambda x: (ops.ptpc_linear(x, wq, wscale, bias),),
         "nvfp4_gemm": lambda x: (ops.nvfp4_gemm(x, codes, bias),),
+        "nvfp4_gemm_with_runs": lambda x: (ops.nvfp4_gemm(x, with_runs, bias),),
     }
 
 
@@ -44,6 +48,7 @@ NAMES = [
     "ptpc_gemm",
     "ptpc_linear",
     "nvfp4_gemm",
+    "nvfp4_gemm_with_runs",
 ]
 
 

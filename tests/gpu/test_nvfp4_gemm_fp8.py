@@ -94,8 +94,8 @@ def test_exact_on_powers_of_two_expanded(shape: tuple[int, int, int], monkeypatc
 
     x, weight, bias = exact_operands(*shape, torch.bfloat16)
     product, bias = product64(x, weight), bias.bfloat16()
-    for size in (nvfp4_slices.EXPANDED_BYTES, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
-        monkeypatch.setattr(nvfp4_slices, "EXPANDED_BYTES", size)
+    for size in (nvfp4_slices.EXPANDED_VALUES, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
+        monkeypatch.setattr(nvfp4_slices, "EXPANDED_VALUES", size)
         assert_same(run("expanded", x, weight, None), product.float().bfloat16())
         assert_same(run("expanded", x, weight, bias), (product + bias.double()).float().bfloat16())
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """ops.nvfp4_gemm on the CPU, where the reference runs."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from llm_quant_rocm import ops, reference
+from llm_quant_rocm import hardware, ops, reference, tuning
 from llm_quant_rocm.formats import fp8, nvfp4
-from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS
+from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, VENDOR_ROWS, GemmCall, _choose
+from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, random_rows
 from tests.nvfp4_inputs import nasty_weight, weight64
 
@@ -115,8 +118,9 @@ def test_registration(shape: tuple[int, int, int]) -> None:
     # Its schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for chosen in (bias, None):
-        arguments = (x, *tensors, chosen, "row", shape[1], shape[2], "exact", False)
-        torch.library.opcheck(OPERATOR, arguments, test_utils=checks)
+        for runs in (None, torch.zeros(MAX_RUNS, 2, dtype=torch.float64)):
+            arguments = (x, *tensors, chosen, "row", shape[1], shape[2], "exact", False, runs)
+            torch.library.opcheck(OPERATOR, arguments, test_utils=checks)
 
 
 def test_compiles_to_one_graph() -> None:
@@ -129,7 +133,13 @@ def test_compiles_to_one_graph() -> None:
         weight = ops.PreparedNvFp4Weight(prepared.codes, prepared.scales, prepared.global_scale, "row", 24, 48)
         return ops.nvfp4_gemm(x, weight) * 2
 
-    for function in (given, rebuilt):
+    runs = torch.zeros(MAX_RUNS, 2, dtype=torch.float64)
+
+    def with_runs(x: torch.Tensor) -> torch.Tensor:
+        tensors = (prepared.codes, prepared.scales, prepared.global_scale)
+        return ops.nvfp4_gemm(x, ops.PreparedNvFp4Weight(*tensors, "row", 24, 48, runs)) * 2
+
+    for function in (given, rebuilt, with_runs):
         compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
         for count in (0, 2, 3, 70):
             x = random_rows(count, 48, torch.bfloat16)
@@ -154,10 +164,66 @@ def test_the_environment_forces_a_backend(monkeypatch: pytest.MonkeyPatch) -> No
         ops.nvfp4_gemm(torch.ones(77, 32).half(), nvfp4.quantize(torch.ones(7, 32)))
 
 
+MANY = GemmCall(
+    hardware.amd("gfx942"), VENDOR_ROWS, 96, 64, torch.bfloat16, "mfma", False, False, torch.bfloat16, 3, False
+)
+
+
+@pytest.fixture
+def with_triton() -> Iterator[None]:
+    pytest.importorskip("triton")
+    _choose.cache_clear()
+    yield
+    _choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "reason"),
+    [
+        ({}, "torch", None),
+        ({"dtype": torch.float16, "bias": None}, "torch", None),
+        ({"hardware": hardware.amd("gfx90a"), "fp8": True}, "torch", None),  # which has no FP8 units
+        ({"hardware": hardware.amd("gfx950"), "layout": "mfma_fp4", "m": 5000}, "torch", None),
+        ({"m": VENDOR_ROWS - 1}, "triton", None),
+        ({"batch_invariant": True}, "triton", "the vendor's product may add up a row differently"),
+        ({"fp8": True}, "triton", "prefill='fp8' is another product"),
+        # The vendor's FP8 product has neither fp16 results nor such rows.
+        ({"fp8": True, "dtype": torch.float16, "bias": None}, "torch", None),
+        ({"fp8": True, "n": 100}, "torch", None),
+        ({"bias": torch.float32}, "triton", "its bias is of x's dtype, torch.bfloat16, not torch.float32"),
+        ({"runs": 0}, "triton", "it takes up to 8 runs of rows under one global scale"),
+        ({"captured": True}, "triton", "the CUDA graph would keep today's global scales"),
+        ({"hardware": hardware.nvidia(9, 0), "layout": "wgmma"}, "triton", None),
+        ({"hardware": hardware.CPU, "layout": "row"}, "reference", "cpu has no kernel for NVFP4"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.usefixtures("with_triton")
+def test_who_serves_many_rows(changes: dict[str, Any], backend: str, reason: str | None) -> None:
+    choice = _choose(replace(MANY, **changes))
+    assert choice.backend.name == backend
+    reasons = dict(choice.passed_over)
+    assert reasons.get("torch", "").startswith(reason) if reason else not reasons
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_what_was_measured_counts_before_what_was_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, m in (("torch", 100), ("triton", 5000)):
+        measured = tuning.Measured(96, 64, m, backend, {})
+        monkeypatch.setattr(tuning, "lookup", lambda *shape, measured=measured: measured)
+        assert _choose(replace(MANY, m=m)).backend.name == backend
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_ck_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: torch._C._BlasBackend.Ck)
+    assert dict(_choose(MANY).passed_over) == {"torch": "torch is told to prefer CK, which rounds before it scales"}
+
+
 def call(**changes: Any) -> torch.Tensor:
     x, weight, bias = exact_operands(2, 3, 32, torch.bfloat16)
     prepared = ops.prepare_nvfp4_weight(weight)
-    fields = {name: getattr(prepared, name) for name in ("codes", "scales", "global_scale", "layout", "n", "k")}
+    fields = {name: getattr(prepared, name) for name in ("codes", "scales", "global_scale", "layout", "n", "k", "runs")}
     weight_changes = {name: value for name, value in changes.items() if name in fields}
     others = {name: value for name, value in changes.items() if name not in fields}
     arguments = {"x": x, "weight": ops.PreparedNvFp4Weight(**fields | weight_changes), "bias": bias}
@@ -188,6 +254,11 @@ def call(**changes: Any) -> torch.Tensor:
         ({"bias": torch.ones(3).int()}, ValueError, "bias must be bf16, fp16 or fp32"),
         ({"bias": torch.ones(3, device="meta")}, ValueError, "bias is on meta, x on cpu; move them"),
         ({"x": torch.ones(2, 32, device="meta").half()}, ValueError, "weight is on cpu, x on meta; move them"),
+        (
+            {"runs": torch.zeros(MAX_RUNS, 2)},
+            ValueError,
+            r"weight.runs is torch.float32 \(8, 2\), not float64 \(8, 2\)",
+        ),
         ({"layout": "column"}, ValueError, "weight: layout 'column' is not one of row"),
         ({"prefill": "fp4"}, ValueError, "prefill 'fp4' is not one of exact, fp8"),
         ({"prefill": "fp8", "batch_invariant": True}, ValueError, "depends on the number of rows; use 'exact'"),

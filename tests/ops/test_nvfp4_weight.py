@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ops.prepare_nvfp4_weight where no kernel wants another layout: on the CPU."""
+"""ops.prepare_nvfp4_weight: on the CPU, where no kernel wants another layout, and as an AMD GPU's kernels want it."""
 
+import pytest
 import torch
 
-from llm_quant_rocm import ops
+from llm_quant_rocm import backends, hardware, ops
 from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS, runs_of
 from tests.nvfp4_inputs import nasty_weight
 
 
@@ -15,6 +17,7 @@ def test_a_weight_stays_as_it_is() -> None:
         assert prepared.scales is weight.scales
         assert prepared.global_scale is weight.global_scale
         assert (prepared.layout, prepared.n, prepared.k) == ("row", weight.n, weight.k)
+        assert prepared.runs is None and runs_of(prepared) == []
 
 
 def test_a_view_becomes_contiguous() -> None:
@@ -24,3 +27,46 @@ def test_a_view_becomes_contiguous() -> None:
     assert prepared.codes.is_contiguous() and prepared.scales.is_contiguous() and prepared.global_scale.is_contiguous()
     x = torch.randn(3, 32).bfloat16()
     assert torch.equal(ops.nvfp4_gemm(x, prepared), ops.nvfp4_gemm(x, view))
+
+
+@pytest.fixture
+def gfx942(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has an AMD GPU's facts."""
+    monkeypatch.setattr(hardware, "CPU", hardware.amd("gfx942"))
+    monkeypatch.setattr(backends, "missing", lambda module: None)
+
+
+def with_scales(scales: torch.Tensor) -> nvfp4.NvFp4Weight:
+    weight = nasty_weight(len(scales), 32)
+    return nvfp4.NvFp4Weight(weight.codes, weight.scales, scales)
+
+
+@pytest.mark.parametrize(
+    ("scales", "runs"),
+    [
+        ([0.1] * 5, [(5, 0.1)]),
+        ([0.1] * 5 + [0.3] * 2 + [0.1] * 3, [(5, 0.1), (2, 0.3), (3, 0.1)]),
+        ([float(row) for row in range(1, MAX_RUNS + 1)], [(1, float(row)) for row in range(1, MAX_RUNS + 1)]),
+        ([float(row) for row in range(1, MAX_RUNS + 2)], []),
+    ],
+    ids=["one", "three", "as-many-as-fit", "too-many"],
+)
+@pytest.mark.usefixtures("gfx942")
+def test_runs_of_rows_under_one_global_scale(scales: list[float], runs: list[tuple[int, float]]) -> None:
+    prepared = ops.prepare_nvfp4_weight(with_scales(torch.tensor(scales)))
+    assert prepared.runs is not None and prepared.runs.is_cpu
+    assert prepared.runs.shape == (MAX_RUNS, 2), "engines copy one weight's into another's"
+    assert runs_of(prepared) == [(count, torch.tensor(scale).item()) for count, scale in runs]
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_experts_have_no_runs() -> None:
+    assert ops.prepare_nvfp4_weight(nasty_weight(32, 64, 3)).runs is None
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_runs_of_another_weight_are_refused() -> None:
+    prepared, other = (ops.prepare_nvfp4_weight(with_scales(torch.ones(n))) for n in (5, 6))
+    object.__setattr__(prepared, "runs", other.runs)
+    with pytest.raises(ValueError, match=r"runs \[\(6, 1.0\)\] do not have the weight's 5 rows; make it with"):
+        runs_of(prepared)

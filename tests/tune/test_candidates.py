@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
+from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS, kernels_of
 from llm_quant_rocm.tune import OPERATORS, tuner
 
 HOPPER = hardware.nvidia(9, 0)
@@ -51,3 +51,18 @@ def test_the_shipped_winners_are_candidates(operator: str) -> None:
 )
 def test_who_serves_a_shape_of_ptpc(m: int, us: dict[str, float], winner: str) -> None:
     assert tuner("ptpc_gemm").backend(m, us) == winner
+
+
+@pytest.mark.parametrize(
+    ("us", "winner"),
+    [
+        ({"ours": 10.0, "bf16": 5.0}, "triton"),
+        ({"ours": 10.0, "bf16": 5.0, "torch": 9.9}, "torch"),
+        ({"ours": 10.0, "bf16": 5.0, "torch": 10.1}, "triton"),
+    ],
+    ids=["hopper", "vendor", "kernel"],
+)
+def test_who_serves_a_shape_of_nvfp4(us: dict[str, float], winner: str) -> None:
+    """bf16 is timed to compare with; "torch" is AMD's other way, and a backend's name."""
+    assert tuner("nvfp4_gemm").backend(1024, us) == winner
+    assert winner in {backend.name for backend in BACKENDS}

@@ -14,7 +14,6 @@ from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
-from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
 from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 from tests.amd import isa
 from tests.amd.budget import Budget
@@ -73,16 +72,10 @@ def loop_over_k(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any])
 BUDGETS = {
     "nvfp4_mfma_kernel": Budget(matrix=MATRIX, more=loop_over_k),
     "nvfp4_mfma_add_kernel": Budget(),
-    "nvfp4_mfma_expand_kernel": Budget(),
 }
-UNITS = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}  # compute units of one die, of an MI300X, of an MI355X
 HALF = (torch.bfloat16, torch.float16)
 # Projections of Llama 3 70B: whole, and sharded over 8 GPUs.
 SHAPES = [(m, 8192, 8192) for m in (1, 16, 32, 64, 256)] + [(16, 1280, 8192), (16, 57344, 8192), (64, 8192, 3584)]
-
-
-def expanded_dtypes(hardware: Hardware) -> tuple[torch.dtype, ...]:
-    return (*HALF, hardware.fp8_dtype) if hardware.fp8_units else HALF
 
 
 def packed(weight: NvFp4Weight, arch: str, gate_up: bool = False) -> tuple[torch.Tensor, ...]:
@@ -111,15 +104,8 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
             tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
         )  # fmt: skip
 
-    def expanded(n: int, k: int, dtype: torch.dtype) -> None:
-        (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
-        weight = torch.empty(words, dtype=word_dtype), torch.empty(scales, dtype=byte_dtype)
-        factor = None if dtype in HALF else torch.empty(n)
-        expand(*weight, factor, torch.empty(n, k, dtype=dtype), 0, n, hardware)
-
-    units = UNITS[hardware.arch]
     return {
-        f"{m} x {n} x {k} {dtype}": partial(run, m, n, k, dtype, default_config(m, n, k, units))
+        f"{m} x {n} x {k} {dtype}": partial(run, m, n, k, dtype, default_config(m, n, k, hardware.units))
         for m, n, k in SHAPES
         for dtype in HALF
     } | {
@@ -127,7 +113,6 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"experts down, {m} rows": partial(experts, 2048, 768, m, None) for m in (16, 64)},
         "K that ends early": partial(run, 16, 8192, 8192 + 128, torch.bfloat16, Config(16)),
         **{f"128 rows {dtype}": partial(run, 128, 8192, 8192, dtype, Config(128)) for dtype in HALF},
-        **{f"expand {dtype}": partial(expanded, 1024, 8192, dtype) for dtype in expanded_dtypes(hardware)},
     }
 
 
@@ -135,7 +120,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     arch = hardware.arch
 
     def product(x: torch.Tensor, weight: NvFp4Weight, bias: Any = None, config: Config | None = None) -> torch.Tensor:
-        config = config or default_config(x.shape[0], weight.n, weight.k, UNITS[arch])
+        config = config or default_config(x.shape[0], weight.n, weight.k, hardware.units)
         return gemm(x, *packed(weight, arch), bias, weight.n, hardware, config)
 
     def every_code(dtype: torch.dtype) -> None:
@@ -259,20 +244,6 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         found = ops.nvfp4_moe(**arguments)
         assert relative_error(found, expected) < (6e-3 if dtype == torch.bfloat16 else 8e-4)
 
-    def expanded(dtype: torch.dtype) -> None:
-        """The second tile of rows and a third that ends early, columns that end early."""
-        weight = nasty_weight(300, 400)
-        words, scale_bytes, _ = packed(weight, arch)
-        out = torch.empty(172, 400, dtype=dtype)
-        values = nvfp4.block_values(weight.codes, weight.scales)
-        if dtype in HALF:
-            expand(words, scale_bytes, None, out, 128, 300, hardware)
-        else:
-            factor = torch.finfo(dtype).max / values.abs().amax(dim=1).clamp_min(1e-3)
-            expand(words, scale_bytes, factor, out, 128, 300, hardware)
-            values = (values * factor[:, None]).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-        assert_same(out.float() + 0.0, values[128:].to(dtype).float() + 0.0)
-
     cases: dict[str, Callable[[], object]] = {}
     for dtype in HALF:
         cases |= {
@@ -305,5 +276,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "experts in parts": partial(experts, torch.bfloat16, 2),
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
-        **{f"expand to {dtype}": partial(expanded, dtype) for dtype in expanded_dtypes(hardware)},
     }  # fmt: skip

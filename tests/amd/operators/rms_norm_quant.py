@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm with quantization: the sum bit for bit, codes and scales but for the order of the sum of squares."""
+"""RMSNorm with quantization: the reference's bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
-from tests.inputs import DTYPE_IDS, DTYPES, assert_same, code_distance, nasty_rows, random_rows
+from tests.inputs import DTYPE_IDS, DTYPES, assert_same, nasty_rows, random_rows
 
 # The widest row there may be spills with Triton 3.9. No model has it: the widest hidden size, Llama 3 405B's, is 16384.
 BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST, may_spill=frozenset({"65536 columns"}))}
@@ -34,31 +34,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
     def check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None, eps: float = 1e-6) -> None:
         found = ops.rms_norm_quant_fp8(x, weight, eps, residual)
-        q, scale, total = reference.rms_norm_quant_fp8(x, weight, eps, residual, fmt)
-        if residual is not None:
-            assert_same(found[2], total)
-        # Another order of the sum moves the norm by some 1e-7: a normed value then moves by a unit in the last place
-        # of x's dtype or, nearly always, not at all, and a code moves where it sat at a boundary.
-        torch.testing.assert_close(found[1], scale, rtol=2 * torch.finfo(x.dtype).eps, atol=0, equal_nan=True)
-        nan = q.float().isnan()
-        assert torch.equal(found[0].float().isnan(), nan)
-        distance = code_distance(found[0], q).masked_fill(nan, 0)
-        assert distance.max() <= 1
-        same_scale = torch.isclose(found[1], scale, rtol=1e-6, atol=0, equal_nan=True).flatten()
-        assert (~same_scale).sum() <= 1
-        codes = distance[same_scale]
-        assert (codes != 0).sum() <= 1 + codes.numel() // 1000
-
-    def every_bit(width: int, dtype: torch.dtype) -> None:
-        """Rows of +-2**k: their mean square is 4**k in any order of summation, so there is one right result."""
-        sign = torch.where(random_rows(12, width, torch.float32) < 0, -1.0, 1.0)
-        x = (sign * torch.arange(-6, 6).float().exp2()[:, None]).to(dtype)
-        weight = random_rows(1, width, dtype, seed=1)[0]
-        for residual in (None, x):
-            found = ops.rms_norm_quant_fp8(x, weight, 0.0, residual)
-            expected = reference.rms_norm_quant_fp8(x, weight, 0.0, residual, fmt)
-            for result, value in zip(found, expected, strict=False):  # without a residual the operator returns no sum
-                assert_same(result, value)
+        expected = reference.rms_norm_quant_fp8(x, weight, eps, residual, fmt)
+        for result, value in zip(found, expected, strict=False):  # without a residual the operator returns no sum
+            assert_same(result, value)
 
     def dtypes(dtype: torch.dtype, weight_dtype: torch.dtype, width: int) -> None:
         x, weight = nasty_rows(width, dtype), torch.linspace(-2, 2, width).to(weight_dtype)
@@ -82,12 +60,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{
             f"{width} columns of {name}": partial(dtypes, dtype, dtype, width)
             for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
-            for width in (1, 1000)
-        },
-        **{
-            f"{width} columns of {name}, every bit": partial(every_bit, width, dtype)
-            for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
-            for width in (7, 1025)
+            for width in (1, 7, 1000, 1025)
         },
         "an fp32 weight": partial(dtypes, torch.bfloat16, torch.float32, 96),
         **{f"{width} columns": partial(random, width) for width in (*WIDTHS, 65536)},

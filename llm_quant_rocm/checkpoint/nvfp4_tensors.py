@@ -90,18 +90,19 @@ def assemble(names: TensorNames, codes: torch.Tensor, scales: torch.Tensor, piec
 
 
 def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:
-    """A weight of random codes in these tensors, for vLLM's load format "dummy", which leaves codes as they are."""
+    """A weight of random codes in these tensors, for the load format "dummy", which leaves codes as they are."""
     codes.random_(0, 256)
     scales.view(torch.uint8).fill_(_ONE)
     return NvFp4Weight(codes, scales, torch.full(codes.shape[:-1], 2.0**-12, dtype=torch.float32, device=codes.device))
 
 
 def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "", *, in_rows: bool = False) -> None:
-    """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`; with
-    `in_rows` as it stands, whatever the kernels want.
+    """Give `layer` the prepared `weight` as `STEMweight`, `STEMweight_scale` and `STEMweight_global_scale`, and
+    `STEMweight_runs` where it has runs; with `in_rows` as it stands, whatever the kernels want.
 
-    These are the names by which other parts of vLLM look for a layer's weight and its device. The codes are kept as
-    bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is uint8.
+    The first three are the names by which other parts of engines look for a layer's weight and its device. The codes
+    are kept as bytes in whatever layout: MLA attention converts its input to the dtype of `weight` unless that is
+    uint8.
     """
     if in_rows:
         prepared = PreparedNvFp4Weight.in_rows(weight)
@@ -112,6 +113,8 @@ def keep(layer: torch.nn.Module, weight: NvFp4Weight, stem: str = "", *, in_rows
         "weight_scale": prepared.scales,
         "weight_global_scale": prepared.global_scale,
     }
+    if prepared.runs is not None:  # a parameter too: vLLM overwrites these when it loads weights anew
+        tensors["weight_runs"] = prepared.runs
     for name, tensor in tensors.items():
         setattr(layer, stem + name, torch.nn.Parameter(tensor, requires_grad=False))
     setattr(layer, f"{stem}nvfp4", (prepared.codes.dtype, prepared.layout, prepared.n, prepared.k))
@@ -127,6 +130,7 @@ def kept(layer: Any, stem: str = "") -> PreparedNvFp4Weight:
         layout,
         n,
         k,
+        getattr(layer, f"{stem}weight_runs", None),
     )
 
 

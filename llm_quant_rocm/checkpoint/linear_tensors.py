@@ -2,26 +2,13 @@
 """The checkpoint tensors of a quantized linear layer, checked as they arrive."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.parameter import ModelWeightParameter
-from vllm.model_executor.utils import set_weight_attrs
 
-from llm_quant_rocm_vllm.layer_names import shard_name, shard_numbers
-
-# vLLM's special layers place the rows of a checkpoint by rules of their own.
-_PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear)
+from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
 
 _Shard = str | int | tuple[int, ...] | None
 
@@ -38,41 +25,59 @@ def unquantized(name: str, dtype: torch.dtype, promised: torch.dtype) -> str:
     )
 
 
+@dataclass(frozen=True)
+class EngineLayers:
+    """An engine's classes, by what `LinearTensors` needs of them.
+
+    Attributes:
+        parameter: makes a matrix's parameter of `data`, `input_dim`, `output_dim` and `weight_loader`.
+        plain: linear layers whose shards hold the checkpoint's rows in their order. Others have rules of their own.
+        embedding: embeddings and output heads.
+    """
+
+    parameter: Callable[..., torch.nn.Parameter]
+    plain: tuple[type, ...]
+    embedding: type[Any]
+
+
 class LinearTensors:
     """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.
 
-    vLLM's loaders copy: they would convert another dtype, cut a tensor that is too large, and leave what never arrives
-    as it was. Here each is an error with the tensor's name.
+    Engines' loaders copy: they would convert another dtype, cut a tensor that is too large, and leave what never
+    arrives as it was. Here each is an error with the tensor's name.
 
     Args:
         layer: a linear layer, or an output head.
-        prefix: vLLM's name of it.
-        fused: vLLM's packed_modules_mapping.
+        prefix: the engine's name of it.
+        fused: the engine's packed_modules_mapping.
         sizes: this rank's rows of each shard.
         output_size: all ranks' rows together.
-        loader: vLLM's weight loader of the layer.
+        loader: the engine's weight loader of the layer.
+        engine: the engine's classes.
     """
 
     def __init__(
         self,
-        layer: LinearBase,
+        layer: Any,
         prefix: str,
         fused: Mapping[str, Sequence[str]],
         sizes: Sequence[int],
         output_size: int,
         loader: Callable[..., Any],
+        engine: EngineLayers,
     ) -> None:
         self._layer = layer
         self._sizes = list(sizes)
         self._ranks = output_size // max(1, sum(sizes))
         self._loader = loader
+        self._engine = engine
         self._shards = [shard_name(prefix, shard, fused) for shard in range(len(sizes))]
         self._prefix = prefix
         self._required: list[str] = []
         self._arrived: set[tuple[str, int]] = set()
 
     def add_matrix(self, tensor: str, dtype: torch.dtype, columns: int, whole: int) -> None:
-        """A parameter [rows, `columns`] of a checkpoint tensor with `whole` columns, loaded by vLLM."""
+        """A parameter [rows, `columns`] of a checkpoint tensor with `whole` columns, loaded by the engine."""
 
         @wraps(self._loader)  # vLLM binds arguments by the loader's signature
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +96,7 @@ class LinearTensors:
             return self._loader(param, loaded_weight, *args, **kwargs)
 
         data = torch.empty(sum(self._sizes), columns, dtype=dtype)
-        parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
+        parameter = self._engine.parameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
         self._layer.register_parameter(tensor, parameter)
         self._required.append(tensor)
 
@@ -106,8 +111,7 @@ class LinearTensors:
                 tensor, loaded_weight, loaded_shard_id
             ).to(param.device)
 
-        set_weight_attrs(values, {"weight_loader": load})
-        self._layer.register_parameter(tensor, values)
+        _register(self._layer, tensor, values, load)
         self._required.append(tensor)
 
     def add_optional_scalars(self, tensor: str) -> dict[int, torch.Tensor]:
@@ -122,8 +126,7 @@ class LinearTensors:
             scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
             values.update(dict.fromkeys(shard_numbers(loaded_shard_id, len(self._sizes)), scalar))
 
-        set_weight_attrs(placeholder, {"weight_loader": load})
-        self._layer.register_parameter(tensor, placeholder)
+        _register(self._layer, tensor, placeholder, load)
         return values
 
     def add_refused(self, tensor: str) -> None:
@@ -133,8 +136,7 @@ class LinearTensors:
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
 
-        set_weight_attrs(placeholder, {"weight_loader": load})
-        self._layer.register_parameter(tensor, placeholder)
+        _register(self._layer, tensor, placeholder, load)
 
     def pieces(self) -> list[tuple[str, slice]]:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
@@ -166,11 +168,16 @@ class LinearTensors:
         return f"{self._shards[numbers[0]] if len(numbers) == 1 else self._prefix}.{tensor}"
 
     def _rows(self, shard: _Shard) -> int | None:
-        """How many rows the checkpoint tensor of `shard` has, None where vLLM alone knows."""
-        if isinstance(self._layer, VocabParallelEmbedding):
+        """How many rows the checkpoint tensor of `shard` has, None where the engine alone knows."""
+        if isinstance(self._layer, self._engine.embedding):
             return self._layer.org_vocab_size
         numbers = shard_numbers(shard, len(self._sizes))
-        if type(self._layer) not in _PLAIN or len(numbers) != 1:
+        if type(self._layer) not in self._engine.plain or len(numbers) != 1:
             return None
         replicas = self._layer.num_kv_head_replicas if shard in ("k", "v") else 1
         return self._sizes[numbers[0]] * self._ranks // replicas
+
+
+def _register(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter, loader: Callable[..., Any]) -> None:
+    parameter.weight_loader = loader  # type: ignore[attr-defined]
+    layer.register_parameter(name, parameter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the linear and the mixture-of-experts method share: checks of checkpoint tensors, and their quantization."""
+"""Quantization while a checkpoint loads: checks of its 16-bit tensors, and their FP8 codes."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.platforms import current_platform
 
 from llm_quant_rocm.formats import fp8
 
@@ -15,7 +14,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
-    """vLLM's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
+    """The engine's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
 
     `name` gets the loader's arguments after the tensor and returns the tensor's name.
     """
@@ -33,20 +32,24 @@ def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) 
 
 
 def quantize_weight(
-    weight: torch.Tensor, name: str, name_of_row: Callable[[int], str], group: dist.ProcessGroup | None
+    weight: torch.Tensor,
+    name: str,
+    name_of_row: Callable[[int], str],
+    group: dist.ProcessGroup | None,
+    device_type: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., N, K] and fp32 scales [..., N, 1] of weight [..., N, K], in the flavour of its device.
 
     `group` holds the ranks among which K is sharded: the scales are then those of the whole rows, whatever the
     number of ranks. `name` is the weight's, `name_of_row` that of the checkpoint tensor of a row (of all leading
-    dimensions flattened).
+    dimensions flattened). The engine computes on `device_type`.
 
     Raises:
-        ValueError: the weight is not where vLLM computes, or a row holds NaN or inf (on every rank of `group`).
+        ValueError: the weight is not where the engine computes, or a row holds NaN or inf (on every rank of `group`).
     """
-    if weight.device.type != current_platform.device_type:
+    if weight.device.type != device_type:
         raise ValueError(
-            f"{name} is on {weight.device}, and this vLLM computes on {current_platform.device_type}: "
+            f"{name} is on {weight.device}, and this engine computes on {device_type}: "
             "it must be there to be quantized; load without a device of your own choice"
         )
     amax = fp8.row_amax(weight)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/scales.png: what one scale a tensor, and one a row, leave of each token. `python docs/draw_scales.py`"""
+"""Draws docs/figures/scales.png: what one scale a tensor, and one a row, leave of each token.
+
+`python docs/figures/scales.py`
+"""
 
 from pathlib import Path
 
@@ -9,7 +12,8 @@ import torch
 from llm_quant_rocm.formats import fp8
 
 
-def main() -> None:
+def main(folder: Path) -> None:
+    """Draw scales.png in `folder`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 2048, generator=generator) * torch.tensor([1.0, 3e-3, 300.0, 0.1, 1e-3, 0.03])[:, None]
     per_row = fp8.dequantize(*fp8.quantize_rows(x, fp8.OCP))
@@ -29,8 +33,8 @@ def main() -> None:
     axis.legend(loc="upper center")
     axis.set_title("Six tokens in one tensor, quantized to E4M3 (OCP)", fontsize=10)
     figure.tight_layout()
-    figure.savefig(Path(__file__).parent / "scales.png", dpi=110)
+    figure.savefig(folder / "scales.png", dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).parent)

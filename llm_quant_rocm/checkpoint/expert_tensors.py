@@ -2,46 +2,64 @@
 """The NVFP4 tensors of routed experts in a checkpoint, checked as they arrive."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
-from vllm.model_executor.utils import set_weight_attrs
 
+from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, unquantized
+from llm_quant_rocm.checkpoint.nvfp4_tensors import Piece, TensorNames, input_global_scale
 from llm_quant_rocm.formats.nvfp4 import BLOCK
-from llm_quant_rocm_vllm.experts import expert_name, global_expert, local_expert
-from llm_quant_rocm_vllm.linear_tensors import UNQUANTIZED, unquantized
-from llm_quant_rocm_vllm.nvfp4_tensors import Piece, TensorNames, input_global_scale
 
-# The parameters' stems, and which of an expert's projections each holds, by vLLM's names, in the order of their rows.
+# The parameters' stems, and which of an expert's projections each holds, by engines' names, in the order of their rows.
 STEMS = {"w13_": ("w1", "w3"), "w2_": ("w2",)}
+# How engines' loaders know a scale of which there are several a row.
+_GROUP = "group"
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Which experts are here, and what the checkpoint calls them.
+
+    Attributes:
+        name: the checkpoint's name of a projection ("w1", "w2" or "w3") of an expert, by the checkpoint's number.
+        local: this rank's number of the checkpoint's expert number, or -1.
+        whole: the checkpoint's number of this rank's expert number.
+    """
+
+    name: Callable[[int, str], str]
+    local: Callable[[int], int]
+    whole: Callable[[int], int]
 
 
 class ExpertTensors:
     """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.
 
-    Each is an error with the tensor's name, where vLLM's loader would convert another dtype, cut a tensor that is too
-    large, and leave what never arrives as it was.
+    Each is an error with the tensor's name, where an engine's loader would convert another dtype, cut a tensor that is
+    too large, and leave what never arrives as it was.
 
     Args:
         layer: routed experts.
-        prefix: vLLM's name of them.
+        prefix: the engine's name of them.
+        experts: which are here, and the checkpoint's names of them.
         names: what the checkpoint calls an expert's tensors.
-        loader: vLLM's weight loader of the layer.
-        attributes: further attributes of parameters that vLLM asks for.
+        loader: the engine's weight loader of the layer.
+        attributes: further attributes of parameters that the engine asks for.
     """
 
     def __init__(
         self,
-        layer: RoutedExperts,
+        layer: torch.nn.Module,
         prefix: str,
+        experts: ExpertNames,
         names: TensorNames,
         loader: Callable[..., Any],
         attributes: dict[str, Any],
     ) -> None:
         self._layer = layer
         self._prefix = prefix
+        self._experts = experts
         self._names = names
         self._loader = loader
         self._attributes = attributes
@@ -58,7 +76,7 @@ class ExpertTensors:
             load = self.matrix_loader(tensor, dtype, (whole[0], whole[1] // pack))
             attributes = {**self._attributes, "weight_loader": load}
             if tensor == names.scales:
-                attributes["quant_method"] = FusedMoeWeightScaleSupported.GROUP.value
+                attributes["quant_method"] = _GROUP
             self._register(stem + tensor, torch.empty(experts, shape[0], shape[1] // pack, dtype=dtype), attributes)
         scalars = torch.full((experts, len(STEMS[stem])), torch.nan, dtype=torch.float32)
         self._register(stem + names.global_scale, scalars, {"weight_loader": self._global_scale_loader()})
@@ -76,7 +94,7 @@ class ExpertTensors:
             delattr(self._layer, stem + tensor)
 
     def matrix_loader(self, tensor: str, dtype: torch.dtype, shape: tuple[int, int]) -> Callable[..., Any]:
-        """vLLM's loader, refusing what it would convert, cut or load in part."""
+        """The engine's loader, refusing what it would convert, cut or load in part."""
 
         @wraps(self._loader)  # vLLM binds arguments by the loader's signature
         def load(
@@ -85,14 +103,14 @@ class ExpertTensors:
             weight_name: str,
             shard_id: str,
             expert_id: int,
-            return_success: bool = False,
+            **options: Any,
         ) -> Any:
-            name = f"{expert_name(self._layer, self._prefix, expert_id, shard_id)}.{tensor}"
+            name = f"{self._experts.name(expert_id, shard_id)}.{tensor}"
             if loaded_weight.dim() == 3:
                 raise NotImplementedError(
                     f"{self._prefix} has one tensor for all experts in the checkpoint (shape "
-                    f"{tuple(loaded_weight.shape)}), and nvfp4_triton reads one for each: leave the checkpoint to vLLM "
-                    "with LLM_QUANT_ROCM_NVFP4=0"
+                    f"{tuple(loaded_weight.shape)}), and nvfp4_triton reads one for each: leave the checkpoint to the "
+                    "engine with LLM_QUANT_ROCM_NVFP4=0"
                 )
             if loaded_weight.dtype != dtype:
                 raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
@@ -102,7 +120,7 @@ class ExpertTensors:
                     f"{shape}: the checkpoint is broken, or made for another model"
                 )
             self._arrived.add((tensor, expert_id, shard_id))
-            return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+            return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, **options)
 
         return load
 
@@ -120,7 +138,7 @@ class ExpertTensors:
             tensor = self._names.global_scale
             value = self._one_value(tensor, loaded_weight, shard_id, expert_id)
             self._arrived.add((tensor, expert_id, shard_id))
-            expert = local_expert(self._layer, expert_id)
+            expert = self._experts.local(expert_id)
             if expert >= 0:
                 param.data[expert, int(shard_id == "w3")] = value.to(param.device)
             return expert >= 0 if return_success else None
@@ -147,7 +165,7 @@ class ExpertTensors:
     def _one_value(self, tensor: str, value: torch.Tensor, shard: str, expert: int) -> torch.Tensor:
         """A copy of the checkpoint's `value`, fp32 []."""
         if value.numel() != 1:
-            name = f"{expert_name(self._layer, self._prefix, expert, shard)}.{tensor}"
+            name = f"{self._experts.name(expert, shard)}.{tensor}"
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it is one value")
         return value.float().reshape(()).clone()
 
@@ -155,11 +173,11 @@ class ExpertTensors:
         """The scales, fp32 [E], that the inputs of `stem` are encoded with."""
         scales = []
         for expert in range(experts):
-            number = global_expert(self._layer, expert)
+            number = self._experts.whole(expert)
             found = [
                 self._input_scales[number, shard] for shard in STEMS[stem] if (number, shard) in self._input_scales
             ]
-            name = expert_name(self._layer, self._prefix, number, STEMS[stem][0])
+            name = self._experts.name(number, STEMS[stem][0])
             scales.append(input_global_scale(self._names, name, found))
         return torch.stack(scales)
 
@@ -170,9 +188,9 @@ class ExpertTensors:
         shards = STEMS[stem]
         rows = getattr(self._layer, stem + names.codes).shape[1] // len(shards)
         for expert in range(global_scale.shape[0]):
-            number = global_expert(self._layer, expert)
+            number = self._experts.whole(expert)
             for index, shard in enumerate(shards):
-                name = expert_name(self._layer, self._prefix, number, shard)
+                name = self._experts.name(number, shard)
                 for tensor in (names.codes, names.scales, names.global_scale):
                     if (tensor, number, shard) not in self._arrived:
                         raise ValueError(
@@ -184,5 +202,6 @@ class ExpertTensors:
 
     def _register(self, name: str, data: torch.Tensor, attributes: dict[str, Any]) -> None:
         parameter = torch.nn.Parameter(data, requires_grad=False)
-        set_weight_attrs(parameter, attributes)
+        for key, value in attributes.items():
+            setattr(parameter, key, value)
         self._layer.register_parameter(name, parameter)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headers of a checkpoint's files: what tensors they hold, and whether the files are whole."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_CURE = "copy or download the file again"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a header says of one tensor: safetensors' name of its dtype ("BF16", "F8_E4M3", "U8"), shape and bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name, from its header alone; the file is compared with it in length.
+
+    A header is 8 bytes of length and a JSON text that gives the bytes of every tensor, counted from its end.
+
+    Raises:
+        ValueError: the file is shorter than its header says, or has none; the message names the file, and the first
+            tensor that is cut off.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        start = 8 + length
+        if size < start:
+            raise ValueError(f"{file} is truncated in its header, after {size} bytes: {_CURE}")
+        text = stream.read(length)
+    try:
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        places = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
+        tensors = {
+            name: Tensor(header[name]["dtype"], tuple(header[name]["shape"]), end - begin)
+            for name, (begin, end) in places.items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{file} is broken, its header is no JSON of tensors: {_CURE}") from error
+    cut = sorted((start + end, name) for name, (_, end) in places.items() if start + end > size)
+    if cut:
+        raise ValueError(
+            f"{file} is truncated: it has {size} of {cut[-1][0]} bytes, and {cut[0][1]} is the first of "
+            f"{len(cut)} tensors that are cut off: {_CURE}"
+        )
+    return tensors
+
+
+def refuse_truncated(folder: Path) -> None:
+    """Read the headers of all safetensors files in `folder` (which may not exist).
+
+    Raises:
+        ValueError: a file is broken, as `read_header` says.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        read_header(file)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are NVFP4, by their `quantization_config`, and who serves them with what options."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llm_quant_rocm import environment
+from llm_quant_rocm.checkpoint.layer_names import shard_name
+from llm_quant_rocm.environment import NVFP4 as SWITCH
+from llm_quant_rocm.formats.nvfp4 import BLOCK
+
+NAME = "nvfp4_triton"
+ALIAS = "petit_nvfp4"  # what engines called their own method of this kind
+
+MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+MIXED_PRECISION = "MIXED_PRECISION"
+COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How NVFP4 layers compute.
+
+    Attributes:
+        activations: "16bit", or "nvfp4" to quantize them as hardware with NVFP4 units does: for evaluation, and slow.
+        prefill: "exact", or "fp8" for FP8's speed where many tokens come at once (`ops.nvfp4_gemm`).
+    """
+
+    activations: str = "16bit"
+    prefill: str = "exact"
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "Options":
+        """From the environment, else from the keys `activations` and `prefill` of the checkpoint's configuration.
+
+        Raises:
+            ValueError: a value that is not known.
+        """
+        chosen = {}
+        for option, default in (("activations", cls.activations), ("prefill", cls.prefill)):
+            variable = f"{SWITCH}_{option.upper()}"
+            values = environment.VARIABLES[variable].values
+            chosen[option] = environment.read(variable) or config.get(option) or default
+            if chosen[option] not in values:
+                raise ValueError(
+                    f"{variable} (or {option!r} in the quantization_config) is {' or '.join(values)}, "
+                    f"not {chosen[option]!r}"
+                )
+        return cls(**chosen)
+
+
+def checkpoint_kind(config: Mapping[str, Any]) -> str | None:
+    """ "modelopt", "modelopt_mixed" or "compressed-tensors" for an NVFP4 checkpoint's `quantization_config`, else None.
+
+    ModelOpt's come in two shapes: {"quantization": {"quant_algo": ...}} and flat, with "quant_method" and "quant_algo".
+    An algorithm that only sounds like NVFP4 counts as ModelOpt's, for `check` to name what is known.
+    """
+    method = str(config.get("quant_method") or "").lower()
+    if method == "compressed-tensors":
+        groups = config.get("config_groups") or {}
+        formats = {config.get("format"), *(group.get("format") for group in groups.values())}
+        # A transform (a rotation of activations before the layer) belongs to the engine's own methods.
+        return method if COMPRESSED_TENSORS_FORMAT in formats and not config.get("transform_config") else None
+    settings = modelopt_settings(config)
+    if settings is None or not (method.startswith("modelopt") or "quantization" in config):
+        return None
+    algorithm = str(settings.get("quant_algo")).upper()
+    if algorithm == MIXED_PRECISION:
+        layers = settings.get("quantized_layers") or {}
+        return (
+            "modelopt_mixed"
+            if any("NVFP4" in str(layer.get("quant_algo")).upper() for layer in layers.values())
+            else None
+        )
+    return "modelopt" if "NVFP4" in algorithm else None
+
+
+def modelopt_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The part of a ModelOpt `quantization_config`, of either shape, that holds `quant_algo`."""
+    settings = config.get("quantization", config)
+    return settings if isinstance(settings, dict) and settings.get("quant_algo") else None
+
+
+def check(config: Mapping[str, Any]) -> str:
+    """The kind of the checkpoint that `config` describes, whose settings are such as we serve.
+
+    Raises:
+        ValueError: no NVFP4 checkpoint, an unknown algorithm, or a group size other than 16.
+    """
+    kind = checkpoint_kind(config)
+    if kind == "compressed-tensors":
+        for name, group in config["config_groups"].items():
+            if (group.get("format") or config.get("format")) == COMPRESSED_TENSORS_FORMAT:
+                _refuse_group_size(group["weights"].get("group_size"), f"{name} ({', '.join(group['targets'])})")
+        return kind
+    settings = modelopt_settings(config) or {}
+    if kind == "modelopt":
+        algorithm = str(settings.get("quant_algo")).upper()
+        if algorithm not in MODELOPT_ALGORITHMS:
+            raise ValueError(
+                f"quant_algo {algorithm} is not known: {NAME} serves {', '.join(MODELOPT_ALGORITHMS)} and "
+                f"{MIXED_PRECISION}; export the model with one of them"
+            )
+        _refuse_group_size(settings.get("group_size"), f"the checkpoint's {algorithm}")
+        return kind
+    if kind == "modelopt_mixed":
+        for layer, recipe in settings["quantized_layers"].items():
+            algorithm = str(recipe.get("quant_algo")).upper()
+            if "NVFP4" not in algorithm:
+                continue
+            if algorithm not in MODELOPT_ALGORITHMS:
+                raise ValueError(
+                    f"quant_algo {algorithm} of {layer} is not known: {NAME} serves {', '.join(MODELOPT_ALGORITHMS)}; "
+                    "export the model with one of them"
+                )
+            _refuse_group_size(recipe.get("group_size"), layer)
+        return kind
+    raise ValueError(f"{NAME} serves no checkpoint with the quantization_config {describe(config)}")
+
+
+def excluded(prefix: str, fused: Mapping[str, Sequence[str]], is_excluded: Callable[[str], bool]) -> bool:
+    """Whether a ModelOpt checkpoint keeps the layer `prefix` as it was, whose shards `fused` names.
+
+    Args:
+        is_excluded: the engine's answer for one name.
+
+    Raises:
+        ValueError: it keeps some shards of a fused layer and not others.
+    """
+    count = len(fused.get(prefix.rpartition(".")[2], ()))
+    shards = {name: is_excluded(name) for name in (shard_name(prefix, shard, fused) for shard in range(count))}
+    if any(shards.values()) and not all(shards.values()):
+        kept = ", ".join(name for name, kept in shards.items() if kept)
+        raise ValueError(
+            f"the checkpoint keeps {kept} in 16 bits, but not all of {', '.join(shards)}, of which the engine makes "
+            "one layer: export the model with all of them or none"
+        )
+    return any(shards.values()) or is_excluded(prefix)
+
+
+def served_here(platform: str, capability: tuple[int, int] | None) -> bool:
+    """Whether we serve NVFP4 better than engines do on a "cpu", or on a "rocm" or "cuda" device of this capability."""
+    if platform == "cpu":
+        return True
+    if capability is None:
+        return False
+    if platform == "rocm":
+        return capability[0] == 9  # CDNA: gfx90a, gfx942 and gfx950, which have no units for NVFP4
+    # Of NVIDIA's GPUs Hopper has kernels here. Older ones are better served by engines', newer ones by their own units.
+    return platform == "cuda" and capability == (9, 0)
+
+
+def describe(config: Mapping[str, Any]) -> str:
+    """A `quantization_config` in two words."""
+    settings = modelopt_settings(config)
+    return (
+        f"{config.get('quant_method') or 'nameless'} ({settings['quant_algo'] if settings else config.get('format')})"
+    )
+
+
+def summary(layers: Mapping[str, Sequence[str]], options: Options) -> str:
+    """One line for the log: how many layers of each kind, and how they compute."""
+    counts = [
+        f"{len(names)} {kind} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+        for kind, names in layers.items()
+    ]
+    return f"{NAME}: {', '.join(counts)}; activations: {options.activations}, prefill: {options.prefill}"
+
+
+def _refuse_group_size(size: int | str | None, where: str) -> None:
+    if size is not None and int(size) != BLOCK:
+        raise ValueError(
+            f"{where} has group_size {size}, and NVFP4 has blocks of {BLOCK}: quantize the model again, "
+            f"or leave the checkpoint to the engine with {SWITCH}=0"
+        )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a 16-bit checkpoint `ptpc_fp8` quantizes, and which it leaves: the user's list, routers, the rest."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llm_quant_rocm.checkpoint.layer_names import shard_name
+
+NAME = "ptpc_fp8"
+
+LINEAR = "linear layers"
+EXPERTS = "mixture-of-experts layers"
+IGNORED = "layers named by ignored_layers"
+ROUTERS = "router gates"
+EMBEDDINGS = "embeddings and output heads"
+
+logger = logging.getLogger("llm_quant_rocm")
+
+# A router's logits choose experts: FP8 noise flips the choice. No model's projection (gate_proj, gate_up_proj,
+# per_layer_input_gate) matches. The names are those of the engines' models.
+_ROUTER = re.compile(r"(^|\.)(gate|(\w+_)?router|\w*experts?_gate)(\.|$)")
+
+
+def read_ignored_layers(config: Mapping[str, Any], known: Sequence[str] = ()) -> list[str]:
+    """The `ignored_layers` of a `quantization_config`, in which an engine puts the keys `known` of its own.
+
+    Raises:
+        ValueError: another method's configuration, or a key that is not known.
+    """
+    method = config.get("quant_method", NAME)
+    if method != NAME:
+        raise ValueError(already_quantized(method))
+    unknown = sorted(set(config) - {"quant_method", "ignored_layers", *known})
+    if unknown:
+        raise ValueError(f"{NAME} knows no setting {', '.join(unknown)}: it takes ignored_layers alone")
+    return list(config.get("ignored_layers") or [])
+
+
+def already_quantized(method: str | None) -> str:
+    """What to say to a user who asks to quantize a checkpoint of `method` again."""
+    return (
+        f"the checkpoint is already quantized ({method}) and {NAME} quantizes BF16 and FP16 checkpoints: serve it "
+        f"without --quantization {NAME}, or serve the unquantized checkpoint"
+    )
+
+
+def is_router(prefix: str) -> bool:
+    """Whether a layer of this name chooses experts."""
+    return _ROUTER.search(prefix) is not None
+
+
+class OnlineLayers:
+    """The layers of one model, by what becomes of them.
+
+    Args:
+        ignored: layers to leave unquantized. Each entry is a layer's name, the name of a part of the model
+            ("model.layers.0", all layers below it), the end of a name ("o_proj"), or "re:" and a regular expression
+            that matches from a name's beginning. A fused layer (qkv_proj, gate_up_proj) goes by its own name or by
+            the checkpoint's names of all its shards.
+    """
+
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
+        self.ignored = list(ignored)
+        self._layers: defaultdict[str, list[str]] = defaultdict(list)
+        self._reported = False
+
+    def note(self, kind: str, prefix: str) -> None:
+        """Remember that the layer `prefix` is of `kind`."""
+        self._layers[kind].append(prefix)
+
+    def is_ignored(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> bool:
+        """Whether the user's list names the layer `prefix`, whose shards `fused` names.
+
+        Raises:
+            ValueError: it names some shards of a fused layer and not others.
+        """
+        names = _names(prefix, fused)
+        whole, *shards = [any(_matches(entry, name) for entry in self.ignored) for name in names]
+        if not whole and any(shards) and not all(shards):
+            raise ValueError(
+                f"ignored_layers names some shards of {prefix} and not others: name all of {', '.join(names[1:])}, "
+                "or none"
+            )
+        return whole or (bool(shards) and all(shards))
+
+    def report(self, fused: Mapping[str, Sequence[str]]) -> None:
+        """Log once what is quantized and what is not. Call it when the whole model exists."""
+        if self._reported:
+            return
+        self._reported = True
+        quantized = [f"{len(self._layers[kind])} {kind}" for kind in (LINEAR, EXPERTS) if self._layers[kind]]
+        left = [
+            f"{len(names)} {kind} ({_abbreviate(names)})"
+            for kind in (IGNORED, ROUTERS, EMBEDDINGS)
+            if (names := self._layers[kind])
+        ]
+        logger.info(
+            "%s: quantizing %s to E4M3, one scale an output channel; left as they are: %s",
+            NAME,
+            " and ".join(quantized) or "nothing",
+            "; ".join(left) or "none",
+        )
+        seen = [name for prefix in self._layers[IGNORED] for name in _names(prefix, fused)]
+        for entry in self.ignored:
+            if not any(_matches(entry, name) for name in seen):
+                logger.warning("%s: ignored_layers names %r, which no layer of this process matches", NAME, entry)
+
+
+def _names(prefix: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names a layer goes by: the engine's, and those of its shards where it is fused."""
+    shards = fused.get(prefix.rpartition(".")[2], [])
+    return [prefix, *(shard_name(prefix, index, fused) for index in range(len(shards)))]
+
+
+def _matches(entry: str, name: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    return name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}")
+
+
+def _abbreviate(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

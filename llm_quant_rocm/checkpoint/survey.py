@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint's folder holds, by its JSON files and the headers of its weights, and what is wrong with it.
+
+No weight is read, so a model of any size takes seconds.
+"""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
+from llm_quant_rocm.checkpoint.online_layers import is_router
+from llm_quant_rocm.checkpoint.reader import INDEX
+from llm_quant_rocm.formats.nvfp4 import BLOCK
+
+NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
+_FLOATS = {"BF16", "F16", "F32"}
+# Of the last parts of names: modules that multiply nothing, and output heads, which engines keep.
+_NO_LINEAR = ("embed", "lm_head", "wte", "wpe", "norm", "conv")
+# An NVFP4 weight's tensors by its codes' name: ModelOpt's and compressed-tensors'.
+_NVFP4_PARTS = {
+    "weight": ("weight_scale", "weight_scale_2"),
+    "weight_packed": ("weight_scale", "weight_global_scale"),
+}
+_FETCH = "fetch or export the checkpoint again"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module with a weight.
+
+    Attributes:
+        kind: NVFP4, FP8, OTHER (another quantization), or safetensors' name of a dtype ("BF16").
+        shape: of the weight's values, [N, K] for a linear layer.
+        nbytes: of all tensors of the module.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind in (NVFP4, FP8, OTHER)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it multiplies activations, and is none that engines keep in 16 bits."""
+        leaf = self.name.rpartition(".")[2]
+        return len(self.shape) > 1 and not is_router(self.name) and not any(part in leaf for part in _NO_LINEAR)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A folder's contents.
+
+    Attributes:
+        config: config.json.
+        quantization: how the checkpoint says that it is quantized, from config.json or hf_quant_config.json; None
+            where neither does.
+        modules: those with a weight, in the order of their names.
+        faults: what is broken or missing, one sentence each, with the cure.
+    """
+
+    config: dict[str, Any]
+    quantization: dict[str, Any] | None
+    modules: list[Module]
+    faults: list[str]
+
+
+def survey(folder: Path) -> Survey:
+    """Read what `folder` says of itself.
+
+    Raises:
+        ValueError: it holds no checkpoint at all.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder here: download the model first (hf download MODEL --local-dir FOLDER)")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
+    faults: list[str] = []
+    config = _json(folder / "config.json")
+    tensors = _tensors(folder, faults)
+    return Survey(config, _quantization(folder, config), _modules(tensors, faults), faults)
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
+    file of its own."""
+    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    if not (folder / "hf_quant_config.json").is_file():
+        return found
+    older = _json(folder / "hf_quant_config.json")
+    if found is None:
+        return older
+    settings, older_settings = modelopt_settings(found) or {}, modelopt_settings(older) or {}
+    settings.setdefault("quantized_layers", older_settings.get("quantized_layers"))
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): {_FETCH}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: {_FETCH}")
+    return content
+
+
+def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
+    """All tensors of the files that the index names, or of all files where there is no index."""
+    index = folder / INDEX
+    promised: dict[str, str] = {}
+    if index.is_file():
+        promised = _json(index).get("weight_map", {})
+    names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
+    if not names:
+        faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
+    tensors: dict[str, Tensor] = {}
+    read = set()
+    for name in names:
+        if not (folder / name).is_file():
+            faults.append(f"{folder / name} is missing, but {INDEX} names it: download it")
+            continue
+        try:
+            tensors |= read_header(folder / name)
+            read.add(name)
+        except ValueError as error:
+            faults.append(str(error))
+    absent = sorted(tensor for tensor, file in promised.items() if file in read and tensor not in tensors)
+    if absent:
+        faults.append(f"{absent[0]} and {len(absent) - 1} more are in {INDEX} and in no file: {_FETCH}")
+    return tensors
+
+
+def _modules(tensors: dict[str, Tensor], faults: list[str]) -> list[Module]:
+    parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        # Experts in one tensor have no parts: experts.gate_up_proj is a module of its own.
+        if len(tensor.shape) == 3 and not part.startswith("weight"):
+            module, part = name, "weight"
+        parts[module][part] = tensor
+    found = (_module(name, parts[name], faults) for name in sorted(parts))
+    return [module for module in found if module]
+
+
+def _module(name: str, parts: dict[str, Tensor], faults: list[str]) -> Module | None:
+    nbytes = sum(tensor.nbytes for tensor in parts.values())
+    for codes, others in _NVFP4_PARTS.items():
+        weight = parts.get(codes)
+        if weight is None or weight.dtype != "U8" or len(weight.shape) < 2:
+            continue
+        shape = (*weight.shape[:-1], 2 * weight.shape[-1])
+        absent = [part for part in others if part not in parts]
+        if absent:
+            faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
+        scales = parts.get("weight_scale")
+        expected = (*shape[:-1], shape[-1] // BLOCK)
+        if scales and scales.shape != expected:
+            faults.append(
+                f"{name}.weight_scale has shape {list(scales.shape)}, and {list(shape)} values in NVFP4 need "
+                f"{list(expected)}: padded or swizzled scales are not read; export the checkpoint without"
+            )
+        return Module(name, NVFP4, shape, nbytes)
+    weight = parts.get("weight")
+    if weight is None:
+        packed = next((parts[part] for part in ("weight_packed", "qweight", "w_q") if part in parts), None)
+        return Module(name, OTHER, packed.shape, nbytes) if packed else None
+    if weight.dtype in _FLOATS:
+        return Module(name, weight.dtype, weight.shape, nbytes)
+    return Module(name, FP8 if weight.dtype.startswith("F8_") else OTHER, weight.shape, nbytes)

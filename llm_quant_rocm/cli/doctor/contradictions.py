@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tensors of a checkpoint are not what its quantization_config says of them."""
+
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from llm_quant_rocm.checkpoint import nvfp4_kinds
+from llm_quant_rocm.checkpoint.quantize import FUSED
+from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey
+
+# Parts of a model that quantizers leave alone without listing them.
+_UNLISTED = ("vision", "visual", "audio")
+
+
+def contradictions(found: Survey) -> Iterator[str]:
+    """One message a kind of contradiction, with its first layer, how many there are, and the cure."""
+    config, modules = found.quantization, found.modules
+    if config is None:
+        silent = [module for module in modules if module.is_quantized]
+        if silent:
+            yield (
+                f"{_several(silent)} quantized ({silent[0].kind}), and neither config.json nor hf_quant_config.json "
+                "says so: fetch the checkpoint again, with all its files"
+            )
+        return
+    if nvfp4_kinds.checkpoint_kind(config) is None:
+        return
+    yield from _halves_of_fused_layers(modules)
+    kept = _keeps(config)
+    if kept is None:
+        return
+    unlisted = [module for module in modules if _looks_unquantized(module) and not kept(module.name)]
+    if unlisted:
+        yield (
+            f"{_several(unlisted)} {unlisted[0].kind} in the checkpoint, where its quantization_config promises NVFP4: "
+            "if it is not quantized, the ignore list should name it"
+        )
+    listed = [module for module in modules if module.kind == NVFP4 and kept(module.name)]
+    if listed:
+        yield (
+            f"{_several(listed)} NVFP4 in the checkpoint, and its ignore list names it: "
+            "take it off the list, or export the model again"
+        )
+
+
+def _halves_of_fused_layers(modules: list[Module]) -> Iterator[str]:
+    kinds = {module.name: module.kind for module in modules}
+    broken = []
+    for module in modules:
+        parent, dot, leaf = module.name.rpartition(".")
+        siblings = next(([f"{parent}{dot}{name}" for name in group] for group in FUSED if leaf == group[0]), [])
+        present = [name for name in siblings if name in kinds]
+        if len({kinds[name] == NVFP4 for name in present}) > 1:
+            broken.append(present)
+    if broken:
+        halves = ", ".join(name for name in broken[0] if kinds[name] != NVFP4)
+        yield (
+            f"the checkpoint keeps {halves} in 16 bits, but not all of {', '.join(broken[0])}, of which engines make "
+            f"one layer, and {len(broken) - 1} more such: export the model with all of them or none"
+        )
+
+
+def _looks_unquantized(module: Module) -> bool:
+    plain = module.is_linear and not module.is_quantized and len(module.shape) == 2
+    return plain and not any(part in module.name for part in _UNLISTED)
+
+
+def _keeps(config: dict[str, Any]) -> Callable[[str], bool] | None:
+    """Whether the ignore list names a module; None where the description is of another form than one for all."""
+    if config.get("quant_method") == "compressed-tensors":
+        groups = config.get("config_groups") or {}
+        if any(group.get("targets") != ["Linear"] for group in groups.values()) or len(groups) != 1:
+            return None
+        patterns = config.get("ignore") or []
+    else:
+        settings = nvfp4_kinds.modelopt_settings(config) or {}
+        if str(settings.get("quant_algo")).upper() == nvfp4_kinds.MIXED_PRECISION:
+            return None
+        patterns = settings.get("exclude_modules") or settings.get("ignore") or []
+
+    def kept(name: str) -> bool:
+        return any(_names(pattern, name) for pattern in patterns)
+
+    return kept
+
+
+def _names(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+
+
+def _several(modules: list[Module]) -> str:
+    more = len(modules) - 1
+    return f"{modules[0].name} and {more} more are" if more else f"{modules[0].name} is"

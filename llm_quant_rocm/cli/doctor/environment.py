@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables that the package obeys, and what they are set to."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
+from llm_quant_rocm.environment import OURS, VARIABLES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable and its value, None where it is unset."""
+
+    variable: str
+    value: str | None = field(metadata=heading("set to"))
+    default: str
+    meaning: str
+
+
+def examine(environment: Mapping[str, str] = os.environ) -> Part:
+    """Every variable of `llm_quant_rocm.environment`, and those set by a name that nothing reads."""
+    rows = [
+        Setting(variable.name, environment.get(variable.name), variable.default, variable.meaning)
+        for variable in VARIABLES.values()
+    ]
+    problems = [
+        Problem(reason, "set it to one of them, or unset it")
+        for row in rows
+        if row.value and (reason := VARIABLES[row.variable].refusal(row.value))
+    ]
+    for name in sorted(environment):
+        if name.startswith(OURS) and name not in VARIABLES:
+            near = get_close_matches(name, VARIABLES, 1)
+            cure = f"write {near[0]}" if near else "unset it"
+            problems.append(Problem(f"{name} is set, and nothing reads it", cure))
+    return Part("environment", "Environment", rows, (), problems)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to serve a checkpoint: what to type, and what becomes of its modules."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
+from llm_quant_rocm.checkpoint.quantize import IGNORE
+from llm_quant_rocm.checkpoint.survey import FP8, NVFP4, OTHER, Module, Survey
+from llm_quant_rocm.cli.doctor.engines import HOSTS
+from llm_quant_rocm.cli.doctor.packages import installed
+
+HALF = "16 bits"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to serve: its name, what to type, and what becomes of a module (HALF, FP8, NVFP4 or OTHER)."""
+
+    name: str
+    command: str
+    served: Callable[[Module], str]
+
+
+def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | None]:
+    """The ways to serve the checkpoint in `folder`, what it is for last, and why that one would be refused, or None."""
+    command = _serve(folder, ranks)
+    before = Scheme(HALF, "", lambda module: OTHER if module.kind == OTHER else HALF)
+    config = found.quantization
+    if config is None or config.get("quant_method") == online_layers.NAME:
+        ignored = online_layers.OnlineLayers((config or {}).get("ignored_layers") or [])
+        flag = [] if config else ["--quantization", online_layers.NAME]
+
+        def in_fp8(module: Module) -> str:
+            return FP8 if module.is_linear and not ignored.is_ignored(module.name, {}) else HALF
+
+        def in_nvfp4(module: Module) -> str:
+            stays = any(fnmatchcase(module.name, entry) for entry in IGNORE)
+            return NVFP4 if len(module.shape) == 2 and not stays else HALF
+
+        target = f"{folder.name}-NVFP4"
+        quantize = shlex.join(["llm-quant-rocm", "quantize", str(folder), target, "--scheme", "nvfp4"])
+        schemes = [Scheme(HALF, _serve(folder, ranks), before.served)]
+        if not any(len(module.shape) == 3 for module in found.modules):  # experts in one tensor, which it does not take
+            schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
+        return [*schemes, Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8)], None
+
+    def as_stored(module: Module) -> str:
+        return module.kind if module.kind in (NVFP4, FP8, OTHER) else HALF
+
+    if nvfp4_kinds.checkpoint_kind(config) is None:
+        return [before, Scheme("the engine's own", command, as_stored)], None
+    try:
+        nvfp4_kinds.check(config)
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    here = "NVFP4" if _served_here() else "NVFP4, on this GPU by the engine itself"
+    return [before, Scheme(here, command, as_stored)], refusal
+
+
+def _serve(folder: Path, ranks: int, *options: str) -> str:
+    """The command lines of the engines that are installed, or vLLM's."""
+    engines = [host.engine for host in HOSTS if installed(host.engine)] or ["vllm"]
+    serve = {
+        "vllm": (["vllm", "serve", str(folder)], "--tensor-parallel-size"),
+        "sglang": (["python", "-m", "sglang.launch_server", "--model-path", str(folder)], "--tp-size"),
+    }
+    lines = []
+    for engine in engines:
+        command, size = serve[engine]
+        lines.append(shlex.join([*command, *((size, str(ranks)) if ranks > 1 else ()), *options]))
+    return "\n".join(lines)
+
+
+def _served_here() -> bool:
+    if not torch.cuda.is_available():
+        return nvfp4_kinds.served_here("cpu", None)
+    return nvfp4_kinds.served_here("rocm" if torch.version.hip else "cuda", torch.cuda.get_device_capability())

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized all-reduce of an engine's group of ranks: whether it may serve, how, and which messages."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
+from llm_quant_rocm.comm.process_group import ProcessGroupReduce
+from llm_quant_rocm.comm.watch import Watch
+from llm_quant_rocm.formats.wire import DTYPES, Codec
+from llm_quant_rocm.hardware import detect
+
+_WARM_UP_VALUES = 4096
+
+logger = logging.getLogger("llm_quant_rocm")
+
+
+class Transport(Protocol):
+    """How bytes travel: `comm.quick_reduce.QuickReduce` or `comm.process_group.ProcessGroupReduce`."""
+
+    def all_reduce(
+        self, x: torch.Tensor, codec: Codec, algorithm: Algorithm, cast_bf16_to_fp16: bool
+    ) -> torch.Tensor: ...
+
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Members:
+    """An engine's group of ranks.
+
+    Attributes:
+        engine: its name, for the log.
+        name: the group's, for the log.
+        cpu_group, device_group: the group over gloo, and over what the engine's tensors travel by.
+        same_host: the engine's answer, for each rank of a group, whether it is on the host of rank `source_rank`. A
+            collective call.
+        visible_devices: the environment variable that says which devices a process sees.
+        dtype: in which the model computes, or None where nobody knows yet.
+        timeout: of the group, or None for torch's own.
+    """
+
+    engine: str
+    name: str
+    cpu_group: dist.ProcessGroup
+    device_group: dist.ProcessGroup
+    device: torch.device
+    same_host: Callable[..., Sequence[bool]]
+    visible_devices: str
+    dtype: torch.dtype | None = None
+    timeout: timedelta | None = None
+
+
+class GroupReduce:
+    """The quantized all-reduce of one group, with the methods that engines ask their own QuickReduce for.
+
+    Attributes:
+        policy: what serves a message.
+        transport: how its bytes travel.
+    """
+
+    disabled = False
+
+    def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
+        self.policy = policy
+        self.transport, self._watch = transport, watch
+
+    def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
+        """Whether a message is ours."""
+        return self._choice(inp) is not ENGINE
+
+    def quick_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, a new tensor, on every rank with the same bits.
+
+        Raises:
+            RuntimeError: a rank was lost, in this call or an earlier one.
+        """
+        if self._watch is not None:
+            self._watch.raise_if_lost()
+        choice = self._choice(inp)
+        assert choice.codec is not None
+        return self.transport.all_reduce(
+            inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.policy.settings.cast_bf16_to_fp16
+        )
+
+    def close(self) -> None:
+        """Ends the watch over lost ranks."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _choice(self, inp: torch.Tensor) -> Choice:
+        return self.policy.choose(inp.numel() * inp.element_size(), inp.dtype)
+
+
+Reduce = TypeVar("Reduce", bound=GroupReduce)
+
+
+def connect(
+    members: Members,
+    settings: Settings,
+    refuse: Callable[[Policy], str | None],
+    make: Callable[[Transport, Policy, Watch | None], Reduce],
+) -> Reduce | None:
+    """What `make` makes of a group whose ranks all call. None where it steps aside; either way the group's first rank
+    logs one line that says what serves, and why.
+
+    Args:
+        refuse: why the engine's own serves, or None. The same on all ranks.
+
+    Raises:
+        ValueError: a file of measured crossovers is broken.
+    """
+    group, device = members.cpu_group, members.device
+    log = logger.info if dist.get_rank(group) == 0 else logger.debug
+    refusal = _refusal(members)
+    if refusal is None:
+        hosts = hosts_of(group, members.same_host)
+        peers = device.type == "cuda" and len(hosts) == 1
+        policy = Policy(settings, dist.get_world_size(group), detect(device).arch, peers, len(hosts))
+        refusal = policy.refusal or refuse(policy)
+    if refusal is None:
+        facts = (os.environ.get(members.visible_devices), device.index) if peers else None
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (facts, [policy.steps(dtype) for dtype in DTYPES]), group)
+        if any(steps != everyone[0][1] for _, steps in everyone):
+            refusal = "the ranks have different settings or measured crossovers"
+        elif peers:
+            refusal = unreachable(device, members.visible_devices, [facts for facts, _ in everyone])
+        refusal = first_refusal(refusal, group)
+    transport: Transport | None = None
+    if refusal is None:
+        try:
+            transport = _transport(members, peers, hosts)
+            warm_up(transport, policy, device, DTYPES if members.dtype is None else (members.dtype,))
+        except (RuntimeError, ValueError) as error:
+            refusal = str(error).splitlines()[0]
+        refusal = first_refusal(refusal, group)
+    if refusal is not None or transport is None:
+        log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)
+        return None
+    log("%s", policy.describe())
+    return make(transport, policy, Watch(transport.check) if peers else None)
+
+
+def better_left_to(own: Any, policy: Policy, variable: str) -> str | None:
+    """Why an engine's `own` QuickReduce (or None) keeps what it serves: until somebody has measured that ours is
+    faster, or wants it so by the environment's `variable`."""
+    if own is None or own.disabled or policy.measured or policy.settings.min_bytes is not None:
+        return None
+    return f"its QuickReduce serves this codec, and nobody measured ours here: set {variable} for ours"
+
+
+def hosts_of(group: dist.ProcessGroup, same_host: Callable[..., Sequence[bool]]) -> list[list[int]]:
+    """The ranks, in the default group, of a group's processes on each host. All of them call."""
+    ranks = dist.get_process_group_ranks(group)
+    hosts, left = [], list(range(len(ranks)))
+    while left:
+        same = same_host(group, source_rank=left[0])
+        host = [place for place in left if same[place] or place == left[0]]
+        hosts.append([ranks[place] for place in host])
+        left = [place for place in left if place not in host]
+    return hosts
+
+
+def warm_up(transport: Transport, policy: Policy, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    """Calls once what may be called: nothing is compiled, and no connection made, while a graph is captured.
+
+    Kernels do not depend on the size of a message.
+    """
+    for dtype in dtypes:
+        x = torch.zeros(_WARM_UP_VALUES, dtype=dtype, device=device)
+        for _, choice in policy.steps(dtype):
+            if choice.codec is not None:
+                transport.all_reduce(x, choice.codec, choice.algorithm, policy.settings.cast_bf16_to_fp16)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    transport.check()
+
+
+def _refusal(members: Members) -> str | None:
+    """Why nothing can be served, as far as the group says."""
+    if members.dtype is not None and members.dtype not in DTYPES:
+        return f"the model computes in {members.dtype}, and bf16 and fp16 are served"
+    if members.device.type not in ("cpu", "cuda"):
+        return f"there are no kernels for {members.device.type}"
+    try:
+        detect(members.device)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def unreachable(device: torch.device, variable: str, facts: Sequence[tuple[str | None, int]]) -> str | None:
+    """Which GPU's memory this one does not reach, or None.
+
+    `facts` are the visible devices, by the environment's `variable`, and the index of every rank's: ranks that see
+    others than this one cannot be asked about, and are found out when they connect.
+    """
+    visible = os.environ.get(variable)
+    for theirs, index in facts:
+        if theirs == visible and index != device.index and not torch.cuda.can_device_access_peer(device, index):
+            return f"GPU {device.index} does not reach the memory of GPU {index}"
+    return None
+
+
+def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
+    """The first rank's refusal: who steps aside does so with all others."""
+    everyone: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, refusal, group)
+    return next((said for said in everyone if said is not None), None)
+
+
+def _transport(members: Members, peers: bool, hosts: list[list[int]]) -> Transport:
+    if peers:
+        # Here, not above: it imports Triton, which an engine on a CPU may be without.
+        from llm_quant_rocm.comm.quick_reduce import TIMEOUT_SECONDS, QuickReduce
+
+        timeout = members.timeout.total_seconds() if members.timeout else TIMEOUT_SECONDS
+        return QuickReduce.over(members.cpu_group, members.device, timeout=timeout)
+    return ProcessGroupReduce(members.device_group, hosts, members.timeout)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's classes of layers and parameters, for the library's loaders of checkpoint tensors; its groups."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.parameter import ModelWeightParameter
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.runtime_context import get_server_args
+
+from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
+
+ENGINE = EngineLayers(
+    parameter=ModelWeightParameter,
+    plain=(ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear),
+    embedding=VocabParallelEmbedding,
+)
+
+# Many models of SGLang do not say what they fuse.
+_COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[str]]:
+    """SGLang's packed_modules_mapping of a model, with what models leave out."""
+    return {**_COMMON_FUSED, **(fused or {})}
+
+
+def group_of(layer: Any, ranks: int) -> dist.ProcessGroup:
+    """The `ranks` among which a linear layer is sharded: all of tensor parallelism, or those that share attention.
+
+    Raises:
+        ValueError: no group of SGLang's has as many ranks.
+    """
+    if own := getattr(layer, "tp_group", None):  # which 0.5.21 has not, and 0.5.23 has
+        return own.device_group
+    for get in (parallel_state.get_tp_group, parallel_state.get_attn_tp_group):
+        group = get()
+        if group.world_size == ranks:
+            return group.device_group
+    raise ValueError(f"a layer is sharded over {ranks} ranks, and no group of SGLang's has as many")
+
+
+def device_type() -> str:
+    """Where this SGLang computes: "cpu" or "cuda" (which ROCm is too)."""
+    return str(parallel_state.get_tp_group().device.type)
+
+
+def is_dummy() -> bool:
+    """Whether SGLang fills a model's tensors by itself (--load-format dummy)."""
+    load_format = get_server_args().load_format
+    return str(getattr(load_format, "value", load_format)) == "dummy"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 checkpoints, taken over from SGLang by themselves: which ones, where, and with what options.
+
+Where SGLang would refuse NVFP4, or choose a kernel for other GPUs, these checkpoints are served with `nvfp4_triton` and
+no flag: ModelOpt's (NVFP4, W4A16_NVFP4, and MIXED_PRECISION with NVFP4 layers) and compressed-tensors'
+`nvfp4-pack-quantized`. GPUs with NVFP4 units of their own are left to SGLang.
+"""
+
+import json
+import logging
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.nvfp4_kinds import (
+    ALIAS,
+    MODELOPT_ALGORITHMS,
+    NAME,
+    SWITCH,
+    Options,
+    check,
+    checkpoint_kind,
+    describe,
+    modelopt_settings,
+    served_here,
+    summary,
+)
+from llm_quant_rocm.environment import switched_on
+from llm_quant_rocm_sglang.engine_layers import with_common_fused
+
+# ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
+_NO_CHOICE = ("", "modelopt")
+_MODELOPT_FILE = "hf_quant_config.json"
+
+logger = logging.getLogger("llm_quant_rocm")
+
+
+def chosen(model_config: Any) -> str | None:
+    """`nvfp4_triton` for a checkpoint that is taken over, else None.
+
+    Raises:
+        ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind, or its files are broken.
+    """
+    wish = (model_config.quantization or "").lower()
+    asked = wish in (NAME, ALIAS)
+    if not asked and (wish not in _NO_CHOICE or not switched_on(SWITCH) or not _serves_this_device()):
+        return None
+    config = _description(model_config)
+    kind = None if config is None else checkpoint_kind(config)
+    if kind is None:
+        if asked:
+            found = "not quantized" if config is None else f"quantized as {describe(config)}"
+            raise ValueError(
+                f"{NAME} serves NVFP4 checkpoints of ModelOpt and compressed-tensors, and this one is {found}: serve "
+                "it without --quantization"
+            )
+        return None
+    refuse_truncated(Path(model_config.model_path))
+    _log_takeover(kind)
+    return NAME
+
+
+class NvFp4Config(QuantizationConfig):
+    """What SGLang knows by the name `nvfp4_triton`. A checkpoint gets one of its subclasses (nvfp4_checkpoints.py),
+    which are SGLang's own configurations of the format with another choice of method for NVFP4 layers."""
+
+    options = Options()
+    packed_modules_mapping: dict[str, list[str]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.packed_modules_mapping = with_common_fused(self.packed_modules_mapping)
+        self._layers: defaultdict[str, list[str]] = defaultdict(list)
+        self._reported = False
+
+    def get_name(self) -> str:
+        """SGLang's own name of the format: its models and loaders ask for it, to know the checkpoint."""
+        return str(super().get_name())
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80  # where Triton compiles for an NVIDIA GPU
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """The file that SGLang reads where config.json says nothing."""
+        return [_MODELOPT_FILE]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "NvFp4Config":
+        """The configuration for a checkpoint's `quantization_config`.
+
+        Raises:
+            ValueError: an unknown algorithm, a group size other than 16, or an unknown option.
+        """
+        from llm_quant_rocm_sglang.nvfp4_checkpoints import CONFIGURATIONS
+
+        kind = check(config)
+        options = Options.read(config)
+        if kind == "modelopt":
+            config = _with_known_algorithm(config)
+        result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
+        result.options = options
+        return result
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        """Add what a model fuses."""
+        self.packed_modules_mapping |= mapping
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method that serves `layer`, which SGLang calls `prefix`: ours for NVFP4 layers and FP8 linear layers,
+        else the one that SGLang's configuration of the format gives it.
+
+        Raises:
+            ValueError: an algorithm that neither knows. SGLang would take the layer for one that is not quantized.
+        """
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+        from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+        from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
+        from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
+        from llm_quant_rocm_sglang.nvfp4_moe import NvFp4MoEMethod
+
+        if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
+            return super().get_quant_method(layer, prefix)
+        is_moe = isinstance(layer, FusedMoE)
+        algorithm = self.algorithm(layer, prefix)
+        if algorithm in MODELOPT_ALGORITHMS:
+            self._layers["mixture-of-experts layers" if is_moe else "linear layers"].append(prefix)
+            return NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix)
+        if algorithm == "FP8" and not is_moe:
+            self._layers["linear layers in FP8"].append(prefix)
+            return Fp8LinearMethod(self, prefix)
+        method = super().get_quant_method(layer, prefix)
+        if algorithm is not None and (method is None or isinstance(method, UnquantizedLinearMethod)):
+            raise ValueError(
+                f"quant_algo {algorithm} of {prefix} is known neither to {NAME} nor to this SGLang: export the model "
+                f"with {', '.join(MODELOPT_ALGORITHMS)} or FP8 there, or update SGLang"
+            )
+        self._layers["layers left to SGLang"].append(prefix)
+        return method
+
+    def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""
+        raise NotImplementedError
+
+    def report(self) -> None:
+        """Log once what is served and what is not. Call it when the whole model exists."""
+        if not self._reported:
+            self._reported = True
+            logger.info(summary(self._layers, self.options))
+
+
+def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with NVFP4 for W4A16_NVFP4: SGLang 0.5.17 knows that name alone, and to us they are one."""
+    if "quantization" in config:
+        return {**config, "quantization": {**config["quantization"], "quant_algo": "NVFP4"}}
+    return {**config, "quant_algo": "NVFP4"}
+
+
+def _description(model_config: Any) -> dict[str, Any] | None:
+    """How the checkpoint says that it is quantized, or None.
+
+    The layers of a mixed checkpoint that older ModelOpts describe in hf_quant_config.json alone are added to what
+    config.json says, of which SGLang makes the configuration.
+    """
+    config = model_config._parse_quant_hf_config()
+    if config is None:
+        return None
+    file = Path(model_config.model_path) / _MODELOPT_FILE
+    settings = modelopt_settings(config)
+    if settings is not None and checkpoint_kind(config) is None and file.is_file():
+        layers = (modelopt_settings(json.loads(file.read_text())) or {}).get("quantized_layers")
+        if layers:
+            settings["quantized_layers"] = layers
+    return dict(config)
+
+
+def _serves_this_device() -> bool:
+    """Whether we serve NVFP4 on this platform better than SGLang does. Asks a driver for no more than a capability."""
+    from sglang.srt.utils import is_cuda, is_hip
+
+    if not (is_hip() or is_cuda()):
+        return served_here("cpu" if not torch.cuda.is_available() else "other", None)
+    return served_here("rocm" if is_hip() else "cuda", torch.cuda.get_device_capability())
+
+
+@cache
+def _log_takeover(kind: str) -> None:
+    logger.info(
+        "NVFP4 checkpoint (%s): %s serves it; %s=0 or --quantization modelopt_fp4 leaves it to SGLang",
+        kind,
+        NAME,
+        SWITCH,
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats in which NVFP4 checkpoints come: SGLang's own configurations of them, with our choice of method.
+
+SGLang's classes read the configuration, match ignore lists and targets, follow its models' renaming, and serve
+attention (KV cache scales), embeddings and layers that are not NVFP4.
+"""
+
+from typing import ClassVar
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from sglang.srt.layers.quantization.compressed_tensors.utils import check_equal_or_regex_match, should_ignore_layer
+from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptMixedPrecisionConfig
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, excluded
+from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
+
+
+class _ModelOptExclusions:
+    """ModelOpt's list of excluded modules, whose patterns SGLang compares with its own names of fused layers alone."""
+
+    packed_modules_mapping: dict[str, list[str]]
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps `prefix` as it was.
+
+        Raises:
+            ValueError: it keeps some shards of a fused layer and not others.
+        """
+        return excluded(prefix, self.packed_modules_mapping, super().is_layer_excluded)  # type: ignore[misc]
+
+
+class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
+    """All layers NVFP4 but those that the checkpoint excludes."""
+
+    tensors: ClassVar[TensorNames] = MODELOPT
+
+    def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        return None if self.is_layer_excluded(prefix) else "NVFP4"
+
+
+class NvFp4MixedConfig(_ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
+    """An algorithm a layer, by the checkpoint's `quantized_layers`."""
+
+    tensors: ClassVar[TensorNames] = MODELOPT
+
+    def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        return None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
+
+
+class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
+    """A scheme a layer, by the targets of the checkpoint's `config_groups` and its ignore list."""
+
+    tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
+
+    def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        if isinstance(layer, FusedMoE):
+            self._add_fused_moe_to_target_scheme_map()
+            names = [f"{prefix}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
+            algorithms = {self._algorithm(layer, name) for name in names}
+            return algorithms.pop() if len(algorithms) == 1 else None  # SGLang then says that they must be one
+        # An output head is quantized where a target names it: the class "Linear" does not mean it.
+        if isinstance(layer, ParallelLMHead) and not check_equal_or_regex_match(prefix, self.target_scheme_map):
+            return None
+        return self._algorithm(layer, prefix)
+
+    def _algorithm(self, layer: torch.nn.Module, name: str) -> str | None:
+        if should_ignore_layer(name, ignore=self.ignore, fused_mapping=self.packed_modules_mapping):
+            return None
+        scheme = self.get_scheme_dict(layer, name)
+        if scheme is None or (scheme.get("format") or self.quant_format) != COMPRESSED_TENSORS_FORMAT:
+            return None
+        return "NVFP4" if scheme.get("input_activations") else "W4A16_NVFP4"
+
+
+CONFIGURATIONS: dict[str, type[NvFp4Config]] = {
+    "modelopt": NvFp4ModelOptConfig,
+    "modelopt_mixed": NvFp4MixedConfig,
+    "compressed-tensors": NvFp4CompressedTensorsConfig,
+}

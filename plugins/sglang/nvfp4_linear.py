@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of NVFP4 checkpoints."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+
+from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
+from llm_quant_rocm_sglang.engine_layers import ENGINE, is_dummy
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
+
+
+class NvFp4LinearMethod(LinearMethodBase):
+    """Serves one linear layer, or an output head that the checkpoint quantizes, by `NvFp4Linear`.
+
+    MLA's `kv_b_proj` is decoded when it is loaded: SGLang multiplies its weight into others', and wants it in 16 bits.
+    """
+
+    def __init__(self, config: NvFp4Config, prefix: str) -> None:
+        self.config = config
+        self.is_absorbed = prefix.rpartition(".")[2] == "kv_b_proj"
+        self.linear = NvFp4Linear(config.tensors, prefix, config.options, is_dummy=is_dummy())
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        self.dtype = params_dtype
+        self.linear.declare(
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            (output_size, input_size),
+            extra_weight_attrs["weight_loader"],
+            self.config.packed_modules_mapping,
+            ENGINE,
+        )
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        self.config.report()
+        if self.is_absorbed:
+            weight = self.linear.weight(layer).dequantize(self.dtype)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        else:
+            self.linear.finish(layer)
+
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.is_absorbed:
+            return torch.nn.functional.linear(x, layer.weight, bias)
+        return self.linear.product(layer, x, bias)

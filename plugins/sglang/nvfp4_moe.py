@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-experts layers of NVFP4 checkpoints."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+
+from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
+from llm_quant_rocm_sglang.engine_layers import is_dummy
+from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
+
+if TYPE_CHECKING:
+    from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
+
+
+class NvFp4MoEMethod(FusedMoEMethodBase):
+    """Serves the routed experts of one layer by `NvFp4Experts`.
+
+    Raises:
+        NotImplementedError: the layer needs something that the operator has not.
+    """
+
+    runner = None  # which SGLang reads: ours are no kernels of its runners
+
+    def __init__(self, config: "NvFp4Config", layer: FusedMoE, prefix: str) -> None:
+        self.config = config
+        self.prefix = prefix
+        self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=is_dummy())
+        if lack := lacking(layer):
+            raise NotImplementedError(
+                f"{prefix}: nvfp4_triton does not serve experts with {lack}: leave the checkpoint to SGLang with "
+                "LLM_QUANT_ROCM_NVFP4=0"
+            )
+
+    def create_weights(
+        self,
+        layer: FusedMoE,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        inner = intermediate_size_per_partition
+        self.experts.declare(
+            layer,
+            expert_names(layer, self.prefix),
+            num_experts,
+            hidden_size,
+            (inner, inner * layer.moe_tp_size),
+            extra_weight_attrs["weight_loader"],
+            {},
+        )
+
+    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
+        """None is made: our operator runs."""
+
+    def process_weights_after_loading(self, layer: FusedMoE) -> None:
+        self.config.report()
+        self.experts.finish(layer)
+
+    def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
+        """This rank's share of the routed experts' output. The model runs shared experts itself."""
+        x = dispatch_output.hidden_states
+        return combined(layer, self.experts.product(layer, x, **routing(layer, dispatch_output)))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every hook into SGLang: what it changes, why no public interface serves, and on which versions it was checked.
+
+All go through SGLang's own `HookRegistry`. One whose target is gone, or takes other arguments, is left out with one
+line in the log, and SGLang runs without what it was for. tests/engine_sglang/test_patches.py has a test for each.
+
+The tables of quantization methods and the choices of `--quantization`, which `register` extends, are SGLang's public
+way and no hooks.
+"""
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llm_quant_rocm_sglang import communicator, nvfp4, processes, ptpc_fp8
+
+logger = logging.getLogger("llm_quant_rocm")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One hook.
+
+    Attributes:
+        target: the dotted name of a function of SGLang.
+        parameters: the names of the target's first parameters, which the hook relies on.
+        hook: ours, which gets the target and its arguments.
+        purpose: what does not work without it, for the log.
+        why: why a hook.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    hook: Callable[..., Any]
+    purpose: str
+    why: str
+
+
+def choose_quantization(original: Callable[..., None], model_config: Any) -> None:
+    """`ModelConfig._verify_quantization`, after we have seen whether the checkpoint and the user's wish are ours."""
+    name = ptpc_fp8.chosen(model_config) or nvfp4.chosen(model_config)
+    if name is None:
+        original(model_config)
+    else:
+        model_config.quantization = name
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.configs.model_config.ModelConfig._verify_quantization",
+        parameters=("self",),
+        hook=choose_quantization,
+        purpose="--quantization ptpc_fp8, and NVFP4 checkpoints without a flag",
+        why="ROCm's list of allowed methods is a local variable of it, and ModelOpt's methods come first among those "
+        "that may claim a checkpoint. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when a plugin's method is allowed on "
+        "ROCm and asked first.",
+    ),
+    Patch(
+        target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
+        parameters=("port_args", "server_args", "scheduler_info"),
+        hook=processes.write_data,
+        purpose="--tokenizer-worker-num above 1 with a checkpoint or a method of ours",
+        why="SGLang loads no plugins in those processes, which know the model's quantization method all the same. "
+        "Checked on 0.5.17, 0.5.21, 0.5.23. Can go when SGLang loads them.",
+    ),
+    Patch(
+        target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
+        parameters=("self", "group_ranks", "local_rank"),
+        hook=communicator.attach,
+        purpose="the quantized all-reduce (ROCM_QUICK_REDUCE_QUANTIZATION)",
+        why="SGLang makes its QuickReduce here, and has no name for another's. Checked on 0.5.17, 0.5.21, 0.5.23. Can "
+        "go when a plugin may bring an all-reduce.",
+    ),
+    Patch(
+        target="sglang.srt.distributed.parallel_state.GroupCoordinator._resolve_outplace_all_reduce_method",
+        parameters=("self", "input_"),
+        hook=communicator.resolve,
+        purpose="the quantized all-reduce where SGLang's custom all-reduce serves too (up to 16 MiB)",
+        why="SGLang asks its custom all-reduce first, whatever was measured. Checked on 0.5.17, 0.5.21, 0.5.23. Can go "
+        "with the one before.",
+    ),
+    Patch(
+        target="sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce",
+        parameters=("self", "input_"),
+        hook=communicator.all_reduce,
+        purpose="the quantized all-reduce on CPUs",
+        why="What is on a CPU it adds before it asks which method serves. Checked on 0.5.17, 0.5.21, 0.5.23. Can go "
+        "with the first.",
+    ),
+)
+
+
+def apply() -> None:
+    """Register every hook whose target is as it was; log one line for every other."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for patch in PATCHES:
+        trouble = _trouble(patch)
+        if trouble is None:
+            HookRegistry.register(patch.target, patch.hook, HookType.AROUND)
+        else:
+            logger.error(
+                "llm-quant-rocm cannot hook into this SGLang: %s. Without it does not work: %s. Install a supported "
+                "SGLang for it",
+                trouble,
+                patch.purpose,
+            )
+
+
+def _trouble(patch: Patch) -> str | None:
+    """Why the hook cannot be set, or None."""
+    try:
+        target = pkgutil.resolve_name(patch.target)
+    except (ImportError, AttributeError) as error:
+        return f"{patch.target} is gone ({error})"
+    found = tuple(inspect.signature(target).parameters)[: len(patch.parameters)]
+    if found != patch.parameters:
+        return f"{patch.target} takes {', '.join(found)}, not {', '.join(patch.parameters)}"
+    return None

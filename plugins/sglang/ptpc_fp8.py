@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--quantization ptpc_fp8`: which layers of a BF16 or FP16 checkpoint become FP8, and which stay.
+
+Linear layers and mixture-of-experts layers are quantized once the checkpoint is loaded. Embeddings, `lm_head`, router
+gates and the user's `ignored_layers` stay in the checkpoint's precision. Attention layers get KV cache scales.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from llm_quant_rocm.checkpoint.online_layers import (
+    EMBEDDINGS,
+    EXPERTS,
+    IGNORED,
+    LINEAR,
+    NAME,
+    ROUTERS,
+    OnlineLayers,
+    already_quantized,
+    is_router,
+    read_ignored_layers,
+)
+from llm_quant_rocm_sglang.engine_layers import with_common_fused
+
+# What SGLang adds to a checkpoint's configuration.
+_SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
+
+# SGLang multiplies this layer's weight into its neighbours itself, and wants it in 16 bits.
+_ABSORBED = "layers that SGLang absorbs into others"
+
+
+def chosen(model_config: Any) -> str | None:
+    """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
+
+    Raises:
+        ValueError: the checkpoint is quantized by another method.
+    """
+    asked = (model_config.quantization or "").lower() == NAME
+    config = model_config._parse_quant_hf_config()
+    method = None if config is None else str(config.get("quant_method") or "").lower()
+    if method == NAME and (asked or not model_config.quantization):
+        return NAME
+    if asked and config is not None:
+        raise ValueError(already_quantized(method))
+    return NAME if asked else None
+
+
+class PtpcFp8Config(QuantizationConfig):
+    """Per-token activations, per-channel weights, both E4M3, quantized while loading.
+
+    Args:
+        ignored_layers: layers to leave unquantized, as `OnlineLayers` takes them.
+
+    Without arguments it is what `--quantization ptpc_fp8` asks for. `ignored_layers` come from the checkpoint's own
+    `"quantization_config": {"quant_method": "ptpc_fp8", "ignored_layers": [...]}`, or from
+    `--json-model-override-args '{"quantization_config": {...}}'`.
+    """
+
+    def __init__(self, ignored_layers: list[str] | None = None, fused: Mapping[str, list[str]] | None = None) -> None:
+        super().__init__()
+        self.layers = OnlineLayers(ignored_layers or [])
+        self.packed_modules_mapping = with_common_fused(fused)
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """90: Hopper, and gfx90a as ROCm counts."""
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PtpcFp8Config":
+        """The configuration in `config`, a checkpoint's `quantization_config`.
+
+        Raises:
+            ValueError: another method's configuration, or a key that is not known.
+        """
+        return cls(read_ignored_layers(config, _SGLANGS_KEYS), config.get("packed_modules_mapping"))
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+    def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
+        """Add what a model fuses."""
+        self.packed_modules_mapping |= mapping
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        """Rewrite checkpoint names among `ignored_layers` to SGLang's; regular expressions stay as they are."""
+        names = [name for name in self.layers.ignored if not name.startswith("re:")]
+        expressions = [name for name in self.layers.ignored if name.startswith("re:")]
+        self.layers.ignored = hf_to_sglang_mapper.apply_list(names) + expressions
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method that serves `layer`, which SGLang calls `prefix`; None for a layer that has no method."""
+        from sglang.srt.layers.linear import LinearBase
+        from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+        from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+        from sglang.srt.layers.radix_attention import RadixAttention
+        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
+        from llm_quant_rocm_sglang.ptpc_moe import PtpcFp8MoEMethod
+
+        if isinstance(layer, LinearBase):
+            for kind, holds in (
+                (IGNORED, self.layers.is_ignored(prefix, self.packed_modules_mapping)),
+                (ROUTERS, is_router(prefix)),
+                (_ABSORBED, prefix.rpartition(".")[2] == "kv_b_proj"),
+            ):
+                if holds:
+                    self.layers.note(kind, prefix)
+                    return UnquantizedLinearMethod()
+            self.layers.note(LINEAR, prefix)
+            return PtpcFp8LinearMethod(self, prefix)
+        if isinstance(layer, FusedMoE):
+            if self.layers.is_ignored(prefix, self.packed_modules_mapping):
+                self.layers.note(IGNORED, prefix)
+                return None
+            self.layers.note(EXPERTS, prefix)
+            return PtpcFp8MoEMethod(self, layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            self.layers.note(EMBEDDINGS, prefix or type(layer).__name__)
+        elif isinstance(layer, RadixAttention):
+            return BaseKVCacheMethod(self)
+        return None
+
+    def report(self) -> None:
+        """Log once what is quantized and what is not. Call it when the whole model exists."""
+        self.layers.report(self.packed_modules_mapping)

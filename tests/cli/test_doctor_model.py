@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llm-quant-rocm doctor MODEL`: checkpoints that are whole, and ones with faults planted into them.
+
+The files have headers and no weights, sparse where a weight would be, so that models of any size can be examined.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from llm_quant_rocm.checkpoint import quantize_checkpoint
+from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli.doctor import model, schemes
+from llm_quant_rocm.cli.doctor.table import Part
+
+ROOT = Path(__file__).parents[2]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8, "I32": 32}
+# Llama-3.3-70B, but for its layers.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+LINEAR = {
+    "self_attn.q_proj": (8192, 8192),
+    "self_attn.k_proj": (1024, 8192),
+    "self_attn.v_proj": (1024, 8192),
+    "self_attn.o_proj": (8192, 8192),
+    "mlp.gate_proj": (28672, 8192),
+    "mlp.up_proj": (28672, 8192),
+    "mlp.down_proj": (8192, 28672),
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}, "input_activations": None}
+    },
+    "ignore": ["lm_head"],
+}
+
+
+@pytest.fixture(autouse=True)
+def a_machine_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here, and whatever GPU there is."""
+    with_engines(monkeypatch, "vllm")
+    monkeypatch.setattr(schemes, "_served_here", lambda: True)
+
+
+def with_engines(monkeypatch: pytest.MonkeyPatch, *engines: str) -> None:
+    monkeypatch.setattr(schemes, "installed", lambda engine: "1.0" if engine in engines else None)
+
+
+def weight(n: int, k: int) -> Tensors:
+    return {"weight": ("BF16", (n, k))}
+
+
+def modelopt(n: int, k: int) -> Tensors:
+    scales = {"weight_scale": ("F8_E4M3", (n, k // 16)), "weight_scale_2": ("F32", ()), "input_scale": ("F32", ())}
+    return {"weight": ("U8", (n, k // 2)), **scales}
+
+
+def compressed(n: int, k: int) -> Tensors:
+    scales = {"weight_scale": ("F8_E4M3", (n, k // 16)), "weight_global_scale": ("F32", (1,))}
+    return {"weight_packed": ("U8", (n, k // 2)), **scales}
+
+
+def llama(linear: Callable[[int, int], Tensors], layers: int = 2) -> Tensors:
+    """The tensors of so many layers, each linear one stored as `linear` says."""
+    tensors: Tensors = {
+        "model.embed_tokens.weight": ("BF16", (128256, 8192)),
+        "lm_head.weight": ("BF16", (128256, 8192)),
+        "model.norm.weight": ("BF16", (8192,)),
+    }
+    for layer in range(layers):
+        for name, shape in LINEAR.items():
+            tensors |= {f"model.layers.{layer}.{name}.{part}": value for part, value in linear(*shape).items()}
+    return tensors
+
+
+def write(folder: Path, tensors: Tensors, quantization: Any = None, config: dict[str, Any] | None = None) -> Path:
+    """A checkpoint with these tensors' headers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps((CONFIG if config is None else config) | described))
+    write_file(folder / "model.safetensors", tensors)
+    return folder
+
+
+def write_file(file: Path, tensors: Tensors) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * _BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def problems(parts: list[Part]) -> list[tuple[str, str]]:
+    return [(problem.what, problem.cure) for part in parts for problem in part.problems]
+
+
+def plans(parts: list[Part]) -> dict[str, Any]:
+    return {plan.scheme: plan for plan in parts[0].rows}
+
+
+# --- checkpoints that are whole
+
+
+def test_a_16_bit_checkpoint_says_what_each_scheme_takes(tmp_path: Path) -> None:
+    parts = model.examine(write(tmp_path / "llama", llama(weight, 80)), 8)
+    assert problems(parts) == []
+    found = plans(parts)
+    # 70.55e9 parameters, of which 68.45e9 are quantized.
+    assert found["16 bits"].memory == pytest.approx(141.1e9 / 2**30 / 8, rel=1e-3)
+    assert found["PTPC FP8"].memory == pytest.approx(72.7e9 / 2**30 / 8, rel=1e-3)
+    assert found["NVFP4"].memory == pytest.approx((68.45e9 * 4.5 / 8 + 4.2e9) / 2**30 / 8, rel=3e-3)
+    assert (found["PTPC FP8"].quantized, found["PTPC FP8"].kept) == (7 * 80, 0)
+    assert found["PTPC FP8"].command == (
+        f"vllm serve {tmp_path / 'llama'} --tensor-parallel-size 8 --quantization ptpc_fp8"
+    )
+    rows = {row.layer: row for row in parts[1].rows}
+    assert rows["model.layers.*.mlp.down_proj"].count == 80
+    assert rows["model.layers.*.mlp.down_proj"].per_rank == [8192, 28672 // 8]
+    assert rows["model.layers.*.self_attn.k_proj"].per_rank == [128, 8192]
+    assert rows["lm_head"].served == "16 bits"
+
+
+@pytest.mark.parametrize(
+    ("linear", "config"), [(modelopt, MODELOPT), (compressed, COMPRESSED)], ids=["modelopt", "compressed-tensors"]
+)
+def test_an_nvfp4_checkpoint_needs_no_flag(tmp_path: Path, linear: Any, config: Any) -> None:
+    parts = model.examine(write(tmp_path, llama(linear), config), 1)
+    assert problems(parts) == []
+    plan = plans(parts)["NVFP4"]
+    assert plan.command == f"vllm serve {tmp_path}"
+    assert (plan.quantized, plan.kept) == (14, 0)
+    linear_bytes = 2 * sum(n * k * 4.5 / 8 + 4 * n for n, k in LINEAR.values())
+    assert plan.memory * 2**30 == pytest.approx(linear_bytes + 2 * 2 * 128256 * 8192 + 2 * 8192)
+    assert plans(parts)["16 bits"].memory > 3 * (plan.memory - 4)
+
+
+def test_commands_are_those_of_the_engines_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "a model", llama(weight))
+    with_engines(monkeypatch, "sglang")
+    assert plans(model.examine(folder, 2))["PTPC FP8"].command == (
+        f"python -m sglang.launch_server --model-path '{folder}' --tp-size 2 --quantization ptpc_fp8"
+    )
+    with_engines(monkeypatch, "vllm", "sglang")
+    assert plans(model.examine(folder, 1))["16 bits"].command.splitlines() == [
+        f"vllm serve '{folder}'",
+        f"python -m sglang.launch_server --model-path '{folder}'",
+    ]
+    with_engines(monkeypatch)
+    assert plans(model.examine(folder, 1))["16 bits"].command == f"vllm serve '{folder}'"
+
+
+def test_what_hf_quant_config_says_counts(tmp_path: Path) -> None:
+    write(tmp_path, llama(modelopt))
+    quant = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quant))
+    parts = model.examine(tmp_path, 1)
+    assert problems(parts) == []
+    assert "NVFP4" in plans(parts)
+
+
+@pytest.mark.parametrize("in_older_file", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_a_mixed_checkpoint_is_served_layer_by_layer(tmp_path: Path, in_older_file: bool) -> None:
+    def fp8(n: int, k: int) -> Tensors:
+        return {"weight": ("F8_E4M3", (n, k)), "weight_scale": ("F32", ())}
+
+    tensors = {name: value for name, value in llama(modelopt).items() if "o_proj" not in name}
+    tensors |= {name: value for name, value in llama(fp8).items() if "o_proj" in name}
+    layers = {
+        name.removesuffix(".weight"): {"quant_algo": "FP8" if "o_proj" in name else "NVFP4"}
+        for name in tensors
+        if name.endswith("proj.weight")
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    write(tmp_path, tensors, settings | ({} if in_older_file else {"quantized_layers": layers}))
+    if in_older_file:
+        older = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(older))
+    parts = model.examine(tmp_path, 2)
+    assert problems(parts) == []
+    assert "NVFP4" in plans(parts)
+    assert {row.layer.rpartition(".")[2]: row.served for row in parts[1].rows}["o_proj"] == "FP8"
+
+
+def test_what_this_project_writes_is_whole(tmp_path: Path) -> None:
+    demo = ROOT / "examples" / "demo_model"
+    assert problems(model.examine(demo, 2)) == []
+    for layout in ("compressed-tensors", "modelopt"):
+        quantize_checkpoint(demo, tmp_path / layout, layout)
+        parts = model.examine(tmp_path / layout, 2)
+        assert problems(parts) == []
+        assert plans(parts)["NVFP4"].quantized == 21
+
+
+def test_experts_keep_their_router(tmp_path: Path) -> None:
+    tensors: Tensors = {"model.layers.0.mlp.gate.weight": ("BF16", (128, 2048))}
+    for expert in range(128):
+        for name, shape in {"gate_proj": (768, 2048), "up_proj": (768, 2048), "down_proj": (2048, 768)}.items():
+            tensors[f"model.layers.0.mlp.experts.{expert}.{name}.weight"] = ("BF16", shape)
+    parts = model.examine(write(tmp_path, tensors, config={"num_attention_heads": 32}), 4)
+    assert problems(parts) == []
+    rows = {row.layer: row for row in parts[1].rows}
+    assert rows["model.layers.*.mlp.experts.*.down_proj"].count == 128
+    assert rows["model.layers.*.mlp.experts.*.down_proj"].per_rank == [2048, 192]
+    assert (rows["model.layers.*.mlp.gate"].served, rows["model.layers.*.mlp.gate"].per_rank) == (
+        "16 bits",
+        [128, 2048],
+    )
+
+
+def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
+    tensors: Tensors = {"model.layers.0.mlp.experts.gate_up_proj": ("BF16", (8, 1024, 512))}
+    parts = model.examine(write(tmp_path, tensors, config={}), 1)
+    assert plans(parts)["PTPC FP8"].quantized == 1
+    assert plans(parts)["PTPC FP8"].memory * 2**30 == 8 * 1024 * 512 + 4 * 8 * 1024
+
+
+def test_layers_named_by_ignored_layers_stay(tmp_path: Path) -> None:
+    config = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}
+    parts = model.examine(write(tmp_path, llama(weight), config), 1)
+    assert plans(parts)["PTPC FP8"].kept == 2
+    assert "--quantization" not in plans(parts)["PTPC FP8"].command
+
+
+def test_another_quantization_is_left_to_the_engine(tmp_path: Path) -> None:
+    def gptq(n: int, k: int) -> Tensors:
+        return {"qweight": ("I32", (k // 8, n)), "scales": ("F16", (k // 128, n))}
+
+    parts = model.examine(write(tmp_path, llama(gptq), {"quant_method": "gptq", "bits": 4}), 1)
+    assert problems(parts) == []
+    assert list(plans(parts)) == ["16 bits", "the engine's own"]
+
+
+# --- planted faults
+
+
+def fault(folder: Path, ranks: int = 1) -> tuple[str, str]:
+    found = problems(model.examine(folder, ranks))
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    file = write(tmp_path, llama(weight)) / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 1)
+    what, cure = fault(tmp_path)
+    assert "model.safetensors is truncated" in what
+    assert "is the first of 1 tensors that are cut off" in what
+    assert cure == "copy or download the file again"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x10", b"\x02\0\0\0\0\0\0\0{]", b"\x02\0\0\0\0\0\0\0[]", b"\x08\0\0\0\0\0\0\0" + b'{"a": 1}', b"\xff" * 40],
+    ids=["empty", "no-length", "no-json", "a-list", "no-tensor", "huge-length"],
+)
+def test_a_file_that_is_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
+    (write(tmp_path, llama(weight)) / "model.safetensors").write_bytes(content)
+    what, cure = fault(tmp_path)
+    assert "model.safetensors is" in what
+    assert cure == "copy or download the file again"
+
+
+def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, llama(weight))
+    places = {"a.weight": "model-00001-of-00002.safetensors", "model.norm.weight": "model.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    what, cure = fault(tmp_path)
+    assert "model-00001-of-00002.safetensors is missing" in what
+    assert cure == "download it"
+
+
+def test_a_tensor_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, llama(weight))
+    places = dict.fromkeys(["model.norm.weight", "a.weight", "b.weight"], "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert fault(tmp_path)[0].startswith("a.weight and 1 more are in model.safetensors.index.json and in no file")
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_2"])
+def test_a_scale_that_is_missing(tmp_path: Path, part: str) -> None:
+    tensors = llama(modelopt)
+    del tensors[f"model.layers.1.mlp.up_proj.{part}"]
+    what, _ = fault(write(tmp_path, tensors, MODELOPT))
+    assert what == f"model.layers.1.mlp.up_proj.{part} is missing from the checkpoint"
+
+
+def test_scales_that_are_padded(tmp_path: Path) -> None:
+    tensors = llama(modelopt) | {"model.layers.0.self_attn.k_proj.weight_scale": ("F8_E4M3", (1024, 640))}
+    what, _ = fault(write(tmp_path, tensors, MODELOPT))
+    assert "k_proj.weight_scale has shape [1024, 640], and [1024, 8192] values in NVFP4 need [1024, 512]" in what
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_NVFP4_FP8"])
+def test_an_unknown_algorithm(tmp_path: Path, algorithm: str) -> None:
+    what, cure = fault(write(tmp_path, llama(modelopt), MODELOPT | {"quant_algo": algorithm}))
+    assert what == f"quant_algo {algorithm} is not known"
+    assert "export the model with one of them" in cure
+
+
+def test_another_group_size(tmp_path: Path) -> None:
+    what, cure = fault(write(tmp_path, llama(modelopt), MODELOPT | {"group_size": 32}))
+    assert "has group_size 32, and NVFP4 has blocks of 16" in what
+    assert "quantize the model again" in cure
+
+
+def test_k_that_does_not_fit_after_sharding(tmp_path: Path) -> None:
+    tensors = {f"model.layers.0.mlp.down_proj.{part}": value for part, value in modelopt(512, 336).items()} | {
+        f"model.layers.0.mlp.up_proj.{part}": value for part, value in modelopt(336, 512).items()
+    }
+    folder = write(tmp_path, tensors, MODELOPT, {"num_attention_heads": 64})
+    assert problems(model.examine(folder, 1)) == []
+    what, cure = fault(folder, 2)
+    assert what == ("model.layers.*.mlp.down_proj has 168 of 336 input features on each of 2 ranks, no multiple of 16")
+    assert cure == "serve with a smaller --tensor-parallel-size"
+
+
+def test_sizes_that_ranks_cannot_share(tmp_path: Path) -> None:
+    folder = write(tmp_path, llama(weight))
+    whats = [what for what, _ in problems(model.examine(folder, 3))]
+    assert whats[:2] == [
+        "64 attention heads cannot be shared by 3 ranks",
+        "8 key value heads cannot be shared by 3 ranks",
+    ]
+    assert "model.layers.*.mlp.down_proj has 28672 input features, which 3 ranks cannot share" in whats
+    assert len(whats) == len(set(whats))
+    # Ranks beyond the key heads share them.
+    assert problems(model.examine(folder, 16)) == []
+
+
+def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in llama(modelopt).items() if ".0.mlp.down_proj" not in name}
+    tensors["model.layers.0.mlp.down_proj.weight"] = ("BF16", LINEAR["mlp.down_proj"])
+    what, cure = fault(write(tmp_path, tensors, MODELOPT))
+    assert what.startswith("model.layers.0.mlp.down_proj is BF16 in the checkpoint, where its quantization_config")
+    assert cure == "if it is not quantized, the ignore list should name it"
+    assert (
+        problems(model.examine(write(tmp_path, tensors, MODELOPT | {"ignore": ["*.0.mlp.down*", "lm_head"]}), 1)) == []
+    )
+
+
+def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
+    config = COMPRESSED | {"ignore": ["lm_head", "re:.*down_proj"]}
+    what, _ = fault(write(tmp_path, llama(compressed), config))
+    assert what == "model.layers.0.mlp.down_proj and 1 more are NVFP4 in the checkpoint, and its ignore list names it"
+
+
+def test_half_of_a_fused_layer(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in llama(modelopt).items() if ".1.self_attn.v_proj" not in name}
+    tensors["model.layers.1.self_attn.v_proj.weight"] = ("BF16", (1024, 8192))
+    config = MODELOPT | {"ignore": ["lm_head", "model.layers.1.self_attn.v_proj"]}
+    what, cure = fault(write(tmp_path, tensors, config))
+    assert "the checkpoint keeps model.layers.1.self_attn.v_proj in 16 bits, but not all of" in what
+    assert cure == "export the model with all of them or none"
+
+
+def test_a_description_that_is_missing(tmp_path: Path) -> None:
+    what, cure = fault(write(tmp_path, llama(modelopt)))
+    assert "quantized (NVFP4), and neither config.json nor hf_quant_config.json says so" in what
+    assert cure == "fetch the checkpoint again, with all its files"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda folder: None, "is no folder here"),
+        (lambda folder: folder.mkdir(), "has no config.json"),
+        (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "is no JSON"),
+        (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("[]")), "holds no JSON object"),
+    ],
+    ids=["no-folder", "no-config", "broken-config", "a-list"],
+)
+def test_what_is_no_checkpoint_at_all(tmp_path: Path, prepare: Any, words: str) -> None:
+    prepare(tmp_path / "model")
+    with pytest.raises(CommandError, match=words):
+        model.examine(tmp_path / "model", 1)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    (write(tmp_path, {}) / "model.safetensors").unlink()
+    assert fault(tmp_path)[0] == f"{tmp_path} has no safetensors files"
+
+
+# --- the command
+
+
+def test_the_command_prints_both_tables_and_its_exit_status_tells(tmp_path: Path) -> None:
+    folder = write(tmp_path, llama(modelopt), MODELOPT)
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "2"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert "layers quantized" in result.output and "model.layers.*.mlp.down_proj" in result.output
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "3", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["serving"]["problems"][0]["cure"] == (
+        "take a tensor-parallel size that divides them"
+    )
+    result = CliRunner().invoke(app, ["doctor", "Qwen/Qwen3-8B"])
+    assert result.exit_code == 1
+    assert "Qwen/Qwen3-8B is no folder here: download the model first" in result.output

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that the tests share. They run where SGLang is, as `make test` runs them:
+
+PYTHONPATH=tests/engine_sglang/stand_ins:.venv/sglang .venv/bin/python -m pytest tests/engine_sglang
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
+
+if find_spec("sglang"):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
+    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+    import checkpoints
+    import nvfp4_checkpoints
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def moe_checkpoint(folder: Path) -> Path:
+    """Experts in every layer: SGLang's Qwen3-MoE has no others. Of a size that it need not pad on CPUs."""
+    return checkpoints.moe(folder / "moe", dense_layers=(), inner=128)
+
+
+@pytest.fixture(scope="session")
+def nvfp4_moe(moe_checkpoint: Path) -> "nvfp4_checkpoints.Quantized":
+    """It in NVFP4, gate and up of each expert, and q, k and v, with unequal global scales."""
+    return nvfp4_checkpoints.Quantized(moe_checkpoint)

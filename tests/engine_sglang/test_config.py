@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which method a checkpoint and a user's wish come to, by SGLang's own ModelConfig; no model is built."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nvfp4_checkpoints
+import pytest
+import torch
+from conftest import DEMO
+from sglang.srt.configs import model_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from llm_quant_rocm_sglang import nvfp4, register
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
+from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    register()
+    HookRegistry.apply_hooks()
+
+
+def method(checkpoint: Path, wish: str | None = None, overrides: str = "{}") -> str | None:
+    """The quantization that SGLang would serve the checkpoint with."""
+    config = ModelConfig(model_path=str(checkpoint), quantization=wish, dtype="bfloat16", model_override_args=overrides)
+    return config.quantization
+
+
+@pytest.fixture(scope="module")
+def checkpoints_by_kind(folder: Path, nvfp4_moe: nvfp4_checkpoints.Quantized) -> dict[str, Path]:
+    """One of each layout, made of another project's codes."""
+    return {
+        "modelopt": nvfp4_moe.write_modelopt(folder / "modelopt"),
+        "w4a16": nvfp4_moe.write_modelopt(folder / "w4a16", "W4A16_NVFP4"),
+        "legacy": nvfp4_moe.write_modelopt(folder / "legacy", legacy=True),
+        "mixed": nvfp4_moe.write_mixed(folder / "mixed"),
+        "compressed-tensors": nvfp4_moe.write_compressed_tensors(folder / "compressed-tensors", activations=False),
+    }
+
+
+KINDS = ("modelopt", "w4a16", "legacy", "mixed", "compressed-tensors")
+
+
+@pytest.mark.parametrize("wish", [None, "petit_nvfp4", "nvfp4_triton"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nvfp4_is_taken_over(checkpoints_by_kind: dict[str, Path], kind: str, wish: str | None) -> None:
+    assert method(checkpoints_by_kind[kind], wish) == nvfp4.NAME
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_rocm_too(checkpoints_by_kind: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang refuses methods on ROCm that a list does not name."""
+    monkeypatch.setattr(model_config, "is_hip", lambda: True)
+    assert method(checkpoints_by_kind[kind]) == nvfp4.NAME
+    assert method(DEMO, "ptpc_fp8") == "ptpc_fp8"
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
+    if kind in ("modelopt", "legacy"):
+        with pytest.raises(ValueError, match="not supported in ROCm"):
+            method(checkpoints_by_kind[kind])
+
+
+def test_another_wish_of_the_user_is_respected(
+    checkpoints_by_kind: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert method(checkpoints_by_kind["modelopt"], "modelopt_fp4") == "modelopt_fp4"
+    assert method(checkpoints_by_kind["compressed-tensors"], "compressed-tensors") == "compressed-tensors"
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
+    assert method(checkpoints_by_kind["modelopt"]) == "modelopt_fp4"
+    monkeypatch.setattr(nvfp4, "_serves_this_device", lambda: False)
+    monkeypatch.delenv("LLM_QUANT_ROCM_NVFP4")
+    assert method(checkpoints_by_kind["modelopt"]) == "modelopt_fp4"
+
+
+def test_unquantized_checkpoints(tmp_path: Path) -> None:
+    assert method(DEMO) is None
+    assert method(DEMO, "ptpc_fp8") == "ptpc_fp8"
+    with pytest.raises(ValueError, match="^nvfp4_triton serves NVFP4 checkpoints .* this one is not quantized"):
+        method(DEMO, "petit_nvfp4")
+
+
+def test_a_checkpoint_may_ask_for_ptpc() -> None:
+    """As --json-model-override-args makes it, for example."""
+    wishes = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}
+    overrides = json.dumps({"quantization_config": wishes})
+    assert method(DEMO, None, overrides) == method(DEMO, "ptpc_fp8", overrides) == "ptpc_fp8"
+    config = PtpcFp8Config.from_config({**wishes, "packed_modules_mapping": {}, "hf_config": None})
+    assert config.layers.ignored == ["o_proj"]
+    with pytest.raises(ValueError, match="knows no setting scheme"):
+        PtpcFp8Config.from_config({**wishes, "scheme": "tensor"})
+
+
+@pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
+def test_a_quantized_checkpoint_is_not_quantized_again(checkpoints_by_kind: dict[str, Path], kind: str) -> None:
+    with pytest.raises(ValueError, match="already quantized .*: serve it without --quantization ptpc_fp8"):
+        method(checkpoints_by_kind[kind], "ptpc_fp8")
+
+
+def test_a_truncated_file_is_refused_before_the_model_is_built(
+    nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    file = nvfp4_moe.write_modelopt(tmp_path / "cut") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="is truncated: it has"):
+        method(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32, "ignore": []}, "has group_size 32"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD", "ignore": []}, "quant_algo NVFP4_SVD is not known"),
+        ({"quant_method": "fp8"}, "serves no checkpoint with the quantization_config fp8"),
+    ],
+    ids=["group size", "algorithm", "method"],
+)
+def test_broken_configurations(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NvFp4Config.from_config(config)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_weights_alone_in_nvfp4(nested: bool) -> None:
+    """SGLang 0.5.17 knows no W4A16_NVFP4."""
+    settings = {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules" if nested else "ignore": ["lm_head"]}
+    config = NvFp4Config.from_config({"quantization": settings} if nested else {"quant_method": "modelopt", **settings})
+    assert config.algorithm(torch.nn.Module(), "model.layers.0.mlp.down_proj") == "NVFP4"
+    assert config.algorithm(torch.nn.Module(), "lm_head") is None
+
+
+def test_a_fused_layer_of_two_kinds_is_refused() -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*q_proj"]}
+    config = NvFp4Config.from_config({**settings, "packed_modules_mapping": {}})
+    with pytest.raises(ValueError, match=r"keeps model\.attn\.q_proj in 16 bits, but not all of"):
+        config.is_layer_excluded("model.attn.qkv_proj")
+    assert not config.is_layer_excluded("model.mlp.gate_up_proj")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One test for each hook into SGLang, which fails when SGLang moves, and what happens then."""
+
+import logging
+import pickle
+import pkgutil
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from sglang.srt.layers import quantization
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import QUANTIZATION_CHOICES
+
+from llm_quant_rocm.comm.group import GroupReduce
+from llm_quant_rocm_sglang import communicator, nvfp4, patches, processes, ptpc_fp8, register
+
+GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+
+
+def patch(target: str) -> patches.Patch:
+    return next(patch for patch in patches.PATCHES if patch.target == target)
+
+
+@pytest.mark.parametrize("target", [patch.target for patch in patches.PATCHES])
+def test_the_target_is_as_it_was(target: str) -> None:
+    assert patches._trouble(patch(target)) is None
+
+
+def test_registering_twice() -> None:
+    for _ in range(2):
+        register()
+    for name in (ptpc_fp8.NAME, nvfp4.NAME, nvfp4.ALIAS):
+        assert QUANTIZATION_CHOICES.count(name) == 1
+        assert quantization.QUANTIZATION_METHODS[name].__module__.startswith("llm_quant_rocm_sglang")
+    for one in patches.PATCHES:
+        assert [hook for _, hook, _ in HookRegistry._hooks[one.target]].count(one.hook) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters", "words"),
+    [
+        (f"{GROUP}.gone", ("self",), "is gone"),
+        ("sglang.srt.gone.Gone.gone", ("self",), "is gone"),
+        (f"{GROUP}.all_reduce", ("self", "tensor"), "takes self, input_, not self, tensor"),
+    ],
+    ids=["attribute", "module", "parameters"],
+)
+def test_a_hook_that_fits_no_more_is_one_line(
+    target: str,
+    parameters: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moved = patches.Patch(target, parameters, MagicMock(), "the thing it is for", "")
+    monkeypatch.setattr(patches, "PATCHES", (moved,))
+    with caplog.at_level(logging.ERROR, "llm_quant_rocm"):
+        patches.apply()
+    (record,) = caplog.records
+    assert words in record.getMessage()
+    assert "Without it does not work: the thing it is for." in record.getMessage()
+    assert moved.hook not in [hook for _, hook, _ in HookRegistry._hooks.get(target, [])]
+
+
+def test_tokenizers_load_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    processes.write_data(lambda *data: written.append(pickle.dumps(data)), "ports", "arguments", {"max": 7})
+    loaded = MagicMock()
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", loaded)
+    found = pickle.loads(written[0])
+    assert found == ("ports", "arguments", {"max": 7})
+    assert type(found[2]) is dict
+    loaded.assert_called_once_with()
+
+
+class Ours(GroupReduce):
+    """Serves two-dimensional messages."""
+
+    def __init__(self) -> None:
+        pass
+
+    def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
+        return inp.dim() == 2
+
+    def quick_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
+        return inp * 2
+
+
+def coordinator(qr_comm: Any) -> Any:
+    """A group of SGLang's, as far as it chooses a way, whose custom all-reduce takes everything."""
+    made = object.__new__(pkgutil.resolve_name(GROUP))
+    custom = SimpleNamespace(disabled=False, should_custom_ar=lambda tensor: True)
+    vars(made).update(dict.fromkeys(("pymscclpp_comm", "pcie_ipc_comm", "torch_symm_mem_comm", "pynccl_comm")))
+    vars(made).update(qr_comm=qr_comm, ca_comm=custom, world_size=2)
+    return made
+
+
+def test_ours_is_asked_before_the_custom_all_reduce() -> None:
+    original = pkgutil.resolve_name(GROUP)._resolve_outplace_all_reduce_method
+    original = getattr(original, "__wrapped__", original)
+    for qr_comm, shape, method in ((Ours(), (2, 8), "qr"), (Ours(), (8,), "ca"), (None, (2, 8), "ca")):
+        assert communicator.resolve(original, coordinator(qr_comm), torch.ones(shape)) == method
+    assert pkgutil.resolve_name(GROUP)._all_reduce_out_place(coordinator(Ours()), torch.ones(2, 8), "qr").sum() == 32
+
+
+def test_tensors_on_a_cpu_go_by_ours() -> None:
+    def original(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.add_(5)
+
+    assert communicator.all_reduce(original, coordinator(Ours()), torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert communicator.all_reduce(original, coordinator(Ours()), torch.ones(2)).tolist() == [6, 6]
+    assert communicator.all_reduce(original, coordinator(None), torch.ones(2, 2)).tolist() == [[6, 6], [6, 6]]
+
+
+@pytest.mark.parametrize(
+    ("variables", "codec", "min_bytes"),
+    [
+        ({}, None, None),
+        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2"}, "FP4", 2 << 20),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}, "INT8", None),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT6"}, "INT6", None),
+    ],
+    ids=["nothing", "sglang", "vllm", "both"],
+)
+def test_both_spellings(variables: dict[str, str], codec: str | None, min_bytes: int | None) -> None:
+    found = communicator.settings(variables)
+    assert (found.codec and found.codec.name, found.min_bytes) == (codec, min_bytes)
+
+
+def test_a_codec_that_sglang_does_not_know_is_hidden_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def original(group: Any, *args: Any) -> None:
+        seen.append(communicator.os.environ[communicator.QUANTIZATION])
+        group.world_size, group.unique_name, group.qr_comm = 1, "tp:0", None
+
+    for name in ("FP4", "INT8"):
+        monkeypatch.setenv(communicator.QUANTIZATION, name)
+        communicator.attach(original, SimpleNamespace(), [[0]], 0)
+        assert communicator.os.environ[communicator.QUANTIZATION] == name
+    assert seen == ["NONE", "INT8"]
+
+
+def test_a_wrong_wish_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(communicator.QUANTIZATION, "INT5")
+    with pytest.raises(ValueError, match="QUANTIZATION=INT5: it must be one of"):
+        communicator.attach(MagicMock(), SimpleNamespace(), [[0]], 0)

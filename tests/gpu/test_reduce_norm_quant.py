@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused all-reduce, norm and quantization between GPUs: every bit of the reference on every rank, in graphs too."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from llm_quant_rocm import ops, reference
+from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
+from llm_quant_rocm.comm.quick_reduce import QuickReduce
+from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
+from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.kernels.reduce_norm_quant import Config
+from tests.comm import processes
+from tests.inputs import assert_same, nasty_rows, random_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+WORLDS = [
+    pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs"))
+    for n in (2, 4, 8)
+]
+TARGETS = (
+    ("none", "linear", True),
+    ("fp8_per_token", "linear", False),
+    ("fp8_static", "linear", True),
+    ("nvfp4", "linear", False),
+    ("nvfp4", "128x4", False),
+    ("nvfp4", "8x4", True),
+)
+WIDTHS = (16, 2880, 3072, 4096, 5120, 7168, 8208, 12800, 16384)
+ONE_SHOT, TWO_SHOT = Plan(1 << 40), Plan(0)
+
+
+def options(quantization: str, layout: str, normed: bool) -> dict[str, object]:
+    given = {"fp8_static": 0.0137, "nvfp4": 321.7}.get(quantization)
+    scale = None if given is None else torch.full((1,), given, device="cuda")
+    return {"quantization": quantization, "layout": layout, "normed": normed, "scale": scale, "eps": 1e-5}
+
+
+def inputs(world: int, rows: int, width: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """x of every rank: nasty rows first, other ones on every rank."""
+    nasty = nasty_rows(width, dtype)
+    return [
+        torch.cat([nasty.roll(5 * rank + seed, 0), random_rows(rows, width, dtype, 100 * seed + rank)])[:rows]
+        for rank in range(world)
+    ]
+
+
+def expect(
+    xs: list[torch.Tensor], residual: torch.Tensor | None, weight: torch.Tensor, bias: float, plan: Plan, kind: dict
+) -> Result:  # fmt: skip
+    target = Target(
+        Quantization(kind["quantization"]),
+        fp8.for_device(torch.device("cuda")),
+        ScaleLayout(kind["layout"]),
+        kind["normed"],
+    )
+    scale = None if kind["scale"] is None else kind["scale"].cpu()
+    shots, codec = plan.choose(xs[0].numel() * 2)
+    return reference.reduce_norm_quant(xs, residual, Norm(weight, kind["eps"], bias, scale), target, codec, shots)
+
+
+def assert_results(found: Result, expected: Result, what: str) -> None:
+    for name, part, whole in zip(Result._fields, found, expected, strict=True):
+        assert (part is None) == (whole is None), f"{what}: {name}"
+        if part is not None and whole is not None:
+            try:
+                assert_same(part, whole)
+            except AssertionError as error:
+                raise AssertionError(f"{what}: {name}: {error}") from None
+
+
+class Members:
+    """This rank's peer memory, under one name with one plan after the other."""
+
+    def __init__(self, rank: int) -> None:
+        torch.cuda.set_device(rank)
+        self.rank, self.world = rank, dist.get_world_size()
+        self.memory = QuickReduce.over(dist.group.WORLD, torch.device("cuda", rank), inbox_bytes=8 << 20)
+
+    def use(self, plan: Plan, config: Config | None = None) -> None:
+        ranks_of.disconnect("tp")
+        ranks = Ranks(self.world, plan, dist.group.WORLD, self.memory, None, config)
+        ranks_of._NAMED["tp"] = ranks
+
+    def check(
+        self, rows: int, width: int, plan: Plan, kind: tuple[str, str, bool], seed: int = 0, **more: object
+    ) -> None:
+        dtype, bias = (torch.bfloat16, torch.float16)[seed % 2], float(seed % 2)
+        xs = inputs(self.world, rows, width, dtype, seed)
+        weight = 1 - bias + random_rows(1, width, torch.float32, 7)[0].clamp(-4, 4) / 8
+        weight = weight.to((dtype, torch.float32)[seed % 2])
+        residual = None if seed % 3 == 2 else random_rows(rows, width, dtype, seed + 50)
+        self.use(plan, **more)  # type: ignore[arg-type]
+        chosen = options(*kind)
+        found = ops.reduce_norm_quant(
+            xs[self.rank].cuda(), weight.cuda(), None if residual is None else residual.cuda(), group="tp",
+            weight_bias=bias, **chosen,
+        )  # fmt: skip
+        what = f"{rows} rows of {width}, {plan}, {kind}, {more}, seed {seed}, rank {self.rank}"
+        assert_results(found, expect(xs, residual, weight, bias, plan, chosen), what)
+
+
+def every_width(rank: int) -> None:
+    members = Members(rank)
+    for index, width in enumerate(WIDTHS):
+        for shot, plan in enumerate((ONE_SHOT, TWO_SHOT)):
+            members.check(30 + index, width, plan, TARGETS[(index + 3 * shot) % len(TARGETS)], seed=index)
+        members.check(1, width, TWO_SHOT, TARGETS[index % len(TARGETS)], seed=index)
+    members.memory.check()
+
+
+def every_target_and_codec(rank: int) -> None:
+    members = Members(rank)
+    for index, kind in enumerate(TARGETS):
+        members.check(7, 4096, ONE_SHOT, kind, seed=index)
+        members.check(40, 4096, TWO_SHOT, kind, seed=index)
+    for index, codec in enumerate(CODECS.values()):
+        plan = Plan(0, codec, 0)
+        members.check(40, 2880, plan, TARGETS[1], seed=index)
+    members.memory.check()
+
+
+def every_launch(rank: int) -> None:
+    """Other launch configurations, and messages of several kernels, have the same bits."""
+    members = Members(rank)
+    for threads, programs in ((64, 3), (128, 200), (256, 1), (512, 7), (1024, 132)):
+        members.check(300, 5120, TWO_SHOT, TARGETS[1], config=Config(threads, programs))
+        members.check(40, 2880, ONE_SHOT, TARGETS[4], config=Config(threads, programs))
+    members.check(600, 8192, ONE_SHOT, TARGETS[5])
+    members.check(1101, 8192, TWO_SHOT, TARGETS[4])
+    members.memory.check()
+
+
+def graphs(rank: int) -> None:
+    """Graphs of several calls, replayed with changing inputs, between eager calls of other sizes."""
+    members, width = Members(rank), 4096
+    members.use(Plan(64 * 1024, CODECS["FP4"], 1 << 20))
+    plan = ranks_of.ranks_named("tp").plan
+    kind, weight = options(*TARGETS[1]), 1 + random_rows(1, width, torch.bfloat16, 7)[0].clamp(-4, 4) / 8
+    on_gpu = weight.cuda()
+
+    def layers(x: torch.Tensor, residual: torch.Tensor) -> list[Result]:
+        first = ops.reduce_norm_quant(x, on_gpu, residual, group="tp", **kind)
+        return [first, ops.reduce_norm_quant(x, on_gpu, first.residual, group="tp", **kind)]
+
+    def expected(xs: list[torch.Tensor], residual: torch.Tensor) -> list[Result]:
+        first = expect(xs, residual, weight, 0.0, plan, kind)
+        return [first, expect(xs, first.residual, weight, 0.0, plan, kind)]
+
+    captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, list[Result]]] = {}
+    for rows in (1, 24, 150):
+        x, residual = torch.zeros(2, rows, width, dtype=torch.bfloat16, device="cuda").unbind()
+        layers(x, residual)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = layers(x, residual)
+        captured[rows] = graph, x, residual, outs
+    for turn in range(4):
+        for rows, (graph, x, residual, outs) in captured.items():
+            seed = 10 * turn + rows
+            xs = inputs(members.world, rows, width, torch.bfloat16, seed)
+            added = random_rows(rows, width, torch.bfloat16, seed + 1)
+            x.copy_(xs[rank])
+            residual.copy_(added)
+            for _ in range(1 + turn):  # replays without a pause, while other ranks may be late
+                graph.replay()
+            torch.cuda.synchronize()
+            for index, (found, whole) in enumerate(zip(outs, expected(xs, added), strict=True)):
+                assert_results(found, whole, f"turn {turn}, {rows} rows, layer {index}, rank {rank}")
+        members.check(5 + turn, 512, TWO_SHOT, TARGETS[0], seed=turn)
+        members.use(plan)
+    members.memory.check()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, graphs])
+def test_ranks(world: int, function: Callable[[int], None]) -> None:
+    # Spawned: the driver does not survive a fork of a process that asked for GPUs, as this module does.
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, Path(folder) / "rendezvous", "nccl", function, ())
+        multiprocessing.start_processes(processes._rank, arguments, nprocs=world, start_method="spawn")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", TARGETS, ids=["-".join(map(str, kind)) for kind in TARGETS])
+def test_one_rank(width: int, kind: tuple[str, str, bool]) -> None:
+    chosen = options(*kind)
+    weight = 1 + random_rows(1, width, torch.float32, 7)[0].clamp(-4, 4) / 8
+    for dtype in (torch.bfloat16, torch.float16):
+        xs = inputs(1, 40, width, dtype, 3)
+        for residual in (None, random_rows(40, width, dtype, 4)):
+            added = None if residual is None else residual.cuda()
+            found = ops.reduce_norm_quant(xs[0].cuda(), weight.cuda(), added, weight_bias=1.0, **chosen)
+            assert_results(found, expect(xs, residual, weight, 1.0, ONE_SHOT, chosen), f"{width}, {dtype}")
+
+
+@pytest.mark.parametrize("width", [2880, 4096, 8192])
+def test_one_rank_is_the_separate_operators(width: int) -> None:
+    """Bit for bit what rms_norm_quant_fp8 gives."""
+    x, residual = random_rows(2 * 500, width, torch.bfloat16).cuda().chunk(2)
+    weight = 1 + random_rows(1, width, torch.bfloat16, 7)[0].cuda() / 8
+    codes, scales, total = ops.rms_norm_quant_fp8(x, weight, 1e-6, residual)
+    found = ops.reduce_norm_quant(x, weight, residual)
+    for part, whole in zip((found.codes, found.scales, found.residual), (codes, scales, total), strict=True):
+        assert part is not None
+        assert_same(part, whole)
