@@ -55,8 +55,8 @@ REPLAYS = {MIB: (20, 15), 16 * MIB: (6, 9), 128 * MIB: (2, 7), 1 << 30: (1, 5)}
 
 def cuts(default: Config) -> dict[str, Config]:
     """Other ways to cut a message, timed with FP4."""
-    units = default.programs // (6 if default.programs % 6 == 0 else 4)
-    programs = {f"{many} a multiprocessor": replace(default, programs=many * units) for many in (2, 3, 4, 6)}
+    units = default.programs // 4
+    programs = {f"{many} a multiprocessor": replace(default, programs=many * units) for many in (2, 3, 4, 5, 6)}
     return programs | {"flags at once": replace(default, flags_at_once=True)}
 
 
@@ -66,7 +66,7 @@ def compile_kernel(shots: int, codec: str, config: Config, world: int) -> None:
 
 def compile_all(world: int, hardware: Hardware, with_cuts: bool) -> None:
     """Every kernel into Triton's cache on disk, several at a time."""
-    config = kernels.default_config(hardware, 1, world)
+    config = kernels.default_config(hardware, 1, world, 2)
     jobs = [(shots, codec, config) for shots in (1, 2) for codec in CODECS]
     if with_cuts:
         jobs += [(shots, "FP4", replace(config, flags_at_once=True)) for shots in (1, 2)]
@@ -142,7 +142,7 @@ def rank_main(rank: int, world: int, rendezvous: str, with_cuts: bool, name: str
     if with_cuts:
         reduces |= {
             f" {cut}": QuickReduce(first.mailbox, first.region, first.max_spins, config)
-            for cut, config in cuts(kernels.default_config(hardware, 1 << 29, world)).items()
+            for cut, config in cuts(kernels.default_config(hardware, 1, world, 2)).items()
         }
     torch.manual_seed(rank)
     most = max(SIZES) // 2

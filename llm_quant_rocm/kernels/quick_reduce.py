@@ -151,22 +151,22 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * 4
 
 
-def default_config(hardware: Hardware, count: int, pieces: int) -> Config:
-    """What serves a message of `count` values best, as far as it was measured.
+def default_config(hardware: Hardware, count: int, world: int, shots: int) -> Config:
+    """What serves a message of `count` values between `world` ranks best, as far as it was measured.
 
     That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are the
-    fastest from 128 MiB on; with 4 too few loads are under way, with 8 all are slower. Where 4 share all tiles in two
-    rounds, 6 would leave their second round half empty and take as long for each. Smaller messages have fewer tiles
-    than that. On AMD GPUs nothing is measured: 4 for each compute unit of the largest of its kind.
+    fastest from 128 MiB on; with 4 too few loads are under way. Where 4 share all tiles in two rounds, 6 would leave
+    their second round half empty and take as long for each. Smaller messages have fewer tiles than that.
 
-    Args:
-        pieces: of a tile: as many as ranks in two-shot, 1 in one-shot.
+    All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured: its
+    kernels need up to 128 registers a lane, of which 6 programs do not get as many at once, and those that begin when
+    others have ended add a tail as long.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     blocks = 16
-    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * pieces
-    programs = 4 if two_rounds or hardware.arch.startswith("gfx") else 6
-    return Config(blocks, programs * units, num_warps=128 // hardware.lanes)
+    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * world
+    measured = hardware.arch == "sm_90" and (world, shots) == (2, 2)
+    return Config(blocks, (6 if measured and not two_rounds else 4) * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(

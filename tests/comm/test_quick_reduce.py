@@ -151,13 +151,14 @@ def test_how_messages_are_cut(world: int, shots: int) -> None:
 
 
 def test_how_many_programs_run() -> None:
-    """On Hopper 6 a multiprocessor, but 4 where these share all tiles in two rounds; 4 on AMD."""
+    """Between two Hoppers 6 a multiprocessor, but 4 where these share all tiles in two rounds; 4 elsewhere."""
     hopper, mi300 = nvidia(9, 0), amd("gfx942")
-    assert kernels.default_config(hopper, 2**23, 2).programs == 4 * 132  # 16 MiB
-    assert kernels.default_config(hopper, 2**26, 2).programs == 6 * 132
-    assert kernels.default_config(hopper, 2**26, 8).programs == 6 * 132
-    assert kernels.default_config(mi300, 2**26, 2).programs == 4 * 304
-    assert [kernels.default_config(h, 1, 2).num_warps for h in (hopper, mi300)] == [4, 2]
+    assert kernels.default_config(hopper, 2**23, 2, 2).programs == 4 * 132  # 16 MiB
+    assert kernels.default_config(hopper, 2**26, 2, 2).programs == 6 * 132
+    assert kernels.default_config(hopper, 2**26, 2, 1).programs == 4 * 132
+    assert kernels.default_config(hopper, 2**26, 8, 2).programs == 4 * 132
+    assert kernels.default_config(mi300, 2**26, 2, 2).programs == 4 * 304
+    assert [kernels.default_config(h, 1, 2, 2).num_warps for h in (hopper, mi300)] == [4, 2]
 
 
 def test_errors() -> None:

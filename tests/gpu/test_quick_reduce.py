@@ -30,7 +30,7 @@ TIMEOUT_SECONDS = 1.0
 
 
 def config(at_once: bool = False) -> Config:
-    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD), flags_at_once=at_once)
+    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), flags_at_once=at_once)
 
 
 def compile_kernel(shots: int, codec: str, dtype: torch.dtype, at_once: bool) -> None:
