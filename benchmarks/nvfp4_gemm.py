@@ -27,21 +27,11 @@ from benchmarks._nvfp4_peers import Humming, Marlin, Product, reading_bytes
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS
+from llm_quant_rocm.tune.shapes import WELL_KNOWN
 
 MS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 OTHER_MS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
-OTHER_LAYERS = {
-    "qwen3-qkv": (5120, 2048),
-    "qwen3-o": (2048, 4096),
-    "deepseek-qkv_a": (2112, 7168),
-    "deepseek-q_b": (24576, 1536),
-    "deepseek-kv_b": (32768, 512),
-    "deepseek-o": (7168, 16384),
-    "deepseek-shared_gate_up": (4096, 7168),
-    "deepseek-shared_down": (7168, 2048),
-    "deepseek-gate_up": (36864, 7168),
-    "deepseek-down": (7168, 18432),
-}
+OTHER_LAYERS = {layer: shape for layer, shape in WELL_KNOWN.items() if not layer.startswith("llama")}
 # The largest relative errors that count as right: bf16 rounds results, and cuBLAS's weights; FP8 rounds both operands.
 EXACT_ERROR, FP8_ERROR = 0.006, 0.06
 FP8 = "nvfp4_gemm_fp8"

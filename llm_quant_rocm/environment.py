@@ -58,7 +58,7 @@ _ALL = (
     _backend("reduce_norm_quant", "all-reduce with RMSNorm and quantization", "fused", "triton", "reference"),
     _backend("ptpc_gemm", "the PTPC GEMM", "aiter", "torch", "triton", "reference"),
     _backend("ptpc_moe", "the PTPC experts", "triton", "reference"),
-    _backend("nvfp4_gemm", "the NVFP4 GEMM", "triton", "reference"),
+    _backend("nvfp4_gemm", "the NVFP4 GEMM", "triton", "torch", "reference"),
     _backend("nvfp4_moe", "the NVFP4 experts", "triton", "reference"),
     Variable(NVFP4, "0 leaves NVFP4 checkpoints to the engine", "1", ("0", "1")),
     Variable(

@@ -107,7 +107,7 @@ def _calls(device: torch.device, facts: hardware.Hardware) -> dict[str, list[Any
         "ptpc_gemm": lambda m: PtpcCall(device, m, _N, _K, _DTYPE, None, ptpc),
         "ptpc_moe": lambda m: RowCall(facts, _K),
         "nvfp4_gemm": lambda m: NvFp4Call(facts, m, _N, _K, _DTYPE, dense, False, False),
-        "nvfp4_moe": lambda m: MoeCall(facts, m, _TOPK, _EXPERTS, _K, _INNER, _DTYPE, (w13, w2)),
+        "nvfp4_moe": lambda m: MoeCall(facts, _EXPERTS, _K, _INNER, (w13, w2)),
     }
     return {operator: [make(m) for m in TOKENS] for operator, make in calls.items()}
 
