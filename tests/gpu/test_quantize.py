@@ -7,6 +7,8 @@ import torch
 from llm_quant_rocm.formats import fp8, nvfp4
 from tests.inputs import assert_same, finite_rows, random_rows
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
 WIDTH = 512
 
 

@@ -12,6 +12,8 @@ from llm_quant_rocm.tune import OPERATORS, tuner
 from llm_quant_rocm.tune.record import Record
 from llm_quant_rocm.tune.search import Compiler, fastest
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
 N, K, M = 1024, 2048, 16
 
 
