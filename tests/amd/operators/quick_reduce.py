@@ -195,7 +195,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, fp4), "a lost rank": partial(lost, fp4)}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
+        # Of fp16 one codec of each kind: to compile a kernel takes seconds.
         every = [(codec, dtype) for codec in CODECS.values() for dtype in DTYPES]
+        every = [(codec, dtype) for codec, dtype in every if dtype == DTYPES[0] or codec.name in ("FP", "INT8", "FP4")]
         cases |= {
             f"{codec.name} of {names[dtype]}, {world} ranks": partial(in_a_row, world, codec, dtype)
             for index, (codec, dtype) in enumerate(every)
