@@ -281,6 +281,16 @@ def test_a_given_global_scale_is_taken() -> None:
     assert_same(nvfp4.quantize(w, rows).global_scale, rows)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 32), (4, 4, 32), (2, 3, 3, 16)], ids=str)
+def test_a_given_global_scale_of_each_matrix_is_that_of_its_rows(shape: tuple[int, ...]) -> None:
+    """As many experts as rows too, where one dimension could pass for the other."""
+    size = 10.0 ** torch.arange(math.prod(shape[:-2])).view(*shape[:-2], 1, 1)
+    w = torch.randn(shape) * size
+    found, expected = nvfp4.quantize(w, nvfp4.global_scale_of(w)), nvfp4.quantize(w)
+    for part in ("codes", "scales", "global_scale"):
+        assert_same(getattr(found, part), getattr(expected, part))
+
+
 def test_a_global_scale_that_is_too_small_saturates() -> None:
     w = torch.full((1, 16), 100.0)
     weight = nvfp4.quantize(w, torch.tensor(1 / 2688))
