@@ -52,7 +52,8 @@ def refusal(device: torch.device) -> str | None:
         reason = signature_refusal(getattr(aiter, "gemm_a8w8_bpreshuffle", None))
         if reason or not hasattr(shuffle, "shuffle_weight"):
             return reason or "aiter has no shuffle_weight"
-        return _trial_refusal(device)
+        with torch.cuda.device(device):
+            return _trial_refusal(device)
     except Exception as error:  # a broken optional library must not stop the engine
         return f"aiter failed: {error}"
 
