@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_packing, nvfp4_wgmma
-from tests.inputs import assert_same
+from tests.inputs import assert_same, temporaries
 from tests.nvfp4_inputs import nasty_weight
 
 
@@ -131,6 +131,15 @@ def test_experts_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(scale_bytes[expert], alone[1])
     monkeypatch.setattr(nvfp4_packing, "_ELEMENTS", 80 * 17)  # some rows at a time
     assert_same(nvfp4_wgmma.pack(weight.codes, weight.scales)[0], words)
+
+
+def test_temporaries_stay_small() -> None:
+    """Of a weight four times the packed slices, which grow to 32 bits a code on the way."""
+    codes = torch.zeros(4096, 4096, dtype=torch.uint8)
+    scales = torch.zeros(4096, 512, dtype=torch.float8_e4m3fn)
+    with temporaries(codes, scales) as sizes:
+        nvfp4_wgmma.pack(codes, scales, nvfp4_wgmma.LAYOUT)
+    assert max(sizes) <= 4 * nvfp4_packing._ELEMENTS <= 32 * 2**20
 
 
 def test_gate_and_up_take_turns() -> None:
