@@ -16,9 +16,9 @@ def register(
 
     All three functions take the operator's arguments. `validate` raises on arguments that do not fit, before either of
     the others; inside the operator, so that torch.compile does not trace it. `fake` gives outputs of the right shape,
-    dtype and device without data. The operator stays one node of a traced graph; nothing in it synchronizes, so it
-    can be captured in a CUDA graph. The first argument is a tensor, and its GPU is the current one meanwhile: Triton
-    launches on the current device and its stream, wherever the tensors are.
+    dtype and device without data. The operator stays one node of a traced graph; but for the experts' references,
+    nothing in it synchronizes, so it can be captured in a CUDA graph. The first argument is a tensor, and its GPU is
+    the current one meanwhile: Triton launches on the current device and its stream, wherever the tensors are.
     """
 
     def checked(*args: Any) -> Any:
