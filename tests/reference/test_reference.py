@@ -39,6 +39,13 @@ def test_ptpc_gemm_errs_no_more_than_a_sum_in_fp32(fmt: Fp8Format, k: int) -> No
     assert ((found - product64(xq, xscale, wq, wscale, bias)).abs() <= (k + 2) * 2**-24 * terms).all()
 
 
+def test_ptpc_gemm_applies_one_scale_after_the_other() -> None:
+    """Scales whose product overflows leave a sum of zero what it is."""
+    codes, large = torch.tensor([[1.0, 1.0]]).to(OCP.dtype), torch.full((1, 1), 1e30)
+    found = reference.ptpc_gemm(codes, large, torch.tensor([[2.0, -2.0]]).to(OCP.dtype), large, None, torch.float32)
+    assert found.item() == 0
+
+
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_ptpc_gemm_rounds_once(out_dtype: torch.dtype) -> None:
     operands = (*fp8.quantize_rows(torch.randn(20, 64), OCP), *fp8.quantize_rows(torch.randn(30, 64), OCP))
