@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
 from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
-from llm_quant_rocm.checkpoint.reader import INDEX
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
@@ -117,11 +116,10 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     index = folder / INDEX
     promised: dict[str, str] = {}
     if index.is_file():
-        weight_map = _json(index).get("weight_map")
-        if isinstance(weight_map, dict):
-            promised = weight_map
-        else:
-            faults.append(f"{index} has no weight_map: {_FETCH}")
+        try:
+            promised = read_index(index)
+        except ValueError as error:
+            faults.append(str(error))
     names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
