@@ -46,11 +46,13 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
     found = []
     for block_m, block_n, warps in shapes:
         tiles = -(-n // block_n) * -(-m // block_m)
-        for block_k, unroll, stages in (*steps, *([(64, 2, 2)] if block_m * block_n == 128 * 128 else [])):
+        # Eight warps on half of the registers, for two programs on a multiprocessor, would spill with deep steps.
+        shallow = [step for step in steps if step[0] == 64] if (block_m, warps) == (64, 8) else steps
+        for block_k, unroll, stages in (*shallow, *([(64, 2, 2)] if block_m * block_n == 128 * 128 else [])):
             group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
             together = min(4 if warps == 4 else 2, _SHARED_BYTES // (group_bytes * stages))
-            # Parts of the largest tile, on their way through shared memory, would spill.
-            shares = (0,) if block_m * block_n >= 256 * 128 else _shares(tiles, together)
+            # Sums of 256 rows and of others' parts would spill.
+            shares = [0] if block_m == 256 else _shares(tiles, together)
             for programs in shares if together else ():
                 if 60 <= (programs or tiles) <= 10000:
                     found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))

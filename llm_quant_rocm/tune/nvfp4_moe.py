@@ -35,7 +35,9 @@ def _hopper(heights: list[int]) -> list[Any]:
         for block_n, warps in ((64, 4), (128, 8)):
             for block_k, unroll, stages in ((64, 2, 3), (64, 2, 5), (64, 4, 2), (64, 4, 3), (128, 2, 2), (128, 2, 3)):
                 group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
-                if group_bytes * stages <= _SHARED_BYTES:
+                # The registers of two programs on a multiprocessor do not hold the deepest steps.
+                spills = (block_m, block_k, warps) == (64, 128, 8)
+                if group_bytes * stages <= _SHARED_BYTES and not spills:
                     found.append(Config(block_m, block_n, block_k, 0, unroll, stages, warps))
     return found
 

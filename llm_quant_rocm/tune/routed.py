@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from llm_quant_rocm.measure.experts import choose
 from llm_quant_rocm.tune.workload import Calls
 
 # Every call of a graph has a choice of its own: what it reads then differs from what the one before has left in L2.
@@ -14,12 +15,6 @@ ROUTINGS = 8
 
 # (weights, x [T, H], router weights fp32 [T, k], ids int32 [T, k], configuration) -> [T, H]
 Run = Callable[..., torch.Tensor]
-
-
-def choose(experts: int, topk: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router weights fp32 [T, k] and ids int32 [T, k] of different experts, each as likely as the others."""
-    weights, ids = torch.randn(tokens, experts, device="cuda").softmax(-1).topk(topk)
-    return weights, ids.int()
 
 
 def heights_for(slots: int, experts: int) -> list[int]:
