@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llm_quant_rocm.cli._arguments import experts, layers, numbers, require_gpu
-from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 
 if TYPE_CHECKING:
     from llm_quant_rocm.hardware import Hardware
@@ -146,15 +146,13 @@ def _tune_all_reduce(
     messages: Console,
 ) -> dict[str, Any]:
     """Measure the crossovers between `tp` GPUs; ends before `end` on the monotonic clock. What the file then says."""
-    import torch
-
     from llm_quant_rocm.comm.policy import cached_crossovers
     from llm_quant_rocm.measure.all_reduce import SIZES
     from llm_quant_rocm.tune import QUICK_REDUCE
     from llm_quant_rocm.tune.quick_reduce import tune
 
     file = out / QUICK_REDUCE / f"{device.arch}.json" if out else cached_crossovers(device.arch)
-    with _progress(messages) as progress:
+    with ranks_reported(), _progress(messages) as progress:
         task = progress.add_task(f"{QUICK_REDUCE}: compiling", total=len(SIZES))
 
         def heard(word: str, what: Any) -> None:
@@ -165,11 +163,7 @@ def _tune_all_reduce(
                 progress.advance(task)
             progress.update(task, description=f"{QUICK_REDUCE}: timing between {tp} GPUs")
 
-        try:
-            left = tune(tp, file, measured_on, heard, end - time.monotonic())
-        except torch.multiprocessing.ProcessRaisedException as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise CommandError(f"a rank of the all-reduce failed: {reason}; see that the GPUs are free.") from error
+        left = tune(tp, file, measured_on, heard, end - time.monotonic())
     ending = f"{len(left)} of {len(SIZES)} sizes are left: the same command goes on" if left else "all sizes"
     messages.print(f"{QUICK_REDUCE}: {ending}; {file}", highlight=False, soft_wrap=True)
     return json.loads(file.read_text()) if file.is_file() else {}

@@ -23,14 +23,16 @@ ROUTINGS = 16
 Bind = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
 
 
-def choose(experts: int, topk: int, tokens: int, router: str = "fair") -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    experts: int, topk: int, tokens: int, router: str = "fair", device: str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Router weights fp32 [T, k], which add up to one, and ids int32 [T, k] of different experts."""
-    odds = torch.ones(experts, device="cuda")
+    odds = torch.ones(experts, device=device)
     if router == "skewed":
-        odds = odds / torch.arange(1, experts + 1, device="cuda")
-        odds = odds[torch.randperm(experts, device="cuda")]
+        odds = odds / torch.arange(1, experts + 1, device=device)
+        odds = odds[torch.randperm(experts, device=device)]
     ids = torch.multinomial(odds.expand(tokens, experts), topk)
-    return torch.randn(tokens, topk, device="cuda").softmax(-1), ids.int()
+    return torch.randn(tokens, topk, device=device).softmax(-1), ids.int()
 
 
 def expected(
@@ -95,16 +97,23 @@ class Layer:
     """
 
     def __init__(
-        self, experts: int, topk: int, hidden: int, inner: int, dense: Dense = DENSE, packed: Packed = PACKED
+        self,
+        experts: int,
+        topk: int,
+        hidden: int,
+        inner: int,
+        dense: Dense = DENSE,
+        packed: Packed = PACKED,
+        device: str = "cuda",
     ) -> None:
-        self._experts, self._topk, self._hidden = experts, topk, hidden
+        self._experts, self._topk, self._hidden, self._device = experts, topk, hidden, device
         self._tolerance = dict.fromkeys(dense, _TOLERANCE_16_BIT) | {"ptpc_moe": _TOLERANCE_FP8}
         self._tolerance |= dict.fromkeys(packed, _TOLERANCE_NVFP4)
         self.absent: dict[str, str] = {}
         self._runners: dict[str, list[Bind]] = {}
         for number in range(2):
             w13, w2 = (
-                torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+                torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) / k**0.5
                 for n, k in ((2 * inner, hidden), (hidden, inner))
             )
             if number == 0:
@@ -126,8 +135,8 @@ class Layer:
 
     def measure(self, tokens: int, router: str = "fair") -> dict[str, Any]:
         """{"us": ..., "error": ...} by name, and "failed" where there is something."""
-        x = torch.randn(tokens, self._hidden, device="cuda", dtype=torch.bfloat16)
-        routings = [choose(self._experts, self._topk, tokens, router) for _ in range(ROUTINGS)]
+        x = torch.randn(tokens, self._hidden, device=self._device, dtype=torch.bfloat16)
+        routings = [choose(self._experts, self._topk, tokens, router, self._device) for _ in range(ROUTINGS)]
         calls = {
             name: [binds[number % 2](x, *routing) for number, routing in enumerate(routings)]
             for name, binds in self._runners.items()

@@ -54,7 +54,9 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
             # Sums of 256 rows and of others' parts would spill.
             shares = [0] if block_m == 256 else _shares(tiles, together)
             for programs in shares if together else ():
-                if 60 <= (programs or tiles) <= 10000:
+                # They go through shared memory in 16 bits at a time.
+                fits = group_bytes * stages + (block_m * block_n * 2 if programs else 0) <= _SHARED_BYTES
+                if fits and 60 <= (programs or tiles) <= 10000:
                     found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
     return found
 
