@@ -54,13 +54,13 @@ def main() -> None:
 
     all_reduce.measure(args.world, heard, with_cuts=args.cuts, seconds=args.seconds - (time.time() - began))
     left = len(all_reduce.SIZES) - len(found["rows"])
-    if left:
-        print(f"ended after {args.seconds:.0f} s: {left} sizes were not measured")
     if args.crossovers and found["rows"]:
         folder = os.environ.get("OUT")
         file = Path(folder) / "quick_reduce" / f"{arch}.json" if folder else cached_crossovers(arch)
         tuner.write(file, found, harness.environment())
         print("crossovers written to", file)
+    if left:
+        raise SystemExit(f"ended after {args.seconds:.0f} s: {left} sizes were not measured")
 
 
 if __name__ == "__main__":

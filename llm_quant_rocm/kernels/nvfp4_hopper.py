@@ -23,10 +23,11 @@ Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
-# From what an H100 took without measured configurations (benchmarks/results/nvfp4_gemm_sm_90.json): multiprocessors,
+# From what an H100 took without measured configurations (benchmarks/results/nvfp4_gemm_sm_90.json, and of cuBLAS
+# ptpc_gemm_sm_90.json): multiprocessors,
 # bytes a second of large copies and expansions, operations a second of the 16-bit product (of up to 128 rows, and of
 # more) and of cuBLAS in FP8; seconds of a tile of 256 x 128 in FP8 for each column and besides, and of a launch.
-_SMS, _COPY, _FEW_16_BIT, _16_BIT, _CUBLAS_FP8 = 132, 2.9e12, 500e12, 760e12, 1300e12
+_SMS, _COPY, _FEW_16_BIT, _16_BIT, _CUBLAS_FP8 = 132, 2.9e12, 500e12, 760e12, 1380e12
 _TILE_COLUMN, _TILE, _LAUNCH = 7.5e-9, 5e-6, 2.5e-6
 
 

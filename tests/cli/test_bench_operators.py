@@ -76,6 +76,8 @@ def test_bench_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_bench_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rows, "measure", partial(rows.measure, device="cpu"))
+    module = import_module("llm_quant_rocm.cli.bench.rows")
+    monkeypatch.setattr(module, "_vllm_is_there", lambda absent: bool(absent.update(vLLM="it is not installed")))
     result = run("rows", "--columns", "64,128", "--ms", "1,4", "--plot", tmp_path / "rows.png", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
