@@ -27,12 +27,18 @@ def _engine(name: str, title: str, result: dict[str, Any]) -> str:
         for count in dict.fromkeys(count for found in times.values() for count in found if "prompt" in count)
     }
     if demo:
-        panels["demo model: perplexity"] = {method: found["perplexity"] for method, found in demo.items()}
+        panels["demo model: change of perplexity, %"] = _changes(demo)
         text += f"\n\n{DEMO}\n\n{accuracy_table(demo)}"
     if panels:
         lines.bars(name, f"{title}\n{measured_on(result)}", panels)
         text += f"\n\n![time and accuracy]({name}.png)"
     return text + (f"\n\n{LLAMA}\n\n{engine_table(times)}" if times else "")
+
+
+def _changes(demo: dict[str, Any]) -> dict[str, float]:
+    """By method, the change of perplexity from the first one's in %."""
+    base = next(iter(demo.values()))["perplexity"]
+    return {method: 100 * (found["perplexity"] / base - 1) for method, found in demo.items()}
 
 
 def accuracy_table(demo: dict[str, Any]) -> str:
@@ -58,7 +64,7 @@ def quick_reduce(name: str, result: dict[str, Any]) -> str:
     codecs = {codec: found for codec, found in result["codecs"].items() if "perplexity" in found}
     lines.bars(
         name, f"The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n{measured_on(result)}",
-        {"perplexity": {codec: found["perplexity"] for codec, found in codecs.items()}},
+        {"change of perplexity, %": _changes(codecs)},
     )  # fmt: skip
     timed = {codec: found["time"] for codec, found in codecs.items() if found.get("time")}
     text = (

@@ -52,6 +52,7 @@ def bars(name: str, title: str, panels: Mapping[str, Mapping[str, float]]) -> No
     for axis, (label, values) in zip(axes.flat, panels.items(), strict=True):
         drawn = axis.bar(range(len(values)), list(values.values()))
         axis.bar_label(drawn, fmt="%.4g", fontsize=7)
+        axis.margins(y=0.12)
         axis.set_xticks(range(len(values)), list(values), rotation=40, ha="right", fontsize=7)
         axis.set_title(label, fontsize=9)
         axis.grid(axis="y", alpha=0.3)

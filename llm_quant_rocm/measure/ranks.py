@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a measurement: a process a GPU, whose first one reports what it finds as it finds it."""
+"""Ranks of a measurement: a process a GPU (or, without GPUs, on the CPU), whose first one reports what it finds."""
 
 import os
 import statistics
@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -25,7 +26,7 @@ Part = Callable[..., None]
 def on_every_rank(
     part: Part, world: int, arguments: Sequence[Any], heard: Report, seconds: float = float("inf")
 ) -> bool:
-    """Runs `part` on `world` GPUs, and hands what rank 0 reports to `heard`. Returns whether the ranks came to their
+    """Runs `part` on `world` ranks, and hands what rank 0 reports to `heard`. Returns whether the ranks came to their
     end: after so many seconds they are ended, and what was heard stands.
 
     Raises:
@@ -37,15 +38,19 @@ def on_every_rank(
         given = (part, world, f"file://{folder}/rendezvous", sender, tuple(arguments))
         ranks = multiprocessing.start_processes(_rank, given, world, join=False, start_method="spawn")
         sender.close()
+
+        def listen() -> None:
+            with suppress(EOFError):  # the last rank has left
+                while receiver.poll():
+                    heard(*receiver.recv())
+
         try:
             ended = False
             while not ended:
-                ended = ranks.join(timeout=0.2)
-                while receiver.poll():
-                    try:
-                        heard(*receiver.recv())
-                    except EOFError:
-                        break
+                try:
+                    ended = ranks.join(timeout=0.2)
+                finally:
+                    listen()
                 if not ended and time.monotonic() - began > seconds:
                     return False
         finally:
@@ -57,9 +62,12 @@ def on_every_rank(
 
 
 def _rank(rank: int, part: Part, world: int, rendezvous: str, sender: Connection, arguments: tuple[Any, ...]) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rendezvous, timedelta(seconds=60), world, rank, device_id=device)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", rendezvous, timedelta(seconds=60), world, rank, device_id=device)
+    else:
+        dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world, rank)
 
     def report(word: str, what: Any) -> None:
         if rank == 0:
