@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -29,9 +29,10 @@ from llm_quant_rocm import provenance
 
 logger = logging.getLogger("llm_quant_rocm")
 
-_SAME = ("llm-quant-rocm", "triton")
-# Choices that an operator keeps, one for each number of rows of each layer: a server meets thousands of numbers.
+# What is kept of lookups, and of the choices made with them: one for each number of rows of each layer, of which a
+# server meets tens of thousands. The last ones serve.
 KEPT = 4096
+_SAME = ("llm-quant-rocm", "triton")
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def shapes(operator: str, arch: str) -> tuple[Shape, ...]:
     return tuple(known.values())
 
 
-@cache
+@lru_cache(KEPT)
 def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
     """The measurement nearest to the shape, a `Measured` or `MeasuredExperts`: the weight nearest in log size, then the
     smallest number of rows that covers `rows`. None where there is none.
