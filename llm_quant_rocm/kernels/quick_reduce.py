@@ -23,7 +23,7 @@ everybody's flag of t, set after everybody received t - 3. One-shot: who sends t
 after everybody received t - 4.
 
 **Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; the last program
-of a kernel counts. Inboxes are used again in the call after the next one. That is safe: in every call all ranks await
+of a kernel to begin counts. Inboxes are used again in the call after the next one. That is safe: in every call all ranks await
 the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every rank has
 finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. Codec, size, algorithm and grid may
 change between calls.
@@ -301,6 +301,8 @@ def two_shot_kernel(
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
         if TOGETHER and owned < tiles:
             set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        if tile == tl.program_id(0):
+            end_call(state_ptr, call)
 
         received = tile - 2 * programs
         if received >= 0:
@@ -316,7 +318,6 @@ def two_shot_kernel(
                         pieces + index * BYTES, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS
                     )
                     store_values(out_ptr, pairs, begin, count, GROUPS)
-    end_call(state_ptr, call)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -343,6 +344,8 @@ def one_shot_kernel(
                         buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                         wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        if tile == tl.program_id(0):
+            end_call(state_ptr, call)
 
         received = tile - programs
         if received >= 0:
@@ -357,7 +360,6 @@ def one_shot_kernel(
                     first = pieces + index * BYTES
                     total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
-    end_call(state_ptr, call)
 
 
 @triton.jit
@@ -458,7 +460,8 @@ def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def end_call(state_ptr, call):
-    """The last program of the kernel counts the call."""
+    """The last program of the kernel to come here counts the call: all have read its number. Kernels come here once they
+    have sent their first tiles, as nothing else is to be done while others send."""
     if tl.atomic_add(state_ptr + DONE, 1) == tl.num_programs(0) - 1:
         tl.store(state_ptr + DONE, 0)
         tl.store(call_pointer(state_ptr), call)
