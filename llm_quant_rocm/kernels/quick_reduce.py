@@ -23,15 +23,25 @@ everybody's flag of t, set after everybody received t - 3. One-shot: who sends t
 after everybody received t - 4.
 
 **Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; the last program
-of a kernel to begin counts. Inboxes are used again in the call after the next one. That is safe: in every call all ranks await
-the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every rank has
-finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. Codec, size, algorithm and grid may
-change between calls.
+of a kernel to begin counts. Inboxes are used again in the call after the next one. That is safe: in every call all
+ranks await the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every
+rank has finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. A flag that is awaited may
+be ahead by that one call. Codec, size, algorithm and grid may change between calls. A rank's calls follow one another,
+on one stream or on several that await each other. Groups whose calls may meet on a GPU need one order of them on all
+ranks, as NCCL's do: a kernel may fill its GPU while it waits.
 
-**Order.** All waves of a program have stored before one of them releases its flags to the system, and a flag is
-acquired before what it guards is loaded. Who has looked at a flag `max_spins` times says in `report` whose it was,
-waits no more, sends no more, and ends, with anything in `out`; so do all later calls. A rank that comes late after all
-finds what was sent to it unchanged.
+**Order.** All waves of a program have stored before one of them releases its flags to the system, each flag with its
+own release, and a flag is acquired before what it guards is loaded. In PTX's model: weak stores, to any rank's memory,
+happen before the barrier, that before `atom.release.sys` of the flag, that before the `ld.acquire.sys` that sees it,
+that before the barrier after which all waves load. Loads of a slot happen before its next stores by the same chain, as
+they precede the flags of a later tile. No line of an L1 is stale, since every acquire invalidates it (CCTL.IVALL). On
+AMD a release at system scope writes the L2 back (buffer_wbl2) once the waves' stores have left them, which
+`await_stores` awaits by hand, and an acquire invalidates the L1, and what of the L2 may be stale (buffer_inv); no wave
+issues a load before the barrier that follows, and a compute unit's loads go the way of its invalidation, behind it.
+
+**Lost ranks.** Who has looked at a flag `max_spins` times says in `report` whose it was, waits no more, sends no more,
+and ends, with anything in `out`; so do all later calls. A rank that comes late after all finds what was sent to it
+unchanged.
 """
 
 from dataclasses import dataclass
@@ -133,7 +143,7 @@ class Mailbox:
         """How `count` values are cut.
 
         Raises:
-            ValueError: inboxes or flags are too few for them.
+            ValueError: inboxes or flags are too few for them, or they are too many to be counted in 32 bits.
         """
         slots = self.phase_bytes // (SLOTS.value * self.world * config.buffer_bytes(codec))
         values = config.buffer_values * (self.world if shots == 2 else 1)
@@ -148,6 +158,10 @@ class Mailbox:
                 f"of {codec.name} between {self.world} ranks: enlarge them"
             )
         tiles = triton.cdiv(count, values * buffers)
+        if tiles * values * buffers >= 2**31:
+            raise ValueError(
+                f"{count} values are too many for one quantized all-reduce, which counts in 32 bits: split them"
+            )
         return Cut(buffers, tiles, min(tiles, programs))
 
 
@@ -460,8 +474,8 @@ def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def end_call(state_ptr, call):
-    """The last program of the kernel to come here counts the call: all have read its number. Kernels come here once they
-    have sent their first tiles, as nothing else is to be done while others send."""
+    """The last program of the kernel to come here counts the call: all have read its number. Programs come here when
+    they have sent their first tile, while there is nothing to do but to wait for others."""
     if tl.atomic_add(state_ptr + DONE, 1) == tl.num_programs(0) - 1:
         tl.store(state_ptr + DONE, 0)
         tl.store(call_pointer(state_ptr), call)
