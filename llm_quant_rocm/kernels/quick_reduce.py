@@ -22,8 +22,8 @@ received t - 3, whose flags the owners set after they read all pieces of t - 3. 
 everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
 after everybody received t - 4.
 
-**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; the last program
-of a kernel to begin counts. Inboxes are used again in the call after the next one. That is safe: in every call all
+**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of
+a kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in every call all
 ranks await the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every
 rank has finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. A flag that is awaited may
 be ahead by that one call. Codec, size, algorithm and grid may change between calls. A rank's calls follow one another,
@@ -78,6 +78,7 @@ class Config:
         flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
         flags_together: whether the two-shot sets its flags of a sent tile and of the tile before, whose sum it stored,
             together: it then waits for its stores once, but tells of the sent tile later.
+        own_first: whether the two-shot decodes its own sums while it waits for the others', or all in one loop.
     """
 
     blocks: int
@@ -87,6 +88,7 @@ class Config:
     buffers: int = 8
     flags_at_once: bool = False
     flags_together: bool = False
+    own_first: bool = False
 
     @property
     def buffer_values(self) -> int:
@@ -252,7 +254,8 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
 
 def _constants(shots: int, codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
-    return ({"TOGETHER": config.flags_together} if shots == 2 else {}) | {
+    of_two_shot = {"TOGETHER": config.flags_together, "OWN_FIRST": config.own_first}
+    return (of_two_shot if shots == 2 else {}) | {
         **wire.constants(codec, carried),
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
@@ -271,7 +274,7 @@ def two_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
     MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
-    TOGETHER: tl.constexpr
+    TOGETHER: tl.constexpr, OWN_FIRST: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -315,23 +318,23 @@ def two_shot_kernel(
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
         if TOGETHER and owned < tiles:
             set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
-        if tile == tl.program_id(0):
-            end_call(state_ptr, call)
+        if OWN_FIRST and (owned >= 0) & (owned < tiles):
+            pieces = mine + inbox(call, 1, owned % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
+            for index in range(rank * buffers, (rank + 1) * buffers):
+                begin = (owned * WORLD * buffers + index) * VALUES
+                receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
 
         received = tile - 2 * programs
         if received >= 0:
             patience = await_flags(
                 mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
             )
-            slot = received % (SLOTS * programs)
-            pieces = mine + inbox(call, 1, slot, 0, phase_bytes, piece_bytes, WORLD)
+            pieces = mine + inbox(call, 1, received % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
-                begin = (received * WORLD * buffers + index) * VALUES
-                if begin < count:
-                    pairs = wire_units.decode(
-                        pieces + index * BYTES, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS
-                    )
-                    store_values(out_ptr, pairs, begin, count, GROUPS)
+                if not OWN_FIRST or index // buffers != rank:
+                    begin = (received * WORLD * buffers + index) * VALUES
+                    receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
+    end_call(state_ptr, call)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -474,8 +477,8 @@ def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def end_call(state_ptr, call):
-    """The last program of the kernel to come here counts the call: all have read its number. Programs come here when
-    they have sent their first tile, while there is nothing to do but to wait for others."""
+    """The last program of the kernel to come here counts the call: all have read its number. In the one-shot they come
+    here when they have sent their first tile, while they wait for others; the two-shot would need more registers."""
     if tl.atomic_add(state_ptr + DONE, 1) == tl.num_programs(0) - 1:
         tl.store(state_ptr + DONE, 0)
         tl.store(call_pointer(state_ptr), call)
@@ -521,6 +524,17 @@ def add_pieces(
         for i in tl.static_range(0, 8, 2):
             pairs = pairs + (wire_units.pair_of(sums[i], sums[i + 1], T),)
     return pairs
+
+
+@triton.jit
+def receive(
+    out_ptr, buffer, begin, count, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    T: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Decodes a buffer of the values from `begin` on into `out_ptr`."""
+    if begin < count:
+        pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
+        store_values(out_ptr, pairs, begin, count, GROUPS)
 
 
 @triton.jit

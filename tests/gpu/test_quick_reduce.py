@@ -31,24 +31,29 @@ TIMEOUT_SECONDS = 1.0
 # Of fp16 one codec of each kind: to compile a kernel takes seconds.
 OF_FP16 = ("FP", "INT8", "FP4")
 TYPES = [(codec, dtype) for codec in CODECS for dtype in DTYPES if dtype == torch.bfloat16 or codec in OF_FP16]
-# Other ways to set and await flags, with FP4.
-WAYS = [(True, False), (False, True), (True, True)]
+# Other ways of a kernel, with FP4.
+WAYS: list[dict[str, bool]] = [
+    {"flags_at_once": True},
+    {"flags_together": True},
+    {"flags_at_once": True, "flags_together": True, "own_first": True},
+]
 
 
-def config(at_once: bool = False, together: bool = False) -> Config:
-    default = kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2)
-    return replace(default, flags_at_once=at_once, flags_together=together)
+def config(way: dict[str, bool]) -> Config:
+    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), **way)
 
 
-def compile_kernel(shots: int, codec: str, dtype: torch.dtype, at_once: bool, together: bool) -> None:
-    kernels.warm_up(shots, dtype, CODECS[codec], config(at_once, together), WORLD)
+def compile_kernel(shots: int, codec: str, dtype: torch.dtype, way: dict[str, bool]) -> None:
+    kernels.warm_up(shots, dtype, CODECS[codec], config(way), WORLD)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Compiles side by side what the ranks would compile one after another."""
-    jobs = [(shots, codec, dtype, False, False) for codec, dtype in TYPES for shots in (1, 2)]
-    jobs += [(shots, "FP4", torch.bfloat16, *way) for way in WAYS for shots in (1, 2)]
+    jobs: list[tuple[int, str, torch.dtype, dict[str, bool]]] = [
+        (shots, codec, dtype, {}) for codec, dtype in TYPES for shots in (1, 2)
+    ]
+    jobs += [(shots, "FP4", torch.bfloat16, way) for way in WAYS for shots in (1, 2)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), context) as pool:
         for job in [pool.submit(compile_kernel, *job) for job in jobs]:
@@ -83,7 +88,7 @@ def every_codec(rank: int) -> None:
     """Ragged sizes, both shots, late ranks: the reference's bits."""
     device, reduce = connect(rank, timeout=20)
     ways = [  # with many tiles, of several buffers, for each program
-        QuickReduce(reduce.mailbox, reduce.region, reduce.max_spins, replace(config(*way), programs=3, rounds=3))
+        QuickReduce(reduce.mailbox, reduce.region, reduce.max_spins, replace(config(way), programs=3, rounds=3))
         for way in WAYS
     ]
     delays = random.Random(rank)
