@@ -22,13 +22,13 @@ received t - 3, whose flags the owners set after they read all pieces of t - 3. 
 everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
 after everybody received t - 4.
 
-**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of
-a kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in every call all
-ranks await the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every
-rank has finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. A flag that is awaited may
-be ahead by that one call. Codec, size, algorithm and grid may change between calls. A rank's calls follow one another,
-on one stream or on several that await each other. Groups whose calls may meet on a GPU need one order of them on all
-ranks, as NCCL's do: a kernel may fill its GPU while it waits.
+**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of a
+kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in
+every call all ranks await the flags of tile 0 of all others. Who has finished call k knows that every rank has begun
+call k, so every rank has finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. A flag that
+is awaited may be ahead by that one call. Codec, size, algorithm and grid may change between calls. A rank's calls
+follow one another, on one stream or on several that await each other. Groups whose calls may meet on a GPU need one
+order of them on all ranks, as NCCL's do: a kernel may fill its GPU while it waits.
 
 **Order.** All waves of a program have stored before one of them releases its flags to the system, each flag with its
 own release, and a flag is acquired before what it guards is loaded. In PTX's model: weak stores, to any rank's memory,
