@@ -110,6 +110,15 @@ def test_upstreams_thresholds(world: int, codec: str, mib: int) -> None:
     assert policy.choose(64 * MIB, torch.float32) == ENGINE
 
 
+@pytest.mark.parametrize(("peers", "mib"), [(True, 2048), (False, 4096)], ids=["kernels", "process_group"])
+def test_the_largest_message(peers: bool, mib: int) -> None:
+    """Kernels count in 32 bits, whatever the user allows."""
+    policy = Policy(settings(QUANTIZATION="FP4", MAX_SIZE_BYTES_MB="4096"), 2, "unheard_of", peer_memory=peers)
+    assert policy.choose(mib * MIB, torch.bfloat16).codec == FP4
+    assert policy.choose(mib * MIB + 2, torch.bfloat16) == ENGINE
+    assert f"engine above {mib * MIB} bytes" in policy.describe()
+
+
 @pytest.mark.parametrize("world", [1, 9, 16])
 def test_groups_that_are_not_served(world: int) -> None:
     policy = Policy(settings(QUANTIZATION="FP4"), world, "gfx942")
