@@ -14,7 +14,7 @@ from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 
 INBOX_BYTES = 32 * 1024 * 1024
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 600.0  # as torch for NCCL: ranks that compile wait for each other in their first calls
 MAX_TILES = 32768
 _MAX_SPINS = 2**31 - 2
 _REHEARSED_SPINS = 50_000  # some 50 ms
@@ -50,6 +50,9 @@ class QuickReduce:
         timeout: float = TIMEOUT_SECONDS,
     ) -> Self:
         """For the ranks of `group`, which all call. Takes four times `inbox_bytes` of every GPU's memory, and some.
+
+        Torch numbers the meetings of a process, not of a group (pytorch#196082): ranks that have met in as
+        many groups may meet, as those of tensor-parallel groups have; others wait for ever.
 
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest

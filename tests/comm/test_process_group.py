@@ -86,8 +86,7 @@ def assert_near(found: torch.Tensor, values: list[torch.Tensor], codec: Codec) -
 
 def upstreams_bodies(world: int) -> None:
     """What vLLM's tests/distributed/test_quick_all_reduce.py compares, with its tolerances and, for time, fewer values:
-    random whole numbers, there too the same on both ranks, and a ramp, between 2; zeros and ones in turn, of two shapes,
-    between 4 and 8."""
+    between 2 random whole numbers, there too the same on both, and a ramp; between 4 and 8 zeros and ones in turn."""
     if world == 2:
         draw = torch.Generator().manual_seed(42)
         for name, dtype in itertools.product(("FP", "INT8", "INT6", "INT4"), DTYPES):
