@@ -38,7 +38,9 @@ def cuts(default: Config) -> dict[str, tuple[Config, tuple[int, ...]]]:
     """Other ways to cut a message, timed with FP4, and with which shots."""
     units, both = default.programs // 4, (1, 2)
     at_once = replace(default, flags_at_once=True)
-    ways = {f"{many} a multiprocessor": (replace(default, programs=many * units), both) for many in (2, 3, 5, 6)}
+    ways: dict[str, tuple[Config, tuple[int, ...]]] = {
+        f"{many} a multiprocessor": (replace(default, programs=many * units), both) for many in (2, 3, 5, 6)
+    }
     ways["at once"] = at_once, both
     ways["at once, 6 a multiprocessor"] = replace(at_once, programs=6 * units), both
     ways["together"] = replace(default, flags_together=True), (2,)
@@ -141,7 +143,7 @@ def _rank(rank: int, report: Report, world: int, sizes: Sequence[int], codecs: S
     device, group = torch.device("cuda", rank), dist.group.WORLD
     assert group is not None
     first = QuickReduce.over(group, device, INBOX_BYTES, LOST_AFTER)
-    reduces = {"": (first, (1, 2))}
+    reduces: dict[str, tuple[QuickReduce, tuple[int, ...]]] = {"": (first, (1, 2))}
     if with_cuts:
         reduces |= {
             f", {cut}": (QuickReduce(first.mailbox, first.region, first.max_spins, config), shots)
