@@ -75,7 +75,8 @@ class QuickReduce:
         region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(region, group)
         region.zero_()
-        handle.barrier()  # nobody sets a flag that somebody clears afterwards
+        # Nobody sets a flag that somebody clears afterwards. Without a limit a rank that died would be waited for.
+        handle.barrier(timeout_ms=int(timeout * 1000))
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
         box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES)

@@ -108,8 +108,8 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         regions.append(torch.full((size,), 255, dtype=dtype))
         return regions[-1]
 
-    def barrier() -> None:
-        assert not regions[0].any()
+    def barrier(timeout_ms: int) -> None:
+        assert not regions[0].any() and timeout_ms == 3000
 
     met = MagicMock(side_effect=barrier)
 
