@@ -43,7 +43,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import wire, wire_units
+from llm_quant_rocm.kernels import wire_units
 
 # int32 words of `Mailbox.state`.
 CALL, DONE, LOST = (tl.constexpr(word) for word in range(3))
@@ -234,7 +234,7 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
 def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
-        **wire.constants(codec, carried),
+        **wire_units.constants(codec, carried),
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
         "WORLD": world,
@@ -431,20 +431,23 @@ def end_call(state_ptr, call):
 @triton.jit
 def add_pieces(
     first, piece_bytes, EIGHTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr,
+    PART: tl.constexpr = None
 ):  # fmt: skip
     """The sums, pairs of T, of the buffers of all ranks in their order; finite where all of them are.
 
     Args:
         first: the address of rank 0's buffer; the others' are `piece_bytes` apart.
         EIGHTS: whether lanes have 8 values, or units.
+        PART: which GROUPS of larger buffers these are, as in `wire_units.store_parts`.
     """
     pieces = ()
     for source in tl.static_range(WORLD):
-        pieces = pieces + (wire_units.load_parts(first + source * piece_bytes, EIGHTS, LOW, HIGH, T, GROUPS),)
+        piece = first + source * piece_bytes
+        pieces = pieces + (wire_units.load_parts(piece, EIGHTS, LOW, HIGH, T, GROUPS, PART),)
     finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
     rare = True
-    if KIND != wire.FP:
+    if KIND != wire_units.FP:
         # No sum is beyond this
         bound = tl.zeros(pieces[0][2].shape, tl.float32)
         for source in tl.static_range(WORLD):
@@ -458,7 +461,7 @@ def add_pieces(
         for source in tl.static_range(WORLD):
             low, high, scale = wire_units.eighth(pieces[source], eight, EIGHTS, LOW, HIGH)
             found = wire_units.numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
-            if KIND == wire.FP:
+            if KIND == wire_units.FP:
                 sums = added(sums, found)
                 every = all_finite(every, found)
             else:

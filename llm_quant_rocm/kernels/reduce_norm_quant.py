@@ -22,7 +22,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect
-from llm_quant_rocm.kernels import wire
+from llm_quant_rocm.kernels import wire_units
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
     LINEAR,
@@ -33,7 +33,16 @@ from llm_quant_rocm.kernels.norm_row import (
     pad_scales,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox, await_flags, begin_call, end_call, inbox, set_flags
+from llm_quant_rocm.kernels.quick_reduce import (
+    SLOTS,
+    Mailbox,
+    add_pieces,
+    await_flags,
+    begin_call,
+    end_call,
+    inbox,
+    set_flags,
+)
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
@@ -53,7 +62,14 @@ class Config:
 
     def block(self, columns: int) -> int:
         """Values of a block of a row of `columns`."""
-        return min(self.threads * 8, max(triton.next_power_of_2(columns), BLOCK))
+        return self._values(columns, 8)
+
+    def chunk(self, columns: int, codec: Codec) -> int:
+        """Values of a row that are encoded at once, a unit of `kernels.wire_units` by each lane."""
+        return self._values(columns, wire_units.unit_values(codec.planes[0] if codec.planes else 0))
+
+    def _values(self, columns: int, of_a_lane: int) -> int:
+        return min(self.threads * of_a_lane, max(triton.next_power_of_2(columns), BLOCK))
 
 
 def default_config(columns: int, hardware: Hardware) -> Config:
@@ -133,8 +149,8 @@ def _reduce(
         kernel, programs_of(tiles, columns, codec, mailbox, config) if tiles else 0, config, x, residual, norm, target,
         out, peers_ptr=mailbox.peers, state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank,
         phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
-        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), WORLD=mailbox.world,
-        **wire.constants(codec, x.dtype),
+        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), CHUNK=config.chunk(columns, codec),
+        WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
     )  # fmt: skip
 
 
@@ -172,7 +188,7 @@ def reduce_norm_one_shot_kernel(
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
-    WORLD: tl.constexpr
+    CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
@@ -182,13 +198,11 @@ def reduce_norm_one_shot_kernel(
     if program < programs:
         for tile in range(program, rows + programs, programs):
             if (tile < rows) & (patience >= 0):
+                # All of a row and of the addresses is asked for before the first store, which loads do not pass.
+                x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
+                to = addresses(peers_ptr, rank, WORLD)
                 slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                x_row = x_ptr + tl.cast(tile, tl.int64) * x_stride
-                for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                    parts = wire.encode(load_tile(x_row, i, COLUMNS, BLOCK), KIND, LIMIT, CAP, LOW, HIGH)
-                    for peer in tl.static_range(WORLD):
-                        to = tl.load(peers_ptr + peer) + slot
-                        store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+                send(to, slot, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
             received = tile - programs
@@ -198,15 +212,16 @@ def reduce_norm_one_shot_kernel(
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                 patience = await_flags(
-                    mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
+                    mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                slots = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                pieces = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                    total = add_rows(
-                        slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
-                    )
-                    sums += (tl.reshape(total, (BLOCK,)),)
+                    pairs = add_pieces(
+                        pieces, PIECE_BYTES, True, KIND, LIMIT, LOW, HIGH, T, MAX, BLOCK // 32, WORLD,
+                        part(i, BLOCK, COLUMNS, ROW_GROUPS)
+                    )  # fmt: skip
+                    sums += (block_of(pairs, T),)
                 finish_row(
                     row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
                     HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
@@ -225,11 +240,10 @@ def reduce_norm_two_shot_kernel(
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
-    WORLD: tl.constexpr
+    CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
-    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
@@ -238,54 +252,52 @@ def reduce_norm_two_shot_kernel(
         for tile in range(program, tiles + 2 * programs, programs):
             if (tile < tiles) & (patience >= 0):
                 slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                for owner in range(WORLD):
+                for turn in range(WORLD):
+                    owner = (rank + 1 + turn) % WORLD  # not all to one
                     row = tl.cast(tile * WORLD + owner, tl.int64)
                     if row < rows:
-                        to = tl.load(peers_ptr + owner) + slot
-                        for i in tl.static_range(BLOCKS):
-                            x = load_tile(x_ptr + row * x_stride, i, COLUMNS, BLOCK)
-                            parts = wire.encode(x, KIND, LIMIT, CAP, LOW, HIGH)
-                            store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+                        x = load_chunks(x_ptr + row * x_stride, COLUMNS, CHUNK, LOW)
+                        to = (tl.load(peers_ptr + owner),)
+                        send(to, slot, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
             owned = tile - programs
             if (owned >= 0) & (owned < tiles):
+                to = addresses(peers_ptr, rank, WORLD)
                 patience = await_flags(
-                    mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD
+                    mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
                 if (owned * WORLD + rank < rows) & (patience >= 0):
-                    slots = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                    pieces = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                     slot = inbox(call, 1, slot_of(owned, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                    for i in tl.static_range(BLOCKS):
-                        total = add_rows(
-                            slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
-                        )
-                        parts = wire.encode(total, KIND, LIMIT, CAP, LOW, HIGH)
-                        for peer in tl.static_range(WORLD):
-                            to = tl.load(peers_ptr + peer) + slot
-                            store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+                    sums = tl.tuple([])
+                    for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
+                        pairs = add_pieces(
+                            pieces, PIECE_BYTES, False, KIND, LIMIT, LOW, HIGH, T, MAX, CHUNK // 32, WORLD,
+                            part(i, CHUNK, COLUMNS, ROW_GROUPS)
+                        )  # fmt: skip
+                        sums += (pairs,)
+                    send(to, slot, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
             received = tile - 2 * programs
             if received >= 0:
+                weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 patience = await_flags(
-                    mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
+                    mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                slots = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                pieces = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
                 for owner in range(WORLD):
                     row = tl.cast(received * WORLD + owner, tl.int64)
                     if row < rows:
                         added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                         sums = tl.tuple([])
-                        for i in tl.static_range(BLOCKS):
-                            parts = load_groups(
-                                slots + owner * PIECE_BYTES, 0, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
-                            )
-                            value, _ = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-                            if KIND == wire.INT:
-                                value += 0.0  # no -0
-                            sums += (tl.reshape(value.to(T), (BLOCK,)),)
-                        weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
+                        for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+                            pairs = wire_units.decode(
+                                pieces + owner * PIECE_BYTES, KIND, LIMIT, LOW, HIGH, T, T, BLOCK // 32,
+                                part(i, BLOCK, COLUMNS, ROW_GROUPS)
+                            )  # fmt: skip
+                            sums += (block_of(pairs, T),)
                         finish_row(
                             row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
                             HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
@@ -324,102 +336,49 @@ def slot_of(tile, programs):
     return tl.cast(tile, tl.int32) % (SLOTS * programs)
 
 
-@triton.jit
-def load_tile(row_ptr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Block i of a row in groups, [BLOCK / 32, 32], zeros beyond the row."""
-    place = i * BLOCK + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    if (i + 1) * BLOCK <= COLUMNS:
-        return tl.load(row_ptr + place)
-    else:
-        return tl.load(row_ptr + place, mask=place < COLUMNS, other=0.0)
+@triton.constexpr_function
+def part(i, VALUES, COLUMNS, ROW_GROUPS):
+    """Which part of a row's buffer its values from i * VALUES on are, as `wire_units.store_parts` takes it."""
+    return i * VALUES // GROUP, ROW_GROUPS, (COLUMNS + GROUP - 1) // GROUP
 
 
 @triton.jit
-def add_rows(
-    slots, i: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    T: tl.constexpr, MAX: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PIECE_BYTES: tl.constexpr,
-    ROW_GROUPS: tl.constexpr, WORLD: tl.constexpr
+def addresses(peers_ptr, rank, WORLD: tl.constexpr):
+    """The regions of all ranks, the next one's first, so that not all send to one."""
+    found = ()
+    for turn in tl.static_range(WORLD):
+        found = found + (tl.load(peers_ptr + (rank + 1 + turn) % WORLD),)
+    return found
+
+
+@triton.jit
+def load_chunks(row_ptr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr):
+    """A row at a multiple of 16 bytes, units of pairs by chunks of CHUNK values, zeros beyond it."""
+    UNIT: tl.constexpr = wire_units.unit_values(LOW)
+    chunks = ()
+    for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
+        first = tl.multiple_of((row_ptr + i * CHUNK).to(tl.pointer_type(tl.int32)), 16)
+        chunks = chunks + (wire_units.load_words(first, CHUNK // UNIT, UNIT // 2, (COLUMNS - i * CHUNK) // 2),)
+    return chunks
+
+
+@triton.jit
+def send(
+    to, slot, chunks, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ROW_GROUPS: tl.constexpr
 ):  # fmt: skip
-    """Block i of the sum, T [BLOCK / 32, 32], of a row of all ranks in their order; finite where all of them are."""
-    total = tl.zeros([BLOCK // 32, 32], tl.float32)
-    finite = tl.full([BLOCK // 32, 32 if KIND == wire.FP else 1], True, tl.int1)
-    for source in tl.static_range(WORLD):
-        parts = load_groups(slots, source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
-        value, extent = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-        total += value
-        finite = finite & (tl.abs(extent) < float("inf"))
-    total = tl.where(finite & (total > MAX), MAX, total)
-    return tl.where(finite & (total < -MAX), -MAX, total).to(T)
+    """Encodes a row (`load_chunks`) and stores it at `slot` of regions; groups beyond the columns do not travel."""
+    for i in tl.static_range(len(chunks)):
+        parts = wire_units.encode(chunks[i], KIND, LIMIT, CAP, LOW, HIGH, T)
+        for turn in tl.static_range(len(to)):
+            wire_units.store_parts(
+                to[turn] + slot, parts, LOW, HIGH, CHUNK // 32, part(i, CHUNK, COLUMNS, ROW_GROUPS)
+            )  # fmt: skip
 
 
 @triton.jit
-def store_groups(
-    piece, parts, i: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    ROW_GROUPS: tl.constexpr
-):  # fmt: skip
-    """Stores block i of an encoded row into its buffer of ROW_GROUPS groups at `piece`; nothing beyond the columns."""
-    if LOW == 0:
-        _store_part(piece, 0, parts[0], i, 32, COLUMNS, BLOCK)
-    else:
-        _store_part(piece, 0, parts[0], i, LOW, COLUMNS, BLOCK)
-        if HIGH != 0:
-            _store_part(piece, ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
-        scales = tl.expand_dims(parts[len(parts) - 1], 1)
-        _store_part(piece, ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
-
-
-@triton.jit
-def load_groups(
-    piece, START: tl.constexpr, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
-):  # fmt: skip
-    """The parts that `store_groups` stored START bytes behind `piece`; those of groups beyond the columns decode to
-    zeros."""
-    if LOW == 0:
-        return (_load_part(piece, START, T, i, 32, COLUMNS, BLOCK),)
-    else:
-        low = _load_part(piece, START, tl.int32, i, LOW, COLUMNS, BLOCK)
-        scales = _load_part(piece, START + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
-        scale = tl.reshape(scales, (BLOCK // 32,))
-        if HIGH == 0:
-            return low, scale
-        else:
-            return low, _load_part(piece, START + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
-
-
-@triton.jit
-def _store_part(
-    piece, START: tl.constexpr, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    pointers = _pointers(piece, START, part.dtype, i, WIDTH, BLOCK)
-    if (i + 1) * BLOCK <= COLUMNS:
-        tl.store(pointers, part)
-    else:
-        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
-        tl.store(pointers, part, mask=group * 32 < COLUMNS)
-
-
-@triton.jit
-def _load_part(
-    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
-    pointers = _pointers(piece, START, T, i, WIDTH, BLOCK)
-    if (i + 1) * BLOCK <= COLUMNS:
-        return tl.load(pointers)
-    else:
-        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
-        return tl.load(pointers, mask=group * 32 < COLUMNS, other=0)
-
-
-@triton.jit
-def _pointers(
-    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Pointers [BLOCK / 32, WIDTH] to block i of a part that begins START bytes behind the address `piece`.
-
-    START is added to the pointer: Triton would forget the alignment of an address to which a constant is added.
-    """
-    GROUPS: tl.constexpr = BLOCK // 32
-    first: tl.constexpr = START // (T.primitive_bitwidth // 8) + i * GROUPS * WIDTH
-    return wire.part_pointers(piece, T, GROUPS, WIDTH) + first
+def block_of(pairs, T: tl.constexpr):
+    """T [8 * N] of the four pairs [N] of each eight."""
+    words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+    halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(halves, (8 * words.shape[0],)).to(T, bitcast=True)

@@ -47,7 +47,8 @@ def set_no_flags(
 
 @triton.jit
 def await_no_flags(
-    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles,
+    WORLD: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     return patience
 
