@@ -371,9 +371,10 @@ def begin_call(state_ptr, max_spins):
 
 @triton.jit
 def set_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
+    only=-1
 ):  # fmt: skip
-    """Tells every rank that this one's pieces of a tile are there, unless a rank is lost."""
+    """Tells every rank, or one alone, that this one's pieces of a tile are there, unless a rank is lost."""
     place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * 4
     if tl.target_info.is_hip():
         # Triton 3.9's barrier waits for LDS alone, and a release for the stores of its own wave.
@@ -382,7 +383,7 @@ def set_flags(
     # One lane a rank, so that what is released is released once.
     peer = tl.arange(0, triton.next_power_of_2(WORLD))
     flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
-    told = (peer < WORLD) & (patience >= 0)
+    told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
     tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), call, mask=told, sem="release", scope="sys")
 
 
@@ -400,13 +401,18 @@ def await_flags(
             absent = look(first, source, call, WORLD, AT_ONCE)
             spins += 1
         if absent < WORLD:
-            # The first of all programs to lose a rank says so.
-            if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
-                # In one store, which needs no order
-                told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
-                tl.store(report_ptr, told)
+            report_lost(state_ptr, report_ptr, PHASE, absent, call, patience)
             patience = -1
     return patience
+
+
+@triton.jit
+def report_lost(state_ptr, report_ptr, PHASE: tl.constexpr, absent, call, patience):
+    """The first of all programs to lose a rank says so."""
+    if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
+        # In one store, which needs no order
+        told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
+        tl.store(report_ptr, told)
 
 
 @triton.jit

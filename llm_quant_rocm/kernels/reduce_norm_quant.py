@@ -5,9 +5,18 @@ The bits of `reference.reduce_norm_quant`. Tiles, memory, slots, calls and order
 whose region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds
 all that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
 
-    one-shot   a tile is a row: every rank sends it to everybody, who adds, normalises and quantizes it for itself
-    two-shot   a tile is a row of every owner, rows tile * WORLD + owner: owners add them up and send the sums, encoded
-               again, to all, who normalise and quantize them
+    one-shot   every rank sends a row to everybody, who adds, normalises and quantizes it for itself
+    two-shot   every rank sends a row to its owner, who adds it up and sends the sum, encoded again, to all, who
+               normalise and quantize it
+
+A tile is a row. Of a program's rows every rank owns each WORLD-th, so that no program has more to add than others; and
+a row of the two-shot has room in the first phase at its owner alone, in the second for a single sum. Few rows are as
+many programs in either.
+
+That slots, which the tiles of a program take in turn, are safe to use again is seen as for `kernels.quick_reduce`: who
+sends a row has received the one three turns earlier, which its owner sent after it read what came of it; and who sends
+a sum has seen all ranks' flags of the row, set after they received that one. So are calls: everybody awaits the sum of
+row 0, whose owner has awaited everybody.
 
 A row travels as a whole buffer of `formats.wire`, zeros beyond its columns; groups of zeros alone are not sent.
 """
@@ -40,7 +49,10 @@ from llm_quant_rocm.kernels.quick_reduce import (
     await_flags,
     begin_call,
     end_call,
+    flags,
     inbox,
+    look,
+    report_lost,
     set_flags,
 )
 
@@ -72,10 +84,18 @@ class Config:
         return min(self.threads * of_a_lane, max(triton.next_power_of_2(columns), BLOCK))
 
 
-def default_config(columns: int, hardware: Hardware) -> Config:
-    """A program for each compute unit of the largest GPU of its kind; not measured."""
-    threads = 128 if columns <= 1024 else 256 if columns <= 4096 else 512
-    return Config(threads, {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132))
+def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
+    """What should serve `rows` best; not measured.
+
+    As long as there is a compute unit for each row, more threads end a row sooner. More rows share units in pairs, of
+    which one waits for links while the other computes: on Hopper 2 programs of 256 threads fit, with up to 128
+    registers a lane. Where rows are encoded, lanes without a group to encode would make others' words cross lanes.
+    """
+    units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
+    most = 512 if rows <= units else 256
+    units_of_row = triton.next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
+    threads = min(most, max(128, units_of_row))
+    return Config(threads, units * (512 // most))
 
 
 def piece_bytes(columns: int, codec: Codec) -> int:
@@ -83,26 +103,33 @@ def piece_bytes(columns: int, codec: Codec) -> int:
     return _groups(columns) * codec.group_bytes
 
 
-def max_rows(mailbox: Mailbox, shots: int) -> int:
-    """The most rows that one call can carry."""
-    return mailbox.max_tiles * (mailbox.world if shots == 2 else 1)
+@dataclass(frozen=True)
+class Cut:
+    """How rows are shared out: `programs`, and slots of a program, its `ring`, which its rows take in turn."""
+
+    programs: int
+    ring: int
 
 
-def programs_of(tiles: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config) -> int:
-    """Programs that share `tiles`.
+def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config, shots: int) -> Cut:
+    """How at least one row is shared out.
 
     Raises:
         ValueError: the inboxes do not hold the slots of one program.
     """
-    slots = mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec))
-    # A program of a single tile takes a single slot.
-    programs = min(tiles, config.programs, slots if tiles <= min(slots, config.programs) else slots // SLOTS.value)
+    world, pieces = mailbox.world, mailbox.phase_bytes // piece_bytes(columns, codec)
+    slots = pieces // world if shots == 1 else pieces - pieces % world
+    if rows <= min(config.programs, slots):
+        return Cut(rows, 1)
+    # In the two-shot a rank's rows have neighbouring slots if rings are whole rounds of owners.
+    ring = SLOTS.value if shots == 1 else triton.cdiv(SLOTS.value, world) * world
+    programs = min(config.programs, slots // ring)
     if not programs:
         raise ValueError(
-            f"inboxes of {mailbox.phase_bytes} bytes do not hold {SLOTS.value} rows of {columns} columns in "
-            f"{codec.name} from each of {mailbox.world} ranks: enlarge them"
+            f"inboxes of {mailbox.phase_bytes} bytes do not hold {ring} rows of {columns} columns in {codec.name} from "
+            f"each of {world} ranks: enlarge them"
         )
-    return programs
+    return Cut(programs, ring)
 
 
 def one_shot(
@@ -112,13 +139,12 @@ def one_shot(
     """Writes `out`, the results of x summed over the ranks. All ranks call with as many rows.
 
     Args:
-        x, residual: bf16 or fp16 [M, K], at most `max_rows`, the last dimension contiguous; K a multiple of 16,
-            at most MAX_COLUMNS.
+        x, residual: bf16 or fp16 [M, K], M at most the mailbox's tiles, the last dimension contiguous; K a multiple of
+            16, at most MAX_COLUMNS. Rows of x begin at multiples of 16 bytes.
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
-    tiles = x.shape[0]
-    _reduce(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def two_shot(
@@ -126,13 +152,14 @@ def two_shot(
     codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
     """`one_shot`, where every row is added up by one rank."""
-    tiles = triton.cdiv(x.shape[0], mailbox.world)
-    _reduce(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(reduce_norm_two_shot_kernel, 2, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
     """`one_shot` of one rank alone, on any number of rows."""
-    _launch(norm_quant_kernel, x.shape[0], default_config(x.shape[1], detect(x.device)), x, residual, norm, target, out)
+    rows, columns = x.shape
+    config = Config(128 if columns <= 1024 else 256 if columns <= 4096 else 512, rows)
+    _launch(norm_quant_kernel, rows, config, x, residual, norm, target, out)
 
 
 def _groups(columns: int) -> int:
@@ -141,14 +168,17 @@ def _groups(columns: int) -> int:
 
 
 def _reduce(
-    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
+    kernel: Any, shots: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
     mailbox: Mailbox, codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
-    columns = x.shape[1]
+    rows, columns = x.shape
+    if not rows:
+        return
+    shared = cut(rows, columns, codec, mailbox, config, shots)
     _launch(
-        kernel, programs_of(tiles, columns, codec, mailbox, config) if tiles else 0, config, x, residual, norm, target,
-        out, peers_ptr=mailbox.peers, state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank,
-        phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
+        kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring, peers_ptr=mailbox.peers,
+        state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes,
+        max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
         PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), CHUNK=config.chunk(columns, codec),
         WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
     )  # fmt: skip
@@ -176,14 +206,14 @@ def _launch(
     )  # fmt: skip
 
 
-_RUNTIME = ["rows", "programs", "rank", "phase_bytes", "max_tiles", "max_spins"]
+_RUNTIME = ["rows", "programs", "ring", "rank", "phase_bytes", "max_tiles", "max_spins"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_norm_one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
@@ -196,17 +226,19 @@ def reduce_norm_one_shot_kernel(
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
     if program < programs:
-        for tile in range(program, rows + programs, programs):
-            if (tile < rows) & (patience >= 0):
+        turns = tl.cdiv(rows - program, programs)
+        for turn in range(turns + 1):
+            if (turn < turns) & (patience >= 0):
+                tile = turn * programs + program
                 # All of a row and of the addresses is asked for before the first store, which loads do not pass.
                 x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
                 to = addresses(peers_ptr, rank, WORLD)
-                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                send(to, slot, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
+                at = inbox(call, 0, slot_of(turn, program, ring), rank, phase_bytes, PIECE_BYTES, WORLD)
+                send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
-            received = tile - programs
-            if received >= 0:
+            if turn >= 1:
+                received = (turn - 1) * programs + program
                 row = tl.cast(received, tl.int64)
                 # Loads that wait for nobody are under way while the flags are.
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
@@ -214,7 +246,7 @@ def reduce_norm_one_shot_kernel(
                 patience = await_flags(
                     mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                pieces = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                pieces = mine + inbox(call, 0, slot_of(turn - 1, program, ring), 0, phase_bytes, PIECE_BYTES, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     pairs = add_pieces(
@@ -235,7 +267,7 @@ def reduce_norm_one_shot_kernel(
 def reduce_norm_two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
@@ -247,29 +279,27 @@ def reduce_norm_two_shot_kernel(
     program = tl.program_id(0)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
-    tiles = tl.cdiv(rows, WORLD)
     if program < programs:
-        for tile in range(program, tiles + 2 * programs, programs):
-            if (tile < tiles) & (patience >= 0):
-                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                for turn in range(WORLD):
-                    owner = (rank + 1 + turn) % WORLD  # not all to one
-                    row = tl.cast(tile * WORLD + owner, tl.int64)
-                    if row < rows:
-                        x = load_chunks(x_ptr + row * x_stride, COLUMNS, CHUNK, LOW)
-                        to = (tl.load(peers_ptr + owner),)
-                        send(to, slot, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        turns = tl.cdiv(rows - program, programs)
+        for turn in range(turns + 2):
+            if (turn < turns) & (patience >= 0):
+                tile = turn * programs + program
+                owner = (turn + program) % WORLD
+                x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
+                to = (tl.load(peers_ptr + owner),)
+                at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, PIECE_BYTES, WORLD)
+                send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
+                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
 
-            owned = tile - programs
-            if (owned >= 0) & (owned < tiles):
-                to = addresses(peers_ptr, rank, WORLD)
+            if (turn >= 1) & (turn <= turns) & ((turn - 1 + program) % WORLD == rank):
+                owned = (turn - 1) * programs + program
                 patience = await_flags(
                     mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                if (owned * WORLD + rank < rows) & (patience >= 0):
-                    pieces = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
-                    slot = inbox(call, 1, slot_of(owned, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
+                if patience >= 0:
+                    slot = slot_of(turn - 1, program, ring)
+                    pieces = mine + inbox(call, 0, slot // WORLD, 0, phase_bytes, PIECE_BYTES, WORLD)
+                    to = addresses(peers_ptr, rank, WORLD)
                     sums = tl.tuple([])
                     for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
                         pairs = add_pieces(
@@ -277,31 +307,30 @@ def reduce_norm_two_shot_kernel(
                             part(i, CHUNK, COLUMNS, ROW_GROUPS)
                         )  # fmt: skip
                         sums += (pairs,)
-                    send(to, slot, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
+                    at = inbox(call, 1, slot, 0, phase_bytes, PIECE_BYTES, 1)
+                    send(to, at, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
-            received = tile - 2 * programs
-            if received >= 0:
+            if turn >= 2:
+                received = (turn - 2) * programs + program
+                row = tl.cast(received, tl.int64)
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
-                patience = await_flags(
-                    mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, True
-                )
-                pieces = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
-                for owner in range(WORLD):
-                    row = tl.cast(received * WORLD + owner, tl.int64)
-                    if row < rows:
-                        added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
-                        sums = tl.tuple([])
-                        for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                            pairs = wire_units.decode(
-                                pieces + owner * PIECE_BYTES, KIND, LIMIT, LOW, HIGH, T, T, BLOCK // 32,
-                                part(i, BLOCK, COLUMNS, ROW_GROUPS)
-                            )  # fmt: skip
-                            sums += (block_of(pairs, T),)
-                        finish_row(
-                            row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
-                            HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
-                        )  # fmt: skip
+                added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
+                patience = await_sum(
+                    peers_ptr, mine, (turn - 2 + program) % WORLD, state_ptr, report_ptr, received, call, patience,
+                    phase_bytes, max_tiles, WORLD
+                )  # fmt: skip
+                piece = mine + inbox(call, 1, slot_of(turn - 2, program, ring), 0, phase_bytes, PIECE_BYTES, 1)
+                sums = tl.tuple([])
+                for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+                    pairs = wire_units.decode(
+                        piece, KIND, LIMIT, LOW, HIGH, T, T, BLOCK // 32, part(i, BLOCK, COLUMNS, ROW_GROUPS)
+                    )  # fmt: skip
+                    sums += (block_of(pairs, T),)
+                finish_row(
+                    row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
+                    HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+                )  # fmt: skip
     elif LAYOUT != LINEAR:
         pad_scales(scales_ptr, tl.cast(rows + program - programs, tl.int64), LAYOUT, COLUMNS, BLOCK)
     end_call(state_ptr, call)
@@ -331,9 +360,34 @@ def norm_quant_kernel(
 
 
 @triton.jit
-def slot_of(tile, programs):
-    """Where in the ring of its program the pieces of a tile lie."""
-    return tl.cast(tile, tl.int32) % (SLOTS * programs)
+def slot_of(turn, program, ring):
+    """Where the pieces of a program's row of this turn lie, among those of all programs."""
+    return program * ring + turn % ring
+
+
+@triton.jit
+def await_sum(
+    peers_ptr, mine, owner, state_ptr, report_ptr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+):  # fmt: skip
+    """`quick_reduce.await_flags` of the second phase, where the owner alone sets one.
+
+    If it does not come, its flags of the first phase say for whom the owner waits.
+    """
+    flag = (mine + flags(1, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(call.dtype))
+    spins = 0
+    absent = look(flag, owner, call, WORLD, False)
+    while (absent < WORLD) & (spins < patience):
+        absent = look(flag, owner, call, WORLD, False)
+        spins += 1
+    if absent < WORLD:
+        theirs = tl.load(peers_ptr + owner) + flags(0, tile, phase_bytes, max_tiles, WORLD)
+        missing = look(theirs.to(tl.pointer_type(call.dtype)), owner, call, WORLD, True)
+        if missing < WORLD:
+            report_lost(state_ptr, report_ptr, 0, missing, call, patience)
+        else:
+            report_lost(state_ptr, report_ptr, 1, owner, call, patience)
+        patience = -1
+    return patience
 
 
 @triton.constexpr_function

@@ -86,7 +86,7 @@ class Ranks:
         """One call on every rank that has an input, on a stream of its own; the outputs, written when it is over."""
         outs = []
         for rank, (x, box) in enumerate(zip(inputs, self.boxes, strict=False)):
-            assert x.shape[0] <= reduce_norm_quant.max_rows(box, 1 + (shot == "two_shot"))
+            assert x.shape[0] <= box.max_tiles
             outs.append(target.empty(x))
             self.gpu.stream = rank
             KERNELS[shot](x, residual, norm, target, outs[-1], box, codec, config, patience)
@@ -146,7 +146,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks = Ranks(world, 1 << 22)
         x = torch.empty(4, width, dtype=torch.bfloat16)
         norm = norm_of(width, torch.bfloat16, target.quantization)
-        config = reduce_norm_quant.default_config(width, hardware)
+        config = reduce_norm_quant.default_config(*x.shape, CODECS[codec], hardware)
         ranks.launch(shot, [x], torch.empty_like(x), norm, target, CODECS[codec], config)
 
     def alone(width: int, target: Target) -> None:
