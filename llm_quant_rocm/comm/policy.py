@@ -209,9 +209,7 @@ class Policy:
         return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
 
 
-def cached_crossovers(
-    arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce"
-) -> Path:
+def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce") -> Path:
     """Where the crossovers of an operator measured on this machine are kept."""
     cache = read("XDG_CACHE_HOME", environment) or Path.home() / ".cache"
     return Path(cache) / "llm-quant-rocm" / operator / f"{arch}.json"

@@ -58,8 +58,9 @@ class Plan:
 
     @classmethod
     def of(cls, world: int, codec: Codec = FP, arch: str = "", engine: bool = False) -> "Plan":
-        """What was measured for a number of ranks and a codec on `arch` (configs/reduce_norm_quant and the user's cache,
-        in the form of `comm.policy`), or `predicted`.
+        """What was measured on `arch` for a number of ranks and a codec, or `predicted`.
+
+        Measured are configs/reduce_norm_quant and the user's cache, files of the form that `comm.policy` has.
 
         Args:
             engine: whether there is an engine's all-reduce; without one, two shots serve its sizes.

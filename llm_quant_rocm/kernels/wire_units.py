@@ -432,8 +432,8 @@ def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl
     """Stores what `encode` returns at `buffer`, an address (int64) that 16 divides.
 
     Args:
-        PART: (first, groups, sent) where the GROUPS are but a part of a buffer: its first group and the buffer's groups,
-            multiples of 8, of which only the first `sent` travel. None: they are the buffer.
+        PART: (first, groups, sent) where the GROUPS are but a part of a buffer: its first group, and the buffer's
+            groups, multiples of 8, of which only the first `sent` travel. None: they are the buffer.
     """
     low, high, scale = parts
     UNITS: tl.constexpr = GROUPS * 32 // unit_values(LOW)

@@ -87,7 +87,7 @@ def there_and_back(
     x_ptr, buffers_ptr, y_ptr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
     CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Encodes a buffer of GROUPS groups for each program, and decodes it after the program has read it again, rounded to T."""
+    """Encodes a buffer of GROUPS groups for each program, and decodes it, rounded to T, once it is stored."""
     UNIT: tl.constexpr = wire_units.unit_values(LOW)
     words = tl.program_id(0) * GROUPS * 16
     buffer = buffers_ptr.to(tl.int64, bitcast=True) + tl.program_id(0) * PIECE_BYTES
