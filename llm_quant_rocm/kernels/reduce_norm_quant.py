@@ -176,11 +176,11 @@ def _reduce(
         return
     shared = cut(rows, columns, codec, mailbox, config, shots)
     _launch(
-        kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring, peers_ptr=mailbox.peers,
-        state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes,
-        max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
-        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), CHUNK=config.chunk(columns, codec),
-        WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
+        kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring,
+        piece_bytes=piece_bytes(columns, codec), peers_ptr=mailbox.peers, state_ptr=mailbox.state,
+        report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
+        max_spins=max_spins, MAX=torch.finfo(x.dtype).max, ROW_GROUPS=_groups(columns),
+        CHUNK=config.chunk(columns, codec), WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
     )  # fmt: skip
 
 
@@ -206,18 +206,18 @@ def _launch(
     )  # fmt: skip
 
 
-_RUNTIME = ["rows", "programs", "ring", "rank", "phase_bytes", "max_tiles", "max_spins"]
+_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_norm_one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    ring, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, piece_bytes, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, ROW_GROUPS: tl.constexpr,
     CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -233,7 +233,7 @@ def reduce_norm_one_shot_kernel(
                 # All of a row and of the addresses is asked for before the first store, which loads do not pass.
                 x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
                 to = addresses(peers_ptr, rank, WORLD)
-                at = inbox(call, 0, slot_of(turn, program, ring), rank, phase_bytes, PIECE_BYTES, WORLD)
+                at = inbox(call, 0, slot_of(turn, program, ring), rank, phase_bytes, piece_bytes, WORLD)
                 send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
@@ -246,11 +246,11 @@ def reduce_norm_one_shot_kernel(
                 patience = await_flags(
                     mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                pieces = mine + inbox(call, 0, slot_of(turn - 1, program, ring), 0, phase_bytes, PIECE_BYTES, WORLD)
+                pieces = mine + inbox(call, 0, slot_of(turn - 1, program, ring), 0, phase_bytes, piece_bytes, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     pairs = add_pieces(
-                        pieces, PIECE_BYTES, True, KIND, LIMIT, LOW, HIGH, T, MAX, BLOCK // 32, WORLD,
+                        pieces, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, BLOCK // 32, WORLD,
                         part(i, BLOCK, COLUMNS, ROW_GROUPS)
                     )  # fmt: skip
                     sums += (block_of(pairs, T),)
@@ -267,11 +267,11 @@ def reduce_norm_one_shot_kernel(
 def reduce_norm_two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    ring, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, piece_bytes, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, ROW_GROUPS: tl.constexpr,
     CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -287,7 +287,7 @@ def reduce_norm_two_shot_kernel(
                 owner = (turn + program) % WORLD
                 x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
                 to = (tl.load(peers_ptr + owner),)
-                at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, PIECE_BYTES, WORLD)
+                at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, piece_bytes, WORLD)
                 send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
 
@@ -298,16 +298,16 @@ def reduce_norm_two_shot_kernel(
                 )
                 if patience >= 0:
                     slot = slot_of(turn - 1, program, ring)
-                    pieces = mine + inbox(call, 0, slot // WORLD, 0, phase_bytes, PIECE_BYTES, WORLD)
+                    pieces = mine + inbox(call, 0, slot // WORLD, 0, phase_bytes, piece_bytes, WORLD)
                     to = addresses(peers_ptr, rank, WORLD)
                     sums = tl.tuple([])
                     for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
                         pairs = add_pieces(
-                            pieces, PIECE_BYTES, False, KIND, LIMIT, LOW, HIGH, T, MAX, CHUNK // 32, WORLD,
+                            pieces, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, CHUNK // 32, WORLD,
                             part(i, CHUNK, COLUMNS, ROW_GROUPS)
                         )  # fmt: skip
                         sums += (pairs,)
-                    at = inbox(call, 1, slot, 0, phase_bytes, PIECE_BYTES, 1)
+                    at = inbox(call, 1, slot, 0, phase_bytes, piece_bytes, 1)
                     send(to, at, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
@@ -320,7 +320,7 @@ def reduce_norm_two_shot_kernel(
                     peers_ptr, mine, (turn - 2 + program) % WORLD, state_ptr, report_ptr, received, call, patience,
                     phase_bytes, max_tiles, WORLD
                 )  # fmt: skip
-                piece = mine + inbox(call, 1, slot_of(turn - 2, program, ring), 0, phase_bytes, PIECE_BYTES, 1)
+                piece = mine + inbox(call, 1, slot_of(turn - 2, program, ring), 0, phase_bytes, piece_bytes, 1)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
                     pairs = wire_units.decode(

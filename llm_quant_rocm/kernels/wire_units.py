@@ -439,12 +439,12 @@ def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl
     UNITS: tl.constexpr = GROUPS * 32 // unit_values(LOW)
     THERE: tl.constexpr = there(GROUPS, PART)
     BITS: tl.constexpr = 16 if LOW == 0 else LOW
-    store_words(pointer(buffer + plane_start(GROUPS, PART, 4 * BITS, 0), tl.int32), low, UNITS, THERE * BITS)
+    store_words(pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * BITS, 0)), low, UNITS, THERE * BITS)
     if LOW != 0:
         if HIGH != 0:
-            first = pointer(buffer + plane_start(GROUPS, PART, 4 * HIGH, 4 * LOW), tl.int32)
+            first = pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * HIGH, 4 * LOW))
             store_words(first, high, UNITS, THERE * HIGH)
-        scales_at = pointer(buffer + plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH)), scale.dtype)
+        scales_at = pointer(buffer, scale.dtype, plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH)))
         group = tl.arange(0, GROUPS)
         if THERE == GROUPS:
             tl.store(scales_at + group, scale)
@@ -468,10 +468,10 @@ def load_parts(
         high = ()
         if HIGH != 0:
             high = load_plane(buffer, VALUES, HIGH, 4 * LOW, GROUPS, PART)
-        scales_at = buffer + plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH))
+        START: tl.constexpr = plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH))
         group = lane // (32 // VALUES)
         # With fewer values than a group's a lane, so that decoded values need not move: no hint at the alignment
-        scale_ptr = pointer(scales_at, T) if VALUES == 32 else scales_at.to(tl.pointer_type(T))
+        scale_ptr = pointer(buffer, T, START) if VALUES == 32 else (buffer + START).to(tl.pointer_type(T))
         if there(GROUPS, PART) == GROUPS:
             return low, high, tl.load(scale_ptr + group).to(tl.float32)
         else:
@@ -484,19 +484,19 @@ def load_plane(
     PART: tl.constexpr
 ):  # fmt: skip
     """The words that lanes of VALUES values need of the plane behind BEFORE bytes a group."""
-    start = buffer + plane_start(GROUPS, PART, 4 * BITS, BEFORE)
+    START: tl.constexpr = plane_start(GROUPS, PART, 4 * BITS, BEFORE)
     WORDS: tl.constexpr = there(GROUPS, PART) * BITS
     LANES: tl.constexpr = GROUPS * 32 // VALUES
     if VALUES * BITS > 32:
-        return load_words(pointer(start, tl.int32), LANES, VALUES * BITS // 32, WORDS)
+        return load_words(pointer(buffer, tl.int32, START), LANES, VALUES * BITS // 32, WORDS)
     elif VALUES * BITS == 32:
         # One word a lane, so that decoded values need not move: no hint at the alignment
-        return load_words(start.to(tl.pointer_type(tl.int32)), LANES, 1, WORDS)
+        return load_words((buffer + START).to(tl.pointer_type(tl.int32)), LANES, 1, WORDS)
     else:
         # Several lanes share a word
         lane = tl.arange(0, LANES)
         SHARE: tl.constexpr = 32 // (VALUES * BITS)
-        first = start.to(tl.pointer_type(tl.int32))
+        first = (buffer + START).to(tl.pointer_type(tl.int32))
         if there(GROUPS, PART) == GROUPS:
             word = tl.load(first + lane // SHARE)
         else:
@@ -553,6 +553,9 @@ def scaled(number, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def pointer(start, T: tl.constexpr):
-    """An address (int64) that 16 divides, as a pointer to T."""
-    return tl.multiple_of(start.to(tl.pointer_type(T)), 16)
+def pointer(start, T: tl.constexpr, OFFSET: tl.constexpr = 0):
+    """A pointer to T, OFFSET bytes behind an address (int64); 16 divides both.
+
+    OFFSET is added to the pointer: Triton's AMD backend forgets the alignment of an address plus a constant.
+    """
+    return tl.multiple_of(start.to(tl.pointer_type(T)), 16) + OFFSET // (T.primitive_bitwidth // 8)
