@@ -51,7 +51,7 @@ def accuracy(name: str, result: dict[str, Any]) -> str:
 def kernel(name: str, result: dict[str, Any]) -> str:
     """All-reduce, residual, norm and quantization in one kernel."""
     widths = list(dict.fromkeys(row["columns"] for row in result["rows"]))
-    chosen = ("separate", "two_kernels", "fused_one_shot", "fused_two_shot")
+    chosen = ("separate", "two_kernels", "one_shot", "two_shot", "planned")
     panels = {}
     for width in widths:
         rows = [row for row in result["rows"] if row["columns"] == width]

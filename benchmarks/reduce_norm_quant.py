@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and per-token FP8 as one kernel against the separate operators, on the GPUs of a host.
 
-    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4] [--sweep]
+    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4]
+    python benchmarks/reduce_norm_quant.py --world 2 --sweep [--codec FP4]
     python benchmarks/reduce_norm_quant.py --plot        # draws every result there is; needs matplotlib and no GPU
 
 `llm_quant_rocm/measure/reduce_norm_quant.py` measures, and says what the names mean. Figures are written as they come.
+--sweep times what can be chosen at more sizes, and launch configurations, and writes crossovers that
+`comm.reduce_norm_quant` reads from then on: into the user's cache, or to $OUT/reduce_norm_quant, for configs.
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,8 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from llm_quant_rocm import hardware
+from llm_quant_rocm.comm.policy import cached_crossovers
+from llm_quant_rocm.comm.reduce_norm_quant import OPERATOR
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.measure import reduce_norm_quant
+from llm_quant_rocm.tune.quick_reduce import write
 
 
 def plot() -> None:
@@ -57,7 +64,7 @@ def main() -> None:
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--codec", choices=[name for name in CODECS if name != "FP"], help="a codec to be timed too")
     parser.add_argument("--inbox-mib", type=int, default=64, help="MiB that one kernel carries")
-    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and nothing else")
+    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and find crossovers")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the ranks after so many")
     parser.add_argument("--plot", action="store_true", help="draw the results")
     args = parser.parse_args()
@@ -80,6 +87,11 @@ def main() -> None:
         args.world, heard, codec=args.codec, vllm_library=library, inbox_bytes=args.inbox_mib << 20, sweep=args.sweep,
         seconds=args.seconds,
     )  # fmt: skip
+    if args.sweep and result["rows"]:
+        folder = os.environ.get("OUT")
+        file = Path(folder) / OPERATOR / f"{arch}.json" if folder else cached_crossovers(arch, operator=OPERATOR)
+        write(file, reduce_norm_quant.entries(result, args.codec), harness.environment())
+        print("crossovers written to", file)
 
 
 if __name__ == "__main__":

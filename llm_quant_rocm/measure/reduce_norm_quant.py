@@ -4,14 +4,15 @@
 `separate` is the fastest all-reduce of this run (NCCL's, torch's symmetric memory by one shot and two, QuickReduce's by
 FP), then add and RMSNorm, then per-token quantization: vLLM's kernels where they are loaded, else ours; `two_kernels`
 is the same all-reduce and our add, norm and quantization in one kernel. Inputs of torch's symmetric memory are there
-already, which spares it the copy that engines make. `fused` is what `comm.reduce_norm_quant` would choose, were its
-plan the fastest of this run. With a codec, `separate_CODEC` and `fused_CODEC` send by it.
+already, which spares it the copy that engines make. `fused` is the fastest that `comm.reduce_norm_quant` can choose,
+which is `two_kernels`, `one_shot` or `two_shot`, and `planned` what it does choose now. With a codec, `separate_CODEC`,
+`one_shot_CODEC` and `two_shot_CODEC` send by it.
 
 Microseconds a call: the slowest rank's median of replays of a graph of several calls, begun together.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.comm import reduce_norm_quant as groups
+from llm_quant_rocm.comm.crossovers import crossovers
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.formats.fp8 import for_device
@@ -33,9 +35,12 @@ from llm_quant_rocm.measure.ranks import Report, compile_together, on_every_rank
 
 COLUMNS = (4096, 7168, 8192)
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
-ONE_SHOT_ROWS = 512
-SWEEP_ROWS = (1, 32, 256, 4096)
-SWEEP = [(threads, programs) for threads in (256, 512, 1024) for programs in (66, 132, 264)]
+# Beyond this much for each rank but one, everything to everybody is out of the question.
+ONE_SHOT_BYTES = 16 << 20
+LEAST_CODEC_BYTES = 1 << 20
+SWEEP_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+CONFIGS_ROWS = (1, 64, 1024, 4096)
+CONFIGS = [(256, 132), (256, 264), (256, 396), (512, 132), (512, 264), (1024, 132)]
 FP = CODECS["FP"]
 
 
@@ -58,7 +63,8 @@ def measure(
         codec: one to be timed too.
         vllm_library: vLLM's operators, for their norm and quantization.
         inbox_bytes: that one kernel carries.
-        sweep: launch configurations, and nothing else, at `SWEEP_ROWS` of the last width.
+        sweep: what can be chosen and other launch configurations of it, and nothing else, at `SWEEP_ROWS` of the last
+            width: what `entries` needs.
         seconds: after which the ranks are ended, with the rows that there are.
     """
     result: dict[str, Any] = {"world": world, "norm_and_quant": "vLLM's" if vllm_library else "ours", "rows": []}
@@ -69,13 +75,56 @@ def measure(
         heard(word, what)
 
     columns, rows = (columns[-1:], SWEEP_ROWS) if sweep else (tuple(columns), tuple(rows))
-    threads = sorted({threads for threads, _ in SWEEP}) if sweep else [None]
-    shots = (("one_shot", "FP"), ("two_shot", "FP"), *([("two_shot", codec)] if codec and not sweep else []))
-    jobs = [(world, k, shot, by, n) for k in columns for shot, by in shots for n in threads]
-    heard("compiled", compile_together(_compile, jobs))
+    heard("compiled", compile_together(_compile, _kernels(world, columns, rows, codec, sweep)))
     arguments = (columns, rows, codec, vllm_library, inbox_bytes, sweep)
     on_every_rank(_rank, world, arguments, keep, seconds)
     return result
+
+
+def entries(result: Mapping[str, Any], codec: str | None = None) -> list[dict[str, Any]]:
+    """What serves which size best, as `comm.crossovers.merged` takes it, of a sweep with that codec."""
+    codecs = tuple(dict.fromkeys(("FP", codec or "FP")))
+    names = {"two_kernels": "NCCL"}  # stands for what is not ours
+    for by in codecs:
+        names |= {name_of(Algorithm.ONE_SHOT, by): f"{by} one-shot", name_of(Algorithm.TWO_SHOT, by): by}
+    rows = [
+        {"bytes": 2 * row["rows"] * row["columns"], "us": {names[n]: t for n, t in row["us"].items() if n in names}}
+        for row in result["rows"]
+    ]
+    return [crossovers(rows, result["world"], by) for by in codecs]
+
+
+def choices(nbytes: int, world: int, codec: str | None) -> list[tuple[Algorithm, str]]:
+    """What of the fused kernels is timed for an x of `nbytes`."""
+    codecs = ["FP", *([codec] if codec and nbytes >= LEAST_CODEC_BYTES else [])]
+    shots = [Algorithm.ONE_SHOT] * (world == 2 or nbytes * (world - 1) <= ONE_SHOT_BYTES) + [Algorithm.TWO_SHOT]
+    return [(shot, by) for by in codecs for shot in shots]
+
+
+def name_of(algorithm: Algorithm, codec: str) -> str:
+    """What the time of a fused kernel is called."""
+    return f"{algorithm}{'' if codec == 'FP' else f'_{codec}'}"
+
+
+def _fits(threads: int, columns: int, codec: str) -> bool:
+    """Whether each of so many lanes has something to encode."""
+    return codec == "FP" or threads * (16 if CODECS[codec].planes[0] == 8 else 32) <= columns
+
+
+def _kernels(
+    world: int, columns: Sequence[int], rows: Sequence[int], codec: str | None, sweep: bool
+) -> list[tuple[int, int, str, str, int]]:
+    """The arguments of `_compile` for all that a run times."""
+    fact = hardware.detect(torch.device("cuda", 0))
+    found = set()
+    for width in columns:
+        for count in rows:
+            for algorithm, by in choices(2 * count * width, world, codec):
+                threads = {kernels.default_config(count, width, CODECS[by], fact).threads}
+                if sweep and count in CONFIGS_ROWS:
+                    threads |= {n for n, _ in CONFIGS if _fits(n, width, by)}
+                found |= {(world, width, str(algorithm), by, n) for n in threads}
+    return sorted(found)
 
 
 class _CompileOnly:
@@ -88,17 +137,16 @@ class _CompileOnly:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
 
-def _compile(world: int, columns: int, shot: str, codec: str, threads: int | None) -> None:
+def _compile(world: int, columns: int, shot: str, codec: str, threads: int) -> None:
     """Compiles the fused kernel of one kind, in a process of its own."""
     name = f"reduce_norm_{shot}_kernel"
     device = torch.device("cuda", 0)
     peers = torch.zeros(world, dtype=torch.int64, device=device)
     state = torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32, device=device)
-    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 20, 64)
+    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 24, 64)
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
-    config = kernels.default_config(columns, hardware.detect(device))
-    config = replace(config, threads=threads or config.threads)
+    config = kernels.Config(threads, programs=132)
     with patch.object(kernels, name, _CompileOnly(getattr(kernels, name))):
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
@@ -185,8 +233,9 @@ class Cell:
             assert normed is not None
             ops.per_token_quant_fp8(normed)
 
-    def fused(self, plan: groups.Plan, config: Any = None) -> Callable[[], object]:
-        """The fused operator under a plan; its kernels are chosen now, so that a graph holds them."""
+    def fused(self, algorithm: Algorithm, codec: str = "FP", config: Any = None) -> Callable[[], object]:
+        """The operator as it is served by one of the fused kernels."""
+        plan = groups.Plan.always(algorithm, CODECS[codec])
 
         def call() -> object:
             groups._NAMED["tp"] = replace(self.ranks, plan=plan, config=config)
@@ -200,27 +249,35 @@ class Cell:
         reduce = self.all_reduces()[best]
         us["separate"] = measurement.time(lambda: self.norm_and_quant(reduce()))
         us["two_kernels"] = measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
-        if self.rows <= ONE_SHOT_ROWS:
-            us["fused_one_shot"] = measurement.time(self.fused(groups.Plan(1 << 40)))
-        us["fused_two_shot"] = measurement.time(self.fused(groups.Plan(0)))
-        us["fused"] = min(us[name] for name in ("fused_one_shot", "fused_two_shot") if name in us)
-        if codec and self.nbytes >= 1 << 20:
-            memory, by = self.ranks.memory, CODECS[codec]
+        for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
+            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+        us["fused"] = min(us[name] for name in ("two_kernels", "one_shot", "two_shot") if name in us)
+        chosen = self.ranks.plan.choose(self.nbytes)
+        planned = name_of(chosen.algorithm, chosen.codec.name) if chosen.codec else "two_kernels"
+        if planned in us:  # a codec of the user's crossovers may be another than the one that is timed
+            us["planned"] = us[planned]
+        if codec and self.nbytes >= LEAST_CODEC_BYTES:
+            memory = self.ranks.memory
             assert memory is not None
-            us[f"separate_{codec}"] = measurement.time(lambda: self.norm_and_quant(memory.all_reduce(self.x, by)))
-            us[f"fused_{codec}"] = measurement.time(self.fused(groups.Plan(0, by, 0)))
+            us[f"separate_{codec}"] = measurement.time(
+                lambda: self.norm_and_quant(memory.all_reduce(self.x, CODECS[codec]))
+            )
         return us
 
-    def sweep(self, measurement: Measurement) -> dict[str, float]:
-        """Both shots under every launch configuration of `SWEEP`."""
-        plans = {"two_shot": groups.Plan(0)}
-        if self.rows <= ONE_SHOT_ROWS:
-            plans["one_shot"] = groups.Plan(1 << 40)
-        return {
-            f"{shot} {threads}x{programs}": measurement.time(self.fused(plan, kernels.Config(threads, programs)))
-            for threads, programs in SWEEP
-            for shot, plan in plans.items()
+    def sweep(self, measurement: Measurement, codec: str | None) -> dict[str, float]:
+        """What can be chosen, and other launch configurations of it."""
+        reduces = {name: measurement.time(call) for name, call in self.all_reduces().items()}
+        reduce = self.all_reduces()[min(reduces, key=reduces.__getitem__)]
+        us = {
+            "two_kernels": measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
         }
+        for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
+            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+            for threads, programs in CONFIGS if self.rows in CONFIGS_ROWS else ():
+                if _fits(threads, self.columns, by):
+                    call = self.fused(algorithm, by, kernels.Config(threads, programs))
+                    us[f"{name_of(algorithm, by)} {threads}x{programs}"] = measurement.time(call)
+        return us
 
 
 def _rank(
@@ -248,7 +305,7 @@ def _rank(
         for count in rows:
             cell = Cell(count, width, ranks, shared, vllm_library is not None)
             if sweep:
-                us = cell.sweep(measurement)
+                us = cell.sweep(measurement, codec)
             else:
                 us = cell.measure(measurement, codec)
                 us["speed_up"] = round(us["separate"] / us["fused"], 2)

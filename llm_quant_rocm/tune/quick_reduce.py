@@ -2,7 +2,7 @@
 """The crossovers of the all-reduce, measured between the GPUs of this host, for `comm.policy`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,18 @@ def tune(
     if left:
         all_reduce.measure(world, keep, tuple(left), seconds=seconds)
     if not left:
-        write(file, result, measured_on)
+        write(file, all_reduce.entries(result), measured_on)
         rows_file.unlink(missing_ok=True)
     return left
 
 
-def write(file: Path, result: Mapping[str, Any], measured_on: Mapping[str, str]) -> None:
-    """Adds the crossovers of what `all_reduce.measure` gave to `file`."""
+def write(file: Path, entries: Sequence[Mapping[str, Any]], measured_on: Mapping[str, str]) -> None:
+    """Adds crossovers, of `entries` in a module of `measure`, to `file`."""
     try:
         known = json.loads(file.read_text()) if file.is_file() else None
     except ValueError:
         known = None  # a broken file is measured anew
-    write_whole(file, merged(known, all_reduce.entries(result), measured_on))
+    write_whole(file, merged(known, entries, measured_on))
 
 
 def _rows(file: Path, measured_on: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ NEW: dict[str, dict[str, Any]] = {
     "reduce_norm_quant_tp2_sm_90": {
         "world": 2,
         "norm_and_quant": "ours",
-        "rows": rows(["separate", "two_kernels", "fused_two_shot", "fused"], columns=[4096, 8192], rows=[1, 16]),
+        "rows": rows(["separate", "two_kernels", "two_shot", "fused"], columns=[4096, 8192], rows=[1, 16]),
     },
     "quick_reduce_sm_90_tp2": {
         "world": 2,

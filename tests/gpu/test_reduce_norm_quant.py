@@ -12,6 +12,7 @@ import torch.multiprocessing as multiprocessing
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
+from llm_quant_rocm.comm.policy import Algorithm, Choice
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks
 from llm_quant_rocm.formats import fp8
@@ -36,7 +37,7 @@ TARGETS = (
     ("nvfp4", "8x4", True),
 )
 WIDTHS = (16, 2880, 3072, 4096, 5120, 7168, 8208, 12800, 16384)
-ONE_SHOT, TWO_SHOT = Plan(1 << 40), Plan(0)
+ONE_SHOT, TWO_SHOT = Plan.always(Algorithm.ONE_SHOT), Plan.always(Algorithm.TWO_SHOT)
 
 
 def options(quantization: str, layout: str, normed: bool) -> dict[str, object]:
@@ -64,8 +65,12 @@ def expect(
         kind["normed"],
     )
     scale = None if kind["scale"] is None else kind["scale"].cpu()
-    shots, codec = plan.choose(xs[0].numel() * 2)
-    return reference.reduce_norm_quant(xs, residual, Norm(weight, kind["eps"], bias, scale), target, codec, shots)
+    choice = plan.choose(xs[0].numel() * 2)
+    assert choice.codec is not None
+    shots = 2 if choice.algorithm is Algorithm.TWO_SHOT else 1
+    return reference.reduce_norm_quant(
+        xs, residual, Norm(weight, kind["eps"], bias, scale), target, choice.codec, shots
+    )
 
 
 def assert_results(found: Result, expected: Result, what: str) -> None:
@@ -88,7 +93,7 @@ class Members:
 
     def use(self, plan: Plan, config: Config | None = None) -> None:
         ranks_of.disconnect("tp")
-        ranks = Ranks(self.world, plan, dist.group.WORLD, self.memory, None, config)
+        ranks = Ranks(self.world, plan, dist.group.WORLD, self.memory, config=config)
         ranks_of._NAMED["tp"] = ranks
 
     def check(
@@ -124,8 +129,8 @@ def every_target_and_codec(rank: int) -> None:
         members.check(7, 4096, ONE_SHOT, kind, seed=index)
         members.check(40, 4096, TWO_SHOT, kind, seed=index)
     for index, codec in enumerate(CODECS.values()):
-        plan = Plan(0, codec, 0)
-        members.check(40, 2880, plan, TARGETS[1], seed=index)
+        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+            members.check(40, 2880, Plan.always(algorithm, codec), TARGETS[1], seed=index)
     members.memory.check()
 
 
@@ -143,8 +148,9 @@ def every_launch(rank: int) -> None:
 def graphs(rank: int) -> None:
     """Graphs of several calls, replayed with changing inputs, between eager calls of other sizes."""
     members, width = Members(rank), 4096
-    members.use(Plan(64 * 1024, CODECS["FP4"], 1 << 20))
-    plan = ranks_of.ranks_named("tp").plan
+    steps = ((0, Algorithm.ONE_SHOT, "FP"), (65537, Algorithm.TWO_SHOT, "FP"), (1 << 20, Algorithm.TWO_SHOT, "FP4"))
+    plan = Plan(tuple((start, Choice(algorithm, CODECS[codec])) for start, algorithm, codec in steps))
+    members.use(plan)
     kind, weight = options(*TARGETS[1]), 1 + random_rows(1, width, torch.bfloat16, 7)[0].clamp(-4, 4) / 8
     on_gpu = weight.cuda()
 
