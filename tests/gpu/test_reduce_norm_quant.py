@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused all-reduce, norm and quantization between GPUs: every bit of the reference on every rank, in graphs too."""
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def expect(
         ScaleLayout(kind["layout"]),
         kind["normed"],
     )
-    scale = None if kind["scale"] is None else kind["scale"].cpu()
+    scale = None if kind["scale"] is None else kind["scale"].to(xs[0].device)
     choice = plan.choose(xs[0].numel() * 2)
     assert choice.codec is not None
     shots = 2 if choice.algorithm is Algorithm.TWO_SHOT else 1
@@ -86,14 +87,15 @@ def assert_results(found: Result, expected: Result, what: str) -> None:
 class Members:
     """This rank's peer memory, under one name with one plan after the other."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         torch.cuda.set_device(rank)
-        self.rank, self.world = rank, dist.get_world_size()
-        self.memory = QuickReduce.over(dist.group.WORLD, torch.device("cuda", rank), inbox_bytes=8 << 20)
+        self.group = group or dist.group.WORLD
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.memory = QuickReduce.over(self.group, torch.device("cuda", rank), inbox_bytes=8 << 20)
 
     def use(self, plan: Plan, config: Config | None = None) -> None:
         ranks_of.disconnect("tp")
-        ranks = Ranks(self.world, plan, dist.group.WORLD, self.memory, config=config)
+        ranks = Ranks(self.world, plan, self.group, self.memory, config=config)
         ranks_of._NAMED["tp"] = ranks
 
     def check(
@@ -145,6 +147,37 @@ def every_launch(rank: int) -> None:
     members.memory.check()
 
 
+def many_rows(rank: int) -> None:
+    """flashinfer's token counts, to the bit: rows that programs take several of, and a single one. The reference runs
+    on the GPU, whose bits are the CPU's."""
+    members = Members(rank)
+    for width, dtype, kind, bias in (
+        (1024, torch.float16, TARGETS[2], 1.0), (7168, torch.bfloat16, TARGETS[4], 0.0),
+    ):  # fmt: skip
+        weight, chosen = torch.randn(width, generator=torch.Generator().manual_seed(1)).to(dtype).cuda(), options(*kind)
+        chosen["eps"] = 1e-3
+        for rows, plan in itertools.product((1, 15, 128, 256, 998, 2048), (ONE_SHOT, TWO_SHOT)):
+            generator = torch.Generator("cuda").manual_seed(rows)
+            *xs, residual = torch.randn(
+                members.world + 1, rows, width, device="cuda", generator=generator
+            ).to(dtype).unbind()  # fmt: skip
+            members.use(plan)
+            found = ops.reduce_norm_quant(xs[rank], weight, residual, group="tp", weight_bias=bias, **chosen)
+            whole = expect(xs, residual, weight, bias, plan, chosen)
+            assert_results(found, whole, f"{rows} rows of {width}, {plan}, rank {rank}")
+    members.memory.check()
+
+
+def two_groups(rank: int) -> None:
+    """Two tensor-parallel groups side by side, each with memory of its own."""
+    groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))]
+    members = Members(rank, groups[rank // 2])
+    for index, (rows, width) in enumerate(((1, 1024), (40, 7168), (200, 1024))):
+        for plan in (ONE_SHOT, TWO_SHOT):
+            members.check(rows, width, plan, TARGETS[1], seed=index + 6 * (rank // 2))
+    members.memory.check()
+
+
 def graphs(rank: int) -> None:
     """Graphs of several calls, replayed with changing inputs, between eager calls of other sizes."""
     members, width = Members(rank), 4096
@@ -189,8 +222,10 @@ def graphs(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, graphs])
+@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs])
 def test_ranks(world: int, function: Callable[[int], None]) -> None:
+    if function is two_groups and world != 4:
+        pytest.skip("two groups of two")
     # Spawned: the driver does not survive a fork of a process that asked for GPUs, as this module does.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, Path(folder) / "rendezvous", "nccl", function, ())
