@@ -255,8 +255,8 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_temporaries_stay_small() -> None:
-    """A weight of 64 MiB in bf16: beyond it and the result, chunks of 4 MiB, and twice that in a step of each."""
-    w = torch.ones(2048, 16384, dtype=torch.bfloat16)
+    """A weight of 16 MiB in bf16: beyond it and the result, chunks of 4 MiB, and twice that in a step of each."""
+    w = torch.ones(1024, 8192, dtype=torch.bfloat16)
     weight = nvfp4.quantize(w)
     for make in (
         lambda: nvfp4.quantize(w),
