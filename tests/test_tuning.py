@@ -85,6 +85,36 @@ def test_shapes_reads_the_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     assert tuning.shapes.__wrapped__("an_operator", "gfx942") == (tuning.Measured(**shape),)
 
 
+EXPERTS = tuple(
+    tuning.MeasuredExperts(
+        experts=count, hidden=2048, inner=768, slots=slots, backend="triton", config={"slots": slots}
+    )
+    for count, slots in ((128, 8), (128, 1024), (8, 64))
+)
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts", "hidden", "nearest"),
+    [(1, 128, 2048, (128, 8)), (9, 128, 2048, (128, 1024)), (10**6, 100, 2000, (128, 1024)), (8, 4, 2048, (8, 64))],
+    ids=str,
+)
+def test_experts_by_the_rows_of_each(
+    slots: int, experts: int, hidden: int, nearest: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that an expert has on average count, also where there are more or fewer experts."""
+    monkeypatch.setattr(tuning, "shapes", lambda operator, arch: EXPERTS)
+    found = tuning.lookup.__wrapped__("nvfp4_moe", "here", slots / experts, experts, hidden, 768)
+    assert (found.experts, found.slots) == nearest
+
+
+def test_a_file_of_experts() -> None:
+    shape = {"experts": 4, "hidden": 64, "inner": 32, "slots": 8, "backend": "triton", "config": {"block_m": 16}}
+    file = tuning.cache_file("nvfp4_moe", "gfx000")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": HERE, "shapes": [shape]}))
+    assert tuning.shapes("nvfp4_moe", "gfx000") == (tuning.MeasuredExperts(**shape),)
+
+
 def cached(measured_on: dict[str, str | None], **changes: Any) -> tuning.Measured:
     """A file in the user's cache with one shape, that of a shipped one with another configuration."""
     shape = {"n": 8192, "k": 8192, "m": 16, "backend": "triton", "config": {"block_m": 1}} | changes

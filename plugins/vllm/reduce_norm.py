@@ -4,8 +4,10 @@
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from vllm.config import ParallelConfig
 from vllm.distributed import get_tp_group
@@ -42,7 +44,7 @@ def _connect(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | 
     if refusal is None:
         codec = Settings.from_environment().codec or CODECS["FP"]
         shared = _memory_of(group)
-        ranks = comm.connect(name, group.cpu_group, group.device, codec, shared)
+        ranks = comm.connect(name, group.cpu_group, group.device, codec, shared, _all_reduce_of(group))
         # A CPU has no peer memory, and nothing better than the process group either.
         refusal = first_refusal(ranks.obstacle if group.device.type != "cpu" else None, group.cpu_group)
         if refusal is None:
@@ -69,6 +71,11 @@ def _refusal(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | 
     everyone: list[tuple[str | None, int]] = [(None, 0)] * group.world_size
     dist.all_gather_object(everyone, facts, group.cpu_group)
     return unreachable(group.device, everyone)
+
+
+def _all_reduce_of(group: GroupCoordinator) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The group's own all-reduce, whatever serves a message there."""
+    return getattr(group.device_communicator, "all_reduce", None)
 
 
 def _memory_of(group: GroupCoordinator) -> Any:

@@ -108,8 +108,8 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         regions.append(torch.full((size,), 255, dtype=dtype))
         return regions[-1]
 
-    def barrier() -> None:
-        assert not regions[0].any()
+    def barrier(timeout_ms: int) -> None:
+        assert not regions[0].any() and timeout_ms == 3000
 
     met = MagicMock(side_effect=barrier)
 
@@ -176,6 +176,8 @@ def test_errors() -> None:
         ValueError, match="inboxes of 512 bytes with flags of 1 tiles do not serve 64 values of FP between 2 ranks"
     ):
         QuickReduce(small, torch.zeros(1, dtype=torch.uint8), config=SMALL).all_reduce(x, CODECS["FP"])
+    with pytest.raises(ValueError, match=r"2147483648 values are too many .* 32 bits: split them"):
+        kernels.Mailbox(box.peers, box.state, box.report, 0, 1 << 25, 1 << 15).cut(2**31, FP4, SMALL, 2)
     with (
         patch.object(dist, "get_world_size", return_value=9),
         pytest.raises(ValueError, match="serves 2 to 8 ranks, the group has 9"),

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -219,6 +220,31 @@ def test_what_was_measured_counts_before_what_was_derived(monkeypatch: pytest.Mo
         measured = tuning.Measured(96, 64, m, backend, {})
         monkeypatch.setattr(tuning, "lookup", lambda *shape, measured=measured: measured)
         assert _choose(replace(MANY, m=m)).backend.name == backend
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the measurement where there is one, else by the kernels' estimate."""
+    pytest.importorskip("triton")
+    from llm_quant_rocm.kernels.nvfp4_slices import Expanded
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    hopper = replace(MANY, hardware=hardware.nvidia(9, 0), layout="wgmma", fp8=True)
+    measured: list[tuning.Measured] = []
+    monkeypatch.setattr(tuning, "lookup", lambda *shape: measured[-1] if measured else None)
+    chosen = module._fp8_config.__wrapped__
+    monkeypatch.setattr(module, "_fp8_config", chosen)
+    # Of Llama-3-70B: o with few rows, two full waves of tiles, and rows enough to expand the weight.
+    estimates = [chosen(hopper.hardware, m, 8192, 8192) for m in (128, 1024, 4096)]
+    assert estimates == [None, Config(256, 128, 0), Expanded()]
+    assert not module._in_fp8(replace(hopper, m=128)) and module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    measured.append(tuning.Measured(8192, 8192, 4096, "exact", {"values": 2**24}))
+    assert not module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    measured.append(tuning.Measured(8192, 8192, 128, "triton", {"values": 2**24}))
+    assert chosen(hopper.hardware, 128, 8192, 8192) == Expanded(2**24)
+    measured.append(tuning.Measured(8192, 8192, 128, "triton", {"block_m": 256, "block_n": 128, "cut": 1}))
+    assert chosen(hopper.hardware, 128, 8192, 8192) == Config(256, 128, 1)
 
 
 @pytest.mark.usefixtures("with_triton")
