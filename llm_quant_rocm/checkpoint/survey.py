@@ -91,7 +91,7 @@ def survey(folder: Path) -> Survey:
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
     file of its own."""
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not (folder / "hf_quant_config.json").is_file():
         return found
     older = _json(folder / "hf_quant_config.json")
@@ -117,7 +117,11 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     index = folder / INDEX
     promised: dict[str, str] = {}
     if index.is_file():
-        promised = _json(index).get("weight_map", {})
+        weight_map = _json(index).get("weight_map")
+        if isinstance(weight_map, dict):
+            promised = weight_map
+        else:
+            faults.append(f"{index} has no weight_map: {_FETCH}")
     names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
