@@ -10,6 +10,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.fp8_tensors import with_row_scales
 from llm_quant_rocm.checkpoint.linear_tensors import LinearTensors
+from llm_quant_rocm_sglang import fusion
 from llm_quant_rocm_sglang.engine_layers import ENGINE, is_dummy
 
 if TYPE_CHECKING:
@@ -67,4 +68,4 @@ class Fp8LinearMethod(LinearMethodBase):
         layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

@@ -11,6 +11,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames
 from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm_sglang import fusion
 from llm_quant_rocm_sglang.engine_layers import device_type, group_of
 
 if TYPE_CHECKING:
@@ -60,4 +61,4 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
