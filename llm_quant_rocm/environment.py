@@ -73,9 +73,7 @@ _ALL = (
         "`activations` of the checkpoint's configuration, else 16bit",
         ("16bit", "nvfp4"),
     ),
-    Variable(
-        FUSION, "0 leaves norms apart from the quantization behind them and the all-reduce before", "1", ("0", "1")
-    ),
+    Variable(FUSION, "0 leaves norms apart from the all-reduces before and the quantization behind", "1", ("0", "1")),
     *_quick_reduce(QUICK_REDUCE),
     *(
         replace(variable, meaning="SGLang's name of the same, which comes first there")
