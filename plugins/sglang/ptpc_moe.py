@@ -122,8 +122,12 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             if name not in self.arriving:
                 self.quantize(layer, name, getattr(layer, name).data)
                 continue
-            missing = self.arriving[name].finish()
-            refuse_missing([f"{self.names.name(self.names.whole(expert), shard)}.weight" for expert, shard in missing])
+            names = [
+                f"{self.names.name(self.names.whole(expert), shard)}.weight"
+                for expert, shard in self.arriving[name].finish()
+            ]
+            if not self.arriving[name].is_quantized:
+                refuse_missing(names or [f"{self.prefix}.{name}"])
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""
