@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization while a checkpoint loads: checks of its 16-bit tensors, and their FP8 codes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable
 from functools import wraps
 from typing import Any
 
@@ -10,13 +10,17 @@ import torch.distributed as dist
 
 from llm_quant_rocm.formats import fp8
 
+# What has arrived with one tensor of all experts.
+_EVERY = "*"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+def refusing_other_dtypes(
+    loader: Callable[..., Any], name: Callable[..., str], arrived: set[str] | None = None
+) -> Callable[..., Any]:
     """The engine's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
 
-    `name` gets the loader's arguments after the tensor and returns the tensor's name.
+    `name` gets the loader's arguments after the tensor and returns the tensor's name, which `arrived` receives.
     """
 
     @wraps(loader)  # vLLM binds arguments by the loader's signature
@@ -26,18 +30,18 @@ def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) 
                 f"{name(*args, **kwargs)} is {loaded_weight.dtype} in the checkpoint, and ptpc_fp8 quantizes bf16, "
                 "fp16 and fp32 weights: serve the unquantized checkpoint, or this one with its own method"
             )
+        if arrived is not None:
+            arrived.add(_EVERY if loaded_weight.dim() == 3 else name(*args, **kwargs))
         return loader(param, loaded_weight, *args, **kwargs)
 
     return load
 
 
-def refuse_missing(names: Sequence[str]) -> None:
-    """ValueError where a checkpoint lacks the tensors `names`."""
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ValueError(
-            f"{names[0]}{more} is missing from the checkpoint: it is broken, or made for another model; fetch it again"
-        )
+def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
+    """ValueError where a tensor is not among those that have arrived: its rows would be whatever was in memory."""
+    for name in expected:
+        if name not in arrived and _EVERY not in arrived:
+            raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
 
 
 def refusing_again(name: str) -> Callable[..., None]:

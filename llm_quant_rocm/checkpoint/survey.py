@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
 from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
-from llm_quant_rocm.checkpoint.reader import INDEX
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
@@ -115,9 +114,7 @@ def _json(file: Path) -> dict[str, Any]:
 def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     """All tensors of the files that the index names, or of all files where there is no index."""
     index = folder / INDEX
-    promised: dict[str, str] = {}
-    if index.is_file():
-        promised = _json(index).get("weight_map", {})
+    promised = read_index(index) if index.is_file() else {}
     names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")

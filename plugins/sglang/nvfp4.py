@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -58,7 +58,7 @@ def chosen(model_config: Any) -> str | None:
                 "it without --quantization"
             )
         return None
-    refuse_truncated(Path(model_config.model_path))
+    refuse_broken_files(Path(model_config.model_path))
     _log_takeover(kind)
     return NAME
 

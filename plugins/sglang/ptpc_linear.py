@@ -91,7 +91,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         if self.arriving is None:
             self.quantize(layer, layer.weight.data)
         else:
-            refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()])
+            refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()], ())
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

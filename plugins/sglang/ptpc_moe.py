@@ -127,7 +127,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
                 for expert, shard in self.arriving[name].finish()
             ]
             if not self.arriving[name].is_quantized:
-                refuse_missing(names or [f"{self.prefix}.{name}"])
+                refuse_missing(names or [f"{self.prefix}.{name}"], ())
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""

@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions
 from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
@@ -19,6 +20,9 @@ from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
+
+# What compressed-tensors' target "Linear" names.
+_LINEAR = torch.nn.Linear(1, 1, device="meta")
 
 
 class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
@@ -47,6 +51,9 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        if isinstance(layer, ParallelLMHead) and not any("lm_head" in entry for entry in self.ignore):
+            # A Linear to who wrote the checkpoint. Ignore lists that speak of it may not use vLLM's name of it.
+            layer = _LINEAR
         if not isinstance(layer, RoutedExperts):
             return self._algorithm(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()

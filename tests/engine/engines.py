@@ -94,6 +94,24 @@ def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **se
     )
 
 
+def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, str]:
+    """What vLLM says to each of several requests (arguments of vllm.LLM but for SETTINGS), one after the other in one
+    process; "" where it loads the checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    requests_file, answers_file = folder / "requests.json", folder / "answers.json"
+    requests_file.write_text(json.dumps({name: {**SETTINGS, **settings} for name, settings in requests.items()}))
+    process = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("refusal_process.py")), requests_file, answers_file],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(answers_file.read_text())
+
+
 @contextmanager
 def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
     """The address of a `vllm serve MODEL ARGUMENTS` that is up, with environment variables."""
