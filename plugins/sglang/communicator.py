@@ -33,11 +33,14 @@ def settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """The user's wishes by SGLang's variables (ROCM_QUICK_REDUCE_...), else by vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
 
     Raises:
-        ValueError: as of `Settings.from_environment`, with vLLM's names.
+        ValueError: as of `Settings.from_environment`, with the name that the user gave.
     """
     own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(_PREFIX)}
     upstream = {name: value for name, value in environment.items() if name.startswith(_UPSTREAM_PREFIX)}
-    return Settings.from_environment({**upstream, **own})
+    try:
+        return Settings.from_environment({**upstream, **own})
+    except ValueError as error:
+        raise ValueError(str(error).replace(_UPSTREAM_PREFIX, _PREFIX) if own else str(error)) from None
 
 
 def members(group: Any) -> Members:

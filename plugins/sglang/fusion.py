@@ -10,8 +10,8 @@ such a norm hands its codes on with its result, and the layer takes them instead
 stays in 16 bits, for whoever else reads it.
 
 SGLang leaves an all-reduce to the norm behind it in models that say where (LayerCommunicator in 0.5.17, layer_boundary
-from 0.5.21 on), for kernels of FlashInfer's and AITER's that do both. `apply_flashinfer_allreduce_fusion` says whether
-they may, and `_forward_with_allreduce_fusion` calls them: hooks on both let ours do it (patches.py).
+from 0.5.21 on), for kernels of FlashInfer's and AITER's that do both. One function says whether they may, and another
+calls them: hooks on both let ours do it (patches.py).
 
 Results are those of our separate operators in every bit. SGLang's own norm differs from ours in one rounding: it
 normalises the sum of activation and residual before that is rounded to 16 bits.
@@ -194,7 +194,7 @@ def _is_plain(norm: Any) -> bool:
 
 
 def may_fuse(original: Callable[[int], bool], batch_size: int) -> bool:
-    """`apply_flashinfer_allreduce_fusion`: whether SGLang may leave an all-reduce to the norm that follows."""
+    """`flashinfer_ar_fusion_applies`: whether SGLang may leave an all-reduce to the norm that follows."""
     if original(batch_size):
         return True
     return not torch.compiler.is_compiling() and batch_size > 0 and _serving() is not None

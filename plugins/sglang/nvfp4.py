@@ -42,7 +42,8 @@ def chosen(model_config: Any) -> str | None:
     """`nvfp4_triton` for a checkpoint that is taken over, else None.
 
     Raises:
-        ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind, or its files are broken.
+        ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind; or of a checkpoint that is
+            taken over the configuration, an option or a file is wrong.
     """
     wish = (model_config.quantization or "").lower()
     asked = wish in (NAME, ALIAS)
@@ -58,6 +59,9 @@ def chosen(model_config: Any) -> str | None:
                 "it without --quantization"
             )
         return None
+    # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
+    check(config)
+    Options.read(config)
     refuse_broken_files(Path(model_config.model_path))
     _log_takeover(kind)
     return NAME

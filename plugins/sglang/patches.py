@@ -30,7 +30,7 @@ class Patch:
         hook: ours, which gets the target and its arguments.
         purpose: what does not work without it, for the log.
         why: why a hook.
-        formerly: the target's name in older versions.
+        formerly: the target's names in older versions.
     """
 
     target: str
@@ -38,11 +38,17 @@ class Patch:
     hook: Callable[..., Any]
     purpose: str
     why: str
-    formerly: str | None = None
+    formerly: tuple[str, ...] = ()
 
 
 def choose_quantization(original: Callable[..., None], model_config: Any) -> None:
-    """`ModelConfig._verify_quantization`, after we have seen whether the checkpoint and the user's wish are ours."""
+    """`ModelConfig._verify_quantization`, after we have seen whether the checkpoint and the user's wish are ours.
+
+    Raises:
+        ValueError: as of `chosen`, or a variable of the quantized all-reduce is wrong. What a plugin raises when it
+            registers, SGLang logs and goes on; what is raised here ends the server before it starts a process.
+    """
+    communicator.settings()
     name = ptpc_fp8.chosen(model_config) or nvfp4.chosen(model_config)
     if name is None:
         original(model_config)
@@ -101,8 +107,11 @@ PATCHES = (
         "0.5.23. Can go when SGLang lets a method quantize in the norm before its layer, as it does for static scales.",
     ),
     Patch(
-        target="sglang.srt.layers.layer_boundary.residual.add_norm.apply_flashinfer_allreduce_fusion",
-        formerly="sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion",
+        target="sglang.srt.layers.layer_boundary.residual.add_norm.flashinfer_ar_fusion_applies",
+        formerly=(
+            "sglang.srt.layers.layer_boundary.residual.add_norm.apply_flashinfer_allreduce_fusion",
+            "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion",
+        ),
         parameters=("batch_size",),
         hook=fusion.may_fuse,
         purpose="all-reduces fused with the norms behind them",
@@ -140,7 +149,7 @@ def apply() -> None:
 def _find(patch: Patch) -> tuple[str, str | None]:
     """The target's name in this SGLang, and why the hook cannot be set, or None."""
     name, gone = patch.target, ""
-    for name in filter(None, (patch.target, patch.formerly)):
+    for name in (patch.target, *patch.formerly):
         try:
             target = pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
