@@ -51,7 +51,7 @@ def chosen(model_config: Any) -> str | None:
         return None
     config = _description(model_config)
     kind = None if config is None else checkpoint_kind(config)
-    if kind is None:
+    if config is None or kind is None:
         if asked:
             found = "not quantized" if config is None else f"quantized as {describe(config)}"
             raise ValueError(

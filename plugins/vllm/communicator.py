@@ -148,16 +148,6 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
     return quantized
 
 
-def hosts_of(cpu_group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks, in the default group, of a group's processes on each host. All of them call."""
-    return group.hosts_of(cpu_group, in_the_same_node_as)
-
-
-def unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> str | None:
-    """`comm.group.unreachable` by the variable of vLLM's platform."""
-    return group.unreachable(device, current_platform.device_control_env_var, facts)
-
-
 def _vllm_quick_reduce_serves(communicator: Any) -> bool:
     theirs = getattr(communicator, "qr_comm", None)
     return theirs is not None and not theirs.disabled
