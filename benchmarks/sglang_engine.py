@@ -25,7 +25,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -74,11 +73,7 @@ def engine(model: str, method: str, **options: Any) -> Any:
     import torch
 
     gpu = torch.cuda.is_available()
-    with socket.socket() as probe:  # engines that start at once would choose the same one
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     settings = {
-        "nccl_port": port,
         "attention_backend": "triton" if gpu else "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
