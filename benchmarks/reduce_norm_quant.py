@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and per-token FP8 as one kernel against the separate operators, on the GPUs of a host.
 
-    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4] [--sweep]
+    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4]
+    python benchmarks/reduce_norm_quant.py --world 2 --sweep [--codec FP4]
     python benchmarks/reduce_norm_quant.py --plot        # draws every result there is; needs matplotlib and no GPU
 
 `separate` is the fastest all-reduce of this run (NCCL's, torch's symmetric memory by one shot and two, QuickReduce's by
 FP), then add and RMSNorm, then per-token quantization: vLLM's kernels where its operator library is given, else ours;
 `two_kernels` is the same all-reduce and our add, norm and quantization in one kernel. Inputs of torch's symmetric
-memory are there already, which spares it the copy that engines make. `fused` is what `comm.reduce_norm_quant` would
-choose, were its plan the fastest of this run. With a codec, `separate_CODEC` and `fused_CODEC` send by it.
+memory are there already, which spares it the copy that engines make. `fused` is the fastest that
+`comm.reduce_norm_quant` can choose, which is `two_kernels`, `one_shot` or `two_shot`, and `planned` what it does choose
+now. With a codec, `separate_CODEC`, `one_shot_CODEC` and `two_shot_CODEC` send by it.
+
+--sweep times what can be chosen at more sizes, and launch configurations, and writes crossovers that
+`comm.reduce_norm_quant` reads from then on: into the user's cache, or with $OUT there, for configs/reduce_norm_quant.
 
 Microseconds a call: the slowest rank's median of replays of a graph of several calls, begun together.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -34,14 +40,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import _harness as harness
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.comm import reduce_norm_quant as groups
-from llm_quant_rocm.comm.policy import Algorithm
+from llm_quant_rocm.comm.crossovers import crossovers, merged
+from llm_quant_rocm.comm.policy import Algorithm, cached_crossovers
 from llm_quant_rocm.formats.wire import CODECS
 
 COLUMNS = (4096, 7168, 8192)
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
-ONE_SHOT_ROWS = 512
-SWEEP_ROWS = (1, 32, 256, 4096)
-SWEEP = [(threads, programs) for threads in (256, 512, 1024) for programs in (66, 132, 264)]
+# Beyond this much for each rank but one, everything to everybody is out of the question.
+ONE_SHOT_BYTES = 16 << 20
+SWEEP_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+CONFIGS_ROWS = (1, 64, 1024, 4096)
+CONFIGS = [(256, 132), (256, 264), (256, 396), (512, 132), (512, 264), (1024, 132)]
 FP = CODECS["FP"]
 
 
@@ -67,28 +76,44 @@ def compile_one(world: int, columns: int, shot: str, codec: str, threads: int) -
     device = torch.device("cuda", 0)
     peers = torch.zeros(world, dtype=torch.int64, device=device)
     state = torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32, device=device)
-    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 20, 64)
+    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 24, 64)
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
-    config = replace(kernels.default_config(columns, hardware.detect(device)), threads=threads)
-    getattr(kernels, shot)(
-        x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec],
-        config, 1000,
-    )  # fmt: skip
+    config = kernels.Config(threads, programs=132)
+    getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 
-def compile_all(world: int, codecs: Sequence[str], columns: Sequence[int], threads: Sequence[int]) -> None:
-    """Fills Triton's cache from several processes, so that ranks do not wait for the compiler one kernel at a time."""
+def kernels_of(world: int, codec: str | None, sweep: bool) -> list[tuple[int, int, str, str, int]]:
+    """The arguments of `compile_one` for all that a run times."""
     from llm_quant_rocm.kernels.reduce_norm_quant import default_config
 
+    fact = hardware.detect(torch.device("cuda", 0))
+    found = set()
+    for columns in COLUMNS[-1:] if sweep else COLUMNS:
+        for rows in SWEEP_ROWS if sweep else ROWS:
+            for algorithm, by in choices(2 * rows * columns, world, codec):
+                threads = {default_config(rows, columns, CODECS[by], fact).threads}
+                if sweep and rows in CONFIGS_ROWS:
+                    threads |= {n for n, _ in CONFIGS if fits(n, columns, by)}
+                found |= {(world, columns, str(algorithm), by, n) for n in threads}
+    return sorted(found)
+
+
+def choices(nbytes: int, world: int, codec: str | None) -> list[tuple[Algorithm, str]]:
+    """What of the fused kernels is timed for an x of `nbytes`."""
+    codecs = ["FP", *([codec] if codec and nbytes >= 1 << 20 else [])]
+    shots = [Algorithm.ONE_SHOT] * (world == 2 or nbytes * (world - 1) <= ONE_SHOT_BYTES) + [Algorithm.TWO_SHOT]
+    return [(shot, by) for by in codecs for shot in shots]
+
+
+def fits(threads: int, columns: int, codec: str) -> bool:
+    """Whether each of so many lanes has something to encode."""
+    return codec == "FP" or threads * (16 if CODECS[codec].planes[0] == 8 else 32) <= columns
+
+
+def compile_all(jobs: Sequence[tuple[int, int, str, str, int]]) -> None:
+    """Fills Triton's cache from several processes, so that ranks do not wait for the compiler one kernel at a time."""
     start = time.time()
-    fact = hardware.nvidia(9, 0)  # its threads are any GPU's
-    jobs = [
-        (world, k, shot, codec, n)
-        for k in columns
-        for shot, codec in (("one_shot", "FP"), *(("two_shot", codec) for codec in codecs))
-        for n in threads or (default_config(k, fact).threads,)
-    ]
     with ProcessPoolExecutor(min(len(jobs), 12, os.cpu_count() or 1), get_context("spawn")) as pool:
         for job in [pool.submit(compile_one, *job) for job in jobs]:
             job.result()
@@ -182,8 +207,9 @@ class Cell:
             assert normed is not None
             ops.per_token_quant_fp8(normed)
 
-    def fused(self, plan: groups.Plan, config: Any = None) -> Callable[[], object]:
-        """The fused operator under a plan; its kernels are chosen now, so that a graph holds them."""
+    def fused(self, algorithm: Algorithm, codec: str = "FP", config: Any = None) -> Callable[[], object]:
+        """The operator as it is served by one of the fused kernels."""
+        plan = groups.Plan.always(algorithm, CODECS[codec])
 
         def call() -> object:
             groups._NAMED["tp"] = replace(self.ranks, plan=plan, config=config)
@@ -197,23 +223,67 @@ class Cell:
         reduce = self.all_reduces()[best]
         us["separate"] = measurement.time(lambda: self.norm_and_quant(reduce()))
         us["two_kernels"] = measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
-        if self.rows <= ONE_SHOT_ROWS:
-            us["fused_one_shot"] = measurement.time(self.fused(groups.Plan(1 << 40)))
-        us["fused_two_shot"] = measurement.time(self.fused(groups.Plan(0)))
-        us["fused"] = min(us[name] for name in ("fused_one_shot", "fused_two_shot") if name in us)
+        for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
+            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+        us["fused"] = min(us[name] for name in ("two_kernels", "one_shot", "two_shot") if name in us)
+        chosen = self.ranks.plan.choose(self.nbytes)
+        us["planned"] = us[name_of(chosen.algorithm, chosen.codec.name) if chosen.codec else "two_kernels"]
         if codec and self.nbytes >= 1 << 20:
-            memory, by = self.ranks.memory, CODECS[codec]
+            memory = self.ranks.memory
             assert memory is not None
-            us[f"separate_{codec}"] = measurement.time(lambda: self.norm_and_quant(memory.all_reduce(self.x, by)))
-            us[f"fused_{codec}"] = measurement.time(self.fused(groups.Plan(0, by, 0)))
+            us[f"separate_{codec}"] = measurement.time(
+                lambda: self.norm_and_quant(memory.all_reduce(self.x, CODECS[codec]))
+            )
         return us
+
+    def sweep(self, measurement: Measurement, codec: str | None) -> dict[str, float]:
+        """What can be chosen, and other launch configurations of it."""
+        from llm_quant_rocm.kernels.reduce_norm_quant import Config
+
+        reduces = {name: measurement.time(call) for name, call in self.all_reduces().items()}
+        reduce = self.all_reduces()[min(reduces, key=reduces.__getitem__)]
+        us = {
+            "two_kernels": measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
+        }
+        for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
+            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+            for threads, programs in CONFIGS if self.rows in CONFIGS_ROWS else ():
+                if fits(threads, self.columns, by):
+                    call = self.fused(algorithm, by, Config(threads, programs))
+                    us[f"{name_of(algorithm, by)} {threads}x{programs}"] = measurement.time(call)
+        return us
+
+
+def name_of(algorithm: Algorithm, codec: str) -> str:
+    return f"{algorithm}{'' if codec == 'FP' else f'_{codec}'}"
+
+
+def write_crossovers(table: Sequence[dict[str, Any]], world: int, codec: str | None) -> Path:
+    """The crossovers of a sweep, beside those of other numbers of ranks and codecs that are known already."""
+    names = {"two_kernels": "NCCL"}  # stands for what is not ours
+    for by in ("FP", codec or "FP"):
+        names |= {name_of(Algorithm.ONE_SHOT, by): f"{by} one-shot", name_of(Algorithm.TWO_SHOT, by): by}
+    rows = [
+        {"bytes": 2 * row["rows"] * row["columns"], "us": {names[n]: t for n, t in row["us"].items() if n in names}}
+        for row in table
+    ]
+    folder, arch = os.environ.get("OUT"), hardware.detect(torch.device("cuda", 0)).arch
+    file = (
+        Path(folder) / f"{groups.OPERATOR}_crossovers_tp{world}_{arch}.json"
+        if folder
+        else cached_crossovers(arch, operator=groups.OPERATOR)
+    )
+    known = json.loads(file.read_text()) if file.is_file() else None
+    entries = [crossovers(rows, world, by) for by in dict.fromkeys(("FP", codec or "FP"))]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(merged(known, entries, harness.environment()), indent=1) + "\n")
+    return file
 
 
 def rank_main(rank: int, world: int, rendezvous: str, args: argparse.Namespace) -> None:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     from llm_quant_rocm.comm.quick_reduce import QuickReduce
-    from llm_quant_rocm.kernels.reduce_norm_quant import Config
 
     began = time.time()
     device = torch.device("cuda", rank)
@@ -239,14 +309,7 @@ def rank_main(rank: int, world: int, rendezvous: str, args: argparse.Namespace) 
         for rows in SWEEP_ROWS if args.sweep else ROWS:
             cell = Cell(rows, columns, ranks, shared, bool(args.vllm_ops))
             if args.sweep:
-                us = {}
-                for threads, programs in SWEEP:
-                    plans = {"two_shot": groups.Plan(0)} | (
-                        {"one_shot": groups.Plan(1 << 40)} if rows <= ONE_SHOT_ROWS else {}
-                    )
-                    for shot, plan in plans.items():
-                        config = Config(threads, programs)
-                        us[f"{shot} {threads}x{programs}"] = measurement.time(cell.fused(plan, config))
+                us = cell.sweep(measurement, args.codec)
             else:
                 us = cell.measure(measurement, args.codec)
                 us["speed_up"] = round(us["separate"] / us["fused"], 2)
@@ -257,6 +320,8 @@ def rank_main(rank: int, world: int, rendezvous: str, args: argparse.Namespace) 
         name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{world}_{hardware.detect(device).arch}"
         result = {"world": world, "norm_and_quant": "vLLM's" if args.vllm_ops else "ours", "rows": table}
         print("written to", harness.write(name, result))
+        if args.sweep:
+            print("crossovers written to", write_crossovers(table, world, args.codec))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -294,15 +359,12 @@ def main() -> None:
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--codec", choices=[name for name in CODECS if name != "FP"], help="a codec to be timed too")
     parser.add_argument("--inbox-mib", type=int, default=64, help="MiB that one kernel carries")
-    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and nothing else")
+    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and find crossovers")
     parser.add_argument("--plot", action="store_true", help="draw the results")
     args = parser.parse_args()
     if args.plot:
         return plot()
-    if args.sweep:
-        compile_all(args.world, ["FP"], COLUMNS[-1:], sorted({threads for threads, _ in SWEEP}))
-    else:
-        compile_all(args.world, ["FP", *([args.codec] if args.codec else [])], COLUMNS, ())
+    compile_all(kernels_of(args.world, args.codec, args.sweep))
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
             rank_main, (args.world, f"file://{folder}/rendezvous", args), nprocs=args.world, join=True

@@ -3,8 +3,10 @@
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import reduce_norm_quant
@@ -16,7 +18,13 @@ from llm_quant_rocm.formats.wire import CODECS
 logger = logging.getLogger("llm_quant_rocm")
 
 
-def connect(members: Members, settings: Settings, refusal: str | None, transport: Any) -> str | None:
+def connect(
+    members: Members,
+    settings: Settings,
+    refusal: str | None,
+    transport: Any,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> str | None:
     """The name by which `ops.reduce_norm_quant` knows a group, whose ranks all call; None where the engine's all-reduce
     stays apart from its norms, which the group's first rank says in one line.
 
@@ -24,6 +32,7 @@ def connect(members: Members, settings: Settings, refusal: str | None, transport
         settings: the codec of large messages; without one they travel as they are.
         refusal: why the engine keeps them apart, or None. It need not be the same on all ranks.
         transport: that of the group's quantized all-reduce, whose peer memory is shared, or None.
+        all_reduce: the engine's own, which gives a new tensor, for the sizes at which it was measured to be faster.
     """
     group, device, name = members.cpu_group, members.device, members.name
     reduce_norm_quant.disconnect(name)
@@ -31,7 +40,8 @@ def connect(members: Members, settings: Settings, refusal: str | None, transport
     refusal = first_refusal(refusal or found, group)
     if refusal is None:
         shared = transport if hasattr(transport, "mailbox") else None
-        ranks = reduce_norm_quant.connect(name, group, device, settings.codec or CODECS["FP"], shared)
+        codec = settings.codec or CODECS["FP"]
+        ranks = reduce_norm_quant.connect(name, group, device, codec, shared, all_reduce)
         # A CPU has no peer memory, and nothing better than the process group either.
         refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
         if refusal is None:

@@ -157,7 +157,7 @@ class Policy:
         self._instead = Algorithm.TWO_LEVEL if hosts > 1 else None if peer_memory else Algorithm.PROCESS_GROUP
         self._steps: dict[torch.dtype, Steps] = {}
         if self.refusal is None and settings.codec is not None:
-            found = None if self._instead else _measured(arch, world_size, settings.codec)
+            found = None if self._instead else measured(arch, world_size, settings.codec)
             if found is None:
                 default = _upstream_steps(world_size, settings.codec)
                 self._steps = dict.fromkeys(DTYPES, default)
@@ -209,10 +209,10 @@ class Policy:
         return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
 
 
-def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the crossovers measured on this machine are kept."""
+def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce") -> Path:
+    """Where the crossovers of an operator measured on this machine are kept."""
     cache = read("XDG_CACHE_HOME", environment) or Path.home() / ".cache"
-    return Path(cache) / "llm-quant-rocm" / "quick_reduce" / f"{arch}.json"
+    return Path(cache) / "llm-quant-rocm" / operator / f"{arch}.json"
 
 
 def _refusal(settings: Settings, world_size: int, hosts: int) -> str | None:
@@ -232,10 +232,12 @@ def _upstream_steps(world_size: int, codec: Codec) -> Steps:
     return [(0, ENGINE), (row[_LIKE.get(codec.name, codec.name)] * _MIB, Choice(Algorithm.TWO_SHOT, codec))]
 
 
-def _measured(arch: str, world_size: int, codec: Codec) -> tuple[str, dict[torch.dtype, Steps]] | None:
+def measured(
+    arch: str, world_size: int, codec: Codec, operator: str = "quick_reduce"
+) -> tuple[str, dict[torch.dtype, Steps]] | None:
     """The first file that knows this number of ranks and codec, and its steps for each dtype."""
-    shipped = resources.files("llm_quant_rocm") / "configs" / "quick_reduce" / f"{arch}.json"
-    for file in (cached_crossovers(arch), shipped):
+    shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
+    for file in (cached_crossovers(arch, operator=operator), shipped):
         if not file.is_file():
             continue
         found = _read(file, world_size, codec)

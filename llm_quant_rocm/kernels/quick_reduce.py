@@ -43,7 +43,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import wire, wire_units
+from llm_quant_rocm.kernels import wire_units
 
 # int32 words of `Mailbox.state`.
 CALL, DONE, LOST = (tl.constexpr(word) for word in range(3))
@@ -234,7 +234,7 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
 def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
-        **wire.constants(codec, carried),
+        **wire_units.constants(codec, carried),
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
         "WORLD": world,
@@ -371,9 +371,10 @@ def begin_call(state_ptr, max_spins):
 
 @triton.jit
 def set_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
+    only=-1
 ):  # fmt: skip
-    """Tells every rank that this one's pieces of a tile are there, unless a rank is lost."""
+    """Tells every rank, or one alone, that this one's pieces of a tile are there, unless a rank is lost."""
     place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * 4
     if tl.target_info.is_hip():
         # Triton 3.9's barrier waits for LDS alone, and a release for the stores of its own wave.
@@ -382,7 +383,7 @@ def set_flags(
     # One lane a rank, so that what is released is released once.
     peer = tl.arange(0, triton.next_power_of_2(WORLD))
     flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
-    told = (peer < WORLD) & (patience >= 0)
+    told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
     tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), call, mask=told, sem="release", scope="sys")
 
 
@@ -400,13 +401,18 @@ def await_flags(
             absent = look(first, source, call, WORLD, AT_ONCE)
             spins += 1
         if absent < WORLD:
-            # The first of all programs to lose a rank says so.
-            if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
-                # In one store, which needs no order
-                told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
-                tl.store(report_ptr, told)
+            report_lost(state_ptr, report_ptr, PHASE, absent, call, patience)
             patience = -1
     return patience
+
+
+@triton.jit
+def report_lost(state_ptr, report_ptr, PHASE: tl.constexpr, absent, call, patience):
+    """The first of all programs to lose a rank says so."""
+    if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
+        # In one store, which needs no order
+        told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
+        tl.store(report_ptr, told)
 
 
 @triton.jit
@@ -431,20 +437,23 @@ def end_call(state_ptr, call):
 @triton.jit
 def add_pieces(
     first, piece_bytes, EIGHTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr,
+    PART: tl.constexpr = None
 ):  # fmt: skip
     """The sums, pairs of T, of the buffers of all ranks in their order; finite where all of them are.
 
     Args:
         first: the address of rank 0's buffer; the others' are `piece_bytes` apart.
         EIGHTS: whether lanes have 8 values, or units.
+        PART: which GROUPS of larger buffers these are, as in `wire_units.store_parts`.
     """
     pieces = ()
     for source in tl.static_range(WORLD):
-        pieces = pieces + (wire_units.load_parts(first + source * piece_bytes, EIGHTS, LOW, HIGH, T, GROUPS),)
+        piece = first + source * piece_bytes
+        pieces = pieces + (wire_units.load_parts(piece, EIGHTS, LOW, HIGH, T, GROUPS, PART),)
     finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
     rare = True
-    if KIND != wire.FP:
+    if KIND != wire_units.FP:
         # No sum is beyond this
         bound = tl.zeros(pieces[0][2].shape, tl.float32)
         for source in tl.static_range(WORLD):
@@ -458,7 +467,7 @@ def add_pieces(
         for source in tl.static_range(WORLD):
             low, high, scale = wire_units.eighth(pieces[source], eight, EIGHTS, LOW, HIGH)
             found = wire_units.numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
-            if KIND == wire.FP:
+            if KIND == wire_units.FP:
                 sums = added(sums, found)
                 every = all_finite(every, found)
             else:

@@ -38,4 +38,5 @@ def _connect(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | 
         visible_devices=current_platform.device_control_env_var,
     )
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
-    return norm_ranks.connect(members, Settings.from_environment(), refusal, transport)
+    all_reduce = getattr(group.device_communicator, "all_reduce", None)
+    return norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)

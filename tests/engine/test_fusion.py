@@ -22,7 +22,7 @@ from vllm.ir import ops as ir
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks
-from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks, connect, disconnect
+from llm_quant_rocm.comm.reduce_norm_quant import Ranks, connect, disconnect, predicted
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 from llm_quant_rocm_vllm import fusion, reduce_norm
 from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
@@ -468,9 +468,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     host, and one rank that speaks for all."""
     given: list[Any] = []
 
-    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any) -> Ranks:
+    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any, engine: Any) -> Ranks:
         given.append(memory)
-        return Ranks(2, Plan.of(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+        return Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
 
     monkeypatch.setattr(norm_ranks.reduce_norm_quant, "connect", connect)
     monkeypatch.setattr(norm_ranks, "hosts_of", lambda group, same_host: [[0, 1]])
