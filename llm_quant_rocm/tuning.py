@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -27,6 +27,9 @@ from llm_quant_rocm import provenance
 
 logger = logging.getLogger("llm_quant_rocm")
 
+# What is kept of lookups, and of the choices made with them: one for each number of rows of each layer, of which a
+# server meets tens of thousands. The last ones serve.
+KEPT = 4096
 _SAME = ("llm-quant-rocm", "triton")
 
 
@@ -69,7 +72,7 @@ def shapes(operator: str, arch: str) -> tuple[Measured, ...]:
     return tuple(known.values())
 
 
-@cache
+@lru_cache(KEPT)
 def lookup(operator: str, arch: str, m: int, n: int, k: int) -> Measured | None:
     """The measurement nearest to the shape: the weight nearest in log size, then the smallest m that covers it.
 

@@ -4,7 +4,7 @@
 import json
 import logging
 from collections.abc import Iterator
-from importlib import resources
+from importlib import import_module, resources
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +58,13 @@ def test_the_nearest_weight_in_log_size(known: None, n: int, k: int, nearest: in
     found = lookup(1, n, k)
     assert found is not None
     assert found.n == nearest
+
+
+@pytest.mark.parametrize("operator", ["ptpc_gemm", "nvfp4_gemm"])
+def test_what_is_kept_of_a_servers_batches_is_bounded(operator: str) -> None:
+    module = import_module(f"llm_quant_rocm.ops.{operator}")
+    for kept in (tuning.lookup, module._choose, module._config):
+        assert kept.cache_info().maxsize == tuning.KEPT
 
 
 def test_nothing_where_nobody_measured(known: None) -> None:

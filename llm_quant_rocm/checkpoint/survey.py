@@ -90,7 +90,7 @@ def survey(folder: Path) -> Survey:
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
     file of its own."""
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not (folder / "hf_quant_config.json").is_file():
         return found
     older = _json(folder / "hf_quant_config.json")
@@ -114,7 +114,12 @@ def _json(file: Path) -> dict[str, Any]:
 def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     """All tensors of the files that the index names, or of all files where there is no index."""
     index = folder / INDEX
-    promised = read_index(index) if index.is_file() else {}
+    promised: dict[str, str] = {}
+    if index.is_file():
+        try:
+            promised = read_index(index)
+        except ValueError as error:
+            faults.append(str(error))
     names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")

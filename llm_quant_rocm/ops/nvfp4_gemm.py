@@ -46,8 +46,6 @@ DECODE_ROWS = 64
 # time that gfx942 needs at the least for the product itself (2 * 1024 operations a weight, 1307 TFLOP/s), and 8% of it
 # at 4096 rows.
 VENDOR_ROWS = 1024
-# Choices that are kept, one for each number of rows of each layer: a server meets thousands of numbers.
-_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def _run_triton(
     return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
-@lru_cache(_KEPT)
+@lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
@@ -149,7 +147,7 @@ BACKENDS = (
 )
 
 
-@lru_cache(_KEPT)
+@lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
     usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None

@@ -37,7 +37,7 @@ def _reference(
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map)
+    ids = local_ids(topk_ids, expert_map, call.experts)
     return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
 
 
@@ -171,9 +171,9 @@ def nvfp4_moe(
     Every expert, and within it gate and up, keeps its own global scale.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
-    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/nvfp4_moe.py; results
-    do not depend on timing.
+    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    reference/nvfp4_moe.py; results do not depend on timing.
 
     Raises:
         TypeError: a dtype.

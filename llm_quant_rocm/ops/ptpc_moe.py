@@ -45,7 +45,7 @@ def _reference(
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map)
+    ids = local_ids(topk_ids, expert_map, w2.shape[0])
     return reference.ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, ids, activation, fmt)
 
 
@@ -154,9 +154,9 @@ def ptpc_moe(
     Any number of tokens, none included; experts may have none.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
-    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/ptpc_moe.py; results
-    do not depend on timing.
+    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    reference/ptpc_moe.py; results do not depend on timing.
 
     Raises:
         TypeError: a dtype, or an FP8 flavour that the device does not compute in.

@@ -27,8 +27,8 @@ from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_le
 from llm_quant_rocm.comm.policy import Policy, Settings
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.environment import read
+from llm_quant_rocm_vllm.patches import QUANTIZATION
 
-QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
 # Codecs of ours alone: vLLM's QuickReduce would report each as a broken setting.
 _UNKNOWN_TO_VLLM = ("FP4", "FP8")
 

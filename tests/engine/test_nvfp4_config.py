@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 
 from llm_quant_rocm.checkpoint.files import refuse_broken_files
@@ -201,6 +202,18 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_ACTIVATIONS", "nvfp4")
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "exact")
     assert NvFp4Config.from_config(FLAT | {"prefill": "fp8"}).options == Options("nvfp4", "exact")
+
+
+@pytest.mark.parametrize(
+    ("ignore", "algorithm"),
+    [([], "W4A16_NVFP4"), (["lm_head"], None), (["re:.*lm_head"], None), (["other"], "W4A16_NVFP4")],
+)
+def test_an_output_head_is_a_linear_to_compressed_tensors(ignore: list[str], algorithm: str | None) -> None:
+    head = ParallelLMHead.__new__(ParallelLMHead)  # enough of one to be recognized
+    assert NvFp4Config.from_config({**COMPRESSED, "ignore": ignore}).algorithm(head, "lm_head") == algorithm
+    # Who keeps it may not call it as vLLM does.
+    kept = NvFp4Config.from_config({**COMPRESSED, "ignore": ["lm_head"]})
+    assert kept.algorithm(head, "language_model.lm_head") is None
 
 
 @pytest.mark.parametrize(

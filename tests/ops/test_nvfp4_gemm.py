@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_quant_rocm import hardware, ops, reference, tuning
+from llm_quant_rocm import environment, hardware, ops, reference, tuning
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, VENDOR_ROWS, GemmCall, _choose
 from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS
@@ -103,6 +103,10 @@ def test_prefill_in_fp8_begins_above_decode(dtype: torch.dtype) -> None:
         assert torch.equal(found, exact) != in_fp8
 
 
+def test_users_are_told_what_is_decode() -> None:
+    assert f"of more than {DECODE_ROWS} tokens" in environment.VARIABLES[f"{environment.NVFP4}_PREFILL"].meaning
+
+
 def test_the_result_owns_its_memory() -> None:
     x, weight, bias = exact_operands(3, 5, 16, torch.bfloat16)
     copies = [t.clone() for t in (x, weight.codes, weight.scales, weight.global_scale, bias)]
@@ -190,6 +194,9 @@ def with_triton() -> Iterator[None]:
         # The vendor's FP8 product has neither fp16 results nor such rows.
         ({"fp8": True, "dtype": torch.float16, "bias": None}, "torch", None),
         ({"fp8": True, "n": 100}, "torch", None),
+        # Nor do rows so wide fit in registers to be quantized.
+        ({"fp8": True, "k": 65536}, "triton", "prefill='fp8' is another product"),
+        ({"fp8": True, "k": 65552}, "torch", None),
         ({"bias": torch.float32}, "triton", "its bias is of x's dtype, torch.bfloat16, not torch.float32"),
         ({"runs": 0}, "triton", "it takes up to 8 runs of rows under one global scale"),
         ({"captured": True}, "triton", "the CUDA graph would keep today's global scales"),
