@@ -44,18 +44,32 @@ def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
             raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
 
 
+def refusing_again(name: str) -> Callable[..., None]:
+    """The weight loader of a weight that is quantized: what comes then would be copied into codes as they are."""
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"{name} was quantized to FP8 when the checkpoint was loaded, and ptpc_fp8 cannot load another over it: "
+            "start the server again with the new checkpoint"
+        )
+
+    return load
+
+
 def quantize_weight(
     weight: torch.Tensor,
     name: str,
     name_of_row: Callable[[int], str],
     group: dist.ProcessGroup | None,
     device_type: str,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., N, K] and fp32 scales [..., N, 1] of weight [..., N, K], in the flavour of its device.
 
     `group` holds the ranks among which K is sharded: the scales are then those of the whole rows, whatever the
     number of ranks. `name` is the weight's, `name_of_row` that of the checkpoint tensor of a row (of all leading
-    dimensions flattened). The engine computes on `device_type`.
+    dimensions flattened). The engine computes on `device_type`. `amax` [..., N, 1] is that of the whole rows, where
+    the caller has seen them: no rank then asks another.
 
     Raises:
         ValueError: the weight is not where the engine computes, or a row holds NaN or inf (on every rank of `group`).
@@ -65,10 +79,11 @@ def quantize_weight(
             f"{name} is on {weight.device}, and this engine computes on {device_type}: "
             "it must be there to be quantized; load without a device of your own choice"
         )
-    amax = fp8.row_amax(weight)
+    known = amax is not None
+    amax = fp8.row_amax(weight) if amax is None else amax
     # Collectives need not carry NaN through a maximum; they do carry inf.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
-    if group is not None:
+    if group is not None and not known:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     broken = amax.isinf().flatten().nonzero()
     if broken.numel():

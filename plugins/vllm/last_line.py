@@ -45,7 +45,7 @@ class _Leave(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         file = read(ERRORS)
         error = record.exc_info[1] if record.exc_info else None
-        if file is None or error is None or not _is_ours(error):
+        if not file or error is None or not _is_ours(error):
             return
         try:
             with open(file, "a", encoding="utf-8") as stream:

@@ -25,7 +25,6 @@ SENTENCE = "llm-quant-rocm: ValueError: quant_algo NVFP4_SVD is not known"
 def hook(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A process in which vLLM starts; the file in which its children leave errors."""
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("the traceback", file=sys.stderr))
-    monkeypatch.setenv(ERRORS, "")
     last_line.install()
     return Path(os.environ[ERRORS])
 

@@ -81,7 +81,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "no global scale": (
         "compressed-tensors",
         drop(f"{ATTENTION}.o_proj.weight_global_scale"),
-        f"{ATTENTION}.o_proj.weight_global_scale",  # vLLM's own list of what is missing
+        f"{ATTENTION}.o_proj.weight_global_scale is missing from the checkpoint",
     ),
     "no codes of one shard": (
         "compressed-tensors",
