@@ -105,7 +105,7 @@ def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, 
         env=environment(),
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]
