@@ -24,9 +24,7 @@ def folder(path: Path, config: dict[str, Any], index: Any = None) -> Path:
 def test_an_index_without_a_map_is_a_fault(tmp_path: Path, index: Any) -> None:
     found = survey(folder(tmp_path, {}, index))
     assert len(found.faults) == 1
-    assert found.faults[0].endswith(
-        "model.safetensors.index.json has no weight_map: download it again"
-    )
+    assert found.faults[0].endswith("model.safetensors.index.json has no weight_map: download it again")
     assert [module.name for module in found.modules] == ["a_proj"]
 
 
