@@ -194,7 +194,7 @@ def answers(
     requests_file.write_text(json.dumps(requests))
     command = [sys.executable, str(Path(__file__).with_name("refusal_process.py")), requests_file, answers_file]
     process = subprocess.run(
-        command, env=engines.environment(), text=True, capture_output=True, timeout=300, check=False
+        command, env=engines.environment(), text=True, capture_output=True, timeout=engines.LIMIT, check=False
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(answers_file.read_text())
