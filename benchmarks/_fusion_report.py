@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's sections on the fusion pass in a whole vLLM. One without its file in results/ is left out."""
+"""The report's sections on the fusion pass in a whole vLLM, and on the kernel that it has for several GPUs."""
 
 import re
 from typing import Any
 
-from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks import _lines as lines
+from benchmarks._markdown import measured_on, table
 
-RANKS = (1, 2, 4, 8)
 # A kernel of the table: a pattern of its names.
 KERNELS = {
     "norm": r"norm_kernel|norm_quant|rsqrt",
@@ -15,13 +15,7 @@ KERNELS = {
 }
 
 
-def sections() -> str:
-    times = ((f"vllm_fusion_{ranks}_ranks_sm_90.json", _times) for ranks in RANKS)
-    made = (*times, ("vllm_fusion_demo_sm_90.json", _accuracy))
-    return "".join(f"\n{make(load(name))}\n" for name, make in made if (RESULTS / name).exists())
-
-
-def _times(result: dict[str, Any]) -> str:
+def times(name: str, result: dict[str, Any]) -> str:
     variants = result["variants"]
     first = next(iter(variants.values()))
     rows = []
@@ -46,9 +40,37 @@ def _launches(kernels: dict[str, int]) -> list[str]:
     return [str(sum(n for name, n in kernels.items() if re.search(kind, name))) for kind in KERNELS.values()]
 
 
-def _accuracy(result: dict[str, Any]) -> str:
+def accuracy(name: str, result: dict[str, Any]) -> str:
     rows = [[name, f"{found['perplexity']:.3f}"] for name, found in result["variants"].items()]
     return (
         f"## The fusion pass and the demo model's accuracy\n\n{measured_on(result)}\n\n"
         f"{table(['variant', 'token perplexity'], rows)}"
+    )
+
+
+def kernel(name: str, result: dict[str, Any]) -> str:
+    """All-reduce, residual, norm and quantization in one kernel."""
+    widths = list(dict.fromkeys(row["columns"] for row in result["rows"]))
+    chosen = ("separate", "two_kernels", "one_shot", "two_shot", "planned")
+    panels = {}
+    for width in widths:
+        rows = [row for row in result["rows"] if row["columns"] == width]
+        panels[f"{width} columns"] = {
+            who: points for who, points in lines.speed_up(rows, "rows", "separate").items() if who in chosen
+        }
+    lines.plot(
+        name, f"All-reduce, residual, RMSNorm and FP8 in one kernel, {result['world']} GPUs\n{measured_on(result)}",
+        panels, "tokens", "times as fast as separate operators",
+    )  # fmt: skip
+    names = [who for who in dict.fromkeys(who for row in result["rows"] for who in row["us"]) if who != "speed_up"]
+    body = [
+        [str(row["columns"]), str(row["rows"]), *(f"{row['us'][who]:.1f}" if who in row["us"] else "" for who in names)]
+        + [f"{row['us']['separate'] / row['us']['fused']:.2f}"]
+        for row in result["rows"]
+    ]
+    return (
+        f"## All-reduce, residual, RMSNorm and FP8 in one kernel, {result['world']} GPUs\n\n{measured_on(result)}\n\n"
+        f"![speed-up over separate operators]({name}.png)\n\n`separate` is the fastest all-reduce of the run, then "
+        f"norm and quantization, {result['norm_and_quant']}; `fused` is the better of both shots.\n\n"
+        f"{table(['columns', 'tokens', *names, 'separate / fused'], body)}"
     )

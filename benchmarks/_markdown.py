@@ -14,7 +14,7 @@ def load(name: str) -> dict[str, Any]:
 
 def measured_on(result: dict[str, Any]) -> str:
     environment = result["environment"]
-    versions = f"torch {environment['torch']}, triton {environment['triton']}"
+    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
     return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
 
 

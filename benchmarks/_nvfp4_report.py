@@ -1,30 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's sections on NVFP4: GEMM, routed experts, a whole vLLM. One without its file in results/ is left out."""
+"""The report's sections on NVFP4: GEMM, routed experts, a whole vLLM."""
 
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from benchmarks import _harness as harness
-from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks import _lines as lines
+from benchmarks._markdown import RESULTS, measured_on, table
 
-GEMM, MOE = "nvfp4_gemm_sm_90", "nvfp4_moe_sm_90"
-ENGINES = ("nvfp4_engine_llama-3-70b_sm_90", "nvfp4_engine_qwen3-30b-a3b_sm_90")
 PEERS = ("marlin", "humming")
 
 
-def sections() -> str:
-    made: tuple[tuple[str, Callable[[str], str]], ...] = (
-        (GEMM, gemm),
-        (MOE, experts),
-        *((name, engine) for name in ENGINES),
-    )
-    return "".join(f"\n{make(name)}\n" for name, make in made if (RESULTS / f"{name}.json").exists())
-
-
-def gemm(name: str) -> str:
-    result = load(f"{name}.json")
+def gemm(name: str, result: dict[str, Any]) -> str:
     rows = result["rows"]
     plot(result, name)
     names = _names(rows)
@@ -81,9 +69,20 @@ def plot(result: dict[str, Any], name: str) -> None:
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
-def experts(name: str) -> str:
-    result = load(f"{name}.json")
+def experts(name: str, result: dict[str, Any]) -> str:
     rows = result["rows"]
+    lines.plot(
+        name,
+        f"Routed experts in NVFP4\n{measured_on(result)}",
+        {
+            f"{model}, {router} router": lines.speed_up(
+                [row for row in rows if (row["model"], row["router"]) == (model, router)], "tokens", "bf16"
+            )
+            for model, router in dict.fromkeys((row["model"], row["router"]) for row in rows)
+        },
+        "tokens",
+        "speed-up over bf16",
+    )
     names = _names(rows)
     header = ["model", "router", "tokens", "experts chosen", *names, "limit", *_ratio_names(names, "nvfp4_moe")]
     body = [
@@ -94,12 +93,12 @@ def experts(name: str) -> str:
     return (
         f"## Routed experts in NVFP4\n\n{measured_on(result)}\n\n`bf16` is vLLM's Triton experts and `marlin` its "
         "fused Marlin experts, which serve NVFP4 on Hopper. A `skewed` router draws its experts by Zipf's law.\n\n"
+        f"![speed-up over bf16]({name}.png)\n\n"
         f"{table(header, body)}{_failures(rows)}"
     )
 
 
-def engine(name: str) -> str:
-    result = load(f"{name}.json")
+def engine(name: str, result: dict[str, Any]) -> str:
     methods = result["methods"]
     rows, failed = [], []
     for method, found in methods.items():
@@ -111,12 +110,19 @@ def engine(name: str) -> str:
             base = methods.get("bf16", {}).get(prompts)
             faster = f"{base['total_s'] / times['total_s']:.2f}" if base else ""
             rows.append([method, prompts, *(str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s")), faster])
+    counts = dict.fromkeys(key for found in methods.values() for key in found if key.endswith("prompts"))
+    panels = {
+        f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
+        for count in counts
+    }
+    lines.bars(name, f"NVFP4 in vLLM {result['vllm']}\n{measured_on(result)}", panels)
     shape = result["shape"]
-    title = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
+    title = name.removeprefix("nvfp4_engine_").partition("_")[0]
     return (
         f"## NVFP4 in vLLM {result['vllm']}: {title}, {shape['num_hidden_layers']} layers\n\n{measured_on(result)}\n\n"
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8.\n\n"
+        f"![total time]({name}.png)\n\n"
         + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total"], rows)
         + "".join(f"\n\nFailed: {why}" for why in failed)
     )

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's sections on the quantized all-reduce: latency and speed-up by size. A number of ranks without its file
-in results/ is left out."""
+"""The report's section on the quantized all-reduce: latency and speed-up by size."""
 
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks._markdown import RESULTS, measured_on, table
 
-RANKS = range(2, 9)
 BASE = "NCCL"
 PEERS = (BASE, "symm one-shot", "symm two-shot")
 CODECS = ("FP4", "INT4", "INT8", "FP8", "FP")
 
 
-def sections() -> str:
-    names = [f"quick_reduce_sm_90_tp{ranks}" for ranks in RANKS]
-    return "".join(_section(name) for name in names if (RESULTS / f"{name}.json").exists())
-
-
-def _section(name: str) -> str:
-    result = load(f"{name}.json")
+def section(name: str, result: dict[str, Any]) -> str:
     plot(result, RESULTS / f"{name}.png")
     columns = [column for column in (*PEERS, *CODECS, *(f"{codec} one-shot" for codec in CODECS))]
     rows = []
@@ -32,9 +24,9 @@ def _section(name: str) -> str:
         rows.append([size(row["bytes"]), *cells, f"{us[BASE] / best:.2f}"])
     header = ["message", *columns, f"{BASE} / fastest of ours"]
     return (
-        f"\n## The quantized all-reduce between {result['world']} GPUs\n\n{measured_on(result)}\n\n"
+        f"## The quantized all-reduce between {result['world']} GPUs\n\n{measured_on(result)}\n\n"
         f"![latency and speed-up over {BASE}]({name}.png)\n\nbf16, the slowest rank; codecs are two-shot where nothing "
-        f"else is said, and FP sends bf16 as it is.\n\n{table(header, rows)}\n"
+        f"else is said, and FP sends bf16 as it is.\n\n{table(header, rows)}"
     )
 
 

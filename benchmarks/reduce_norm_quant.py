@@ -1,264 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and per-token FP8 as one kernel against the separate operators, on the GPUs of a host.
 
-    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4] [--sweep]
+    python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4]
+    python benchmarks/reduce_norm_quant.py --world 2 --sweep [--codec FP4]
     python benchmarks/reduce_norm_quant.py --plot        # draws every result there is; needs matplotlib and no GPU
 
-`separate` is the fastest all-reduce of this run (NCCL's, torch's symmetric memory by one shot and two, QuickReduce's by
-FP), then add and RMSNorm, then per-token quantization: vLLM's kernels where its operator library is given, else ours;
-`two_kernels` is the same all-reduce and our add, norm and quantization in one kernel. Inputs of torch's symmetric
-memory are there already, which spares it the copy that engines make. `fused` is what `comm.reduce_norm_quant` would
-choose, were its plan the fastest of this run. With a codec, `separate_CODEC` and `fused_CODEC` send by it.
-
-Microseconds a call: the slowest rank's median of replays of a graph of several calls, begun together.
+`llm_quant_rocm/measure/reduce_norm_quant.py` measures, and says what the names mean. Figures are written as they come.
+--sweep times what can be chosen at more sizes, and launch configurations, and writes crossovers that
+`comm.reduce_norm_quant` reads from then on: into the user's cache, or to $OUT/reduce_norm_quant, for configs.
 """
 
 import argparse
 import os
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, ops
-from llm_quant_rocm.comm import reduce_norm_quant as groups
-from llm_quant_rocm.comm.policy import Algorithm
+from llm_quant_rocm import hardware
+from llm_quant_rocm.comm.policy import cached_crossovers
+from llm_quant_rocm.comm.reduce_norm_quant import OPERATOR
 from llm_quant_rocm.formats.wire import CODECS
-
-COLUMNS = (4096, 7168, 8192)
-ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
-ONE_SHOT_ROWS = 512
-SWEEP_ROWS = (1, 32, 256, 4096)
-SWEEP = [(threads, programs) for threads in (256, 512, 1024) for programs in (66, 132, 264)]
-FP = CODECS["FP"]
-
-
-class CompileOnly:
-    """Stands in for a Triton kernel: a launch compiles it and puts it into Triton's cache."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
-
-
-def compile_one(world: int, columns: int, shot: str, codec: str, threads: int) -> None:
-    """Compiles the fused kernel of one kind, in a process of its own."""
-    from llm_quant_rocm.formats.fp8 import for_device
-    from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Target
-    from llm_quant_rocm.kernels import quick_reduce
-    from llm_quant_rocm.kernels import reduce_norm_quant as kernels
-
-    name = f"reduce_norm_{shot}_kernel"
-    setattr(kernels, name, CompileOnly(getattr(kernels, name)))
-    device = torch.device("cuda", 0)
-    peers = torch.zeros(world, dtype=torch.int64, device=device)
-    state = torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32, device=device)
-    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 20, 64)
-    x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
-    target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
-    config = replace(kernels.default_config(columns, hardware.detect(device)), threads=threads)
-    getattr(kernels, shot)(
-        x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec],
-        config, 1000,
-    )  # fmt: skip
-
-
-def compile_all(world: int, codecs: Sequence[str], columns: Sequence[int], threads: Sequence[int]) -> None:
-    """Fills Triton's cache from several processes, so that ranks do not wait for the compiler one kernel at a time."""
-    from llm_quant_rocm.kernels.reduce_norm_quant import default_config
-
-    start = time.time()
-    fact = hardware.nvidia(9, 0)  # its threads are any GPU's
-    jobs = [
-        (world, k, shot, codec, n)
-        for k in columns
-        for shot, codec in (("one_shot", "FP"), *(("two_shot", codec) for codec in codecs))
-        for n in threads or (default_config(k, fact).threads,)
-    ]
-    with ProcessPoolExecutor(min(len(jobs), 12, os.cpu_count() or 1), get_context("spawn")) as pool:
-        for job in [pool.submit(compile_one, *job) for job in jobs]:
-            job.result()
-    print(f"{len(jobs)} kernels compiled in {time.time() - start:.0f} s", flush=True)
-
-
-class Measurement:
-    """Times calls of all ranks together."""
-
-    def __init__(self, device: torch.device, budget_ms: float = 40.0) -> None:
-        self.device, self.budget_ms = device, budget_ms
-
-    def time(self, call: Callable[[], object]) -> float:
-        """Microseconds a call, the same number on all ranks."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call()
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        for _ in range(3):
-            call()
-        end.record()
-        end.synchronize()
-        guess = self._slowest(start.elapsed_time(end) / 3)  # milliseconds, launches included
-        calls = max(2, min(20, int(self.budget_ms / 8 / guess)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        times = []
-        for turn in range(11):
-            torch.cuda.synchronize()
-            dist.barrier()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn:
-                times.append(start.elapsed_time(end) * 1e3 / calls)
-        return round(self._slowest(statistics.median(times)), 2)
-
-    def _slowest(self, value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
-
-
-class Cell:
-    """One number of rows and columns: the operators to be timed."""
-
-    def __init__(self, rows: int, columns: int, ranks: groups.Ranks, shared: torch.Tensor, vllm: bool) -> None:
-        device = shared.device
-        self.rows, self.columns, self.ranks, self.vllm = rows, columns, ranks, vllm
-        self.shared = shared[: rows * columns].view(rows, columns)
-        self.x = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-        self.shared.copy_(self.x)
-        self.residual = torch.randn_like(self.x)
-        self.weight = torch.randn(columns, device=device, dtype=torch.bfloat16)
-        self.codes = torch.empty(rows, columns, device=device, dtype=hardware.detect(device).fp8_dtype)
-        self.scales = torch.empty(rows, 1, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.rows * self.columns
-
-    def all_reduces(self) -> dict[str, Callable[[], torch.Tensor]]:
-        group, memory = dist.group.WORLD, self.ranks.memory
-        assert group is not None and memory is not None
-
-        def nccl() -> torch.Tensor:
-            dist.all_reduce(self.x)
-            return self.x
-
-        found: dict[str, Callable[[], torch.Tensor]] = {"nccl": nccl}
-        if self.nbytes <= 8 << 20:
-            found["symm_one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(
-                self.shared, "sum", group.group_name
-            )
-            found["quick_one_shot"] = lambda: memory.all_reduce(self.x, FP, Algorithm.ONE_SHOT)
-        found["symm_two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(self.shared, "sum", group.group_name)
-        found["quick_two_shot"] = lambda: memory.all_reduce(self.x, FP, Algorithm.TWO_SHOT)
-        return found
-
-    def norm_and_quant(self, s: torch.Tensor) -> None:
-        """Two kernels: add and norm, quantization."""
-        if self.vllm:
-            torch.ops._C.fused_add_rms_norm(s, self.residual, self.weight, 1e-6)
-            torch.ops._C.dynamic_per_token_scaled_fp8_quant(self.codes, s, self.scales, None)
-        else:
-            normed = ops.reduce_norm_quant(s, self.weight, self.residual, quantization="none", normed=True).normed
-            assert normed is not None
-            ops.per_token_quant_fp8(normed)
-
-    def fused(self, plan: groups.Plan, config: Any = None) -> Callable[[], object]:
-        """The fused operator under a plan; its kernels are chosen now, so that a graph holds them."""
-
-        def call() -> object:
-            groups._NAMED["tp"] = replace(self.ranks, plan=plan, config=config)
-            return ops.reduce_norm_quant(self.x, self.weight, self.residual, group="tp")
-
-        return call
-
-    def measure(self, measurement: Measurement, codec: str | None) -> dict[str, float]:
-        us = {name: measurement.time(call) for name, call in self.all_reduces().items()}
-        best = min(us, key=us.__getitem__)
-        reduce = self.all_reduces()[best]
-        us["separate"] = measurement.time(lambda: self.norm_and_quant(reduce()))
-        us["two_kernels"] = measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
-        if self.rows <= ONE_SHOT_ROWS:
-            us["fused_one_shot"] = measurement.time(self.fused(groups.Plan(1 << 40)))
-        us["fused_two_shot"] = measurement.time(self.fused(groups.Plan(0)))
-        us["fused"] = min(us[name] for name in ("fused_one_shot", "fused_two_shot") if name in us)
-        if codec and self.nbytes >= 1 << 20:
-            memory, by = self.ranks.memory, CODECS[codec]
-            assert memory is not None
-            us[f"separate_{codec}"] = measurement.time(lambda: self.norm_and_quant(memory.all_reduce(self.x, by)))
-            us[f"fused_{codec}"] = measurement.time(self.fused(groups.Plan(0, by, 0)))
-        return us
-
-
-def rank_main(rank: int, world: int, rendezvous: str, args: argparse.Namespace) -> None:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    from llm_quant_rocm.comm.quick_reduce import QuickReduce
-    from llm_quant_rocm.kernels.reduce_norm_quant import Config
-
-    began = time.time()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rendezvous, world_size=world, rank=rank, device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-    if args.vllm_ops:
-        torch.ops.load_library(str(next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so"))))
-    shared = symmetric_memory.empty(max(ROWS) * max(COLUMNS), dtype=torch.bfloat16, device=device)
-    symmetric_memory.rendezvous(shared, group)
-    memory = QuickReduce.over(group, device, inbox_bytes=args.inbox_mib << 20)
-    ranks = groups.connect("tp", group, device, memory=memory)
-    measurement = Measurement(device)
-
-    def say(line: str) -> None:
-        if rank == 0:
-            print(f"{time.time() - began:4.0f} s  {line}", flush=True)
-
-    say(f"{world} ranks are there")
-    table: list[dict[str, Any]] = []
-    for columns in (COLUMNS[-1],) if args.sweep else COLUMNS:
-        for rows in SWEEP_ROWS if args.sweep else ROWS:
-            cell = Cell(rows, columns, ranks, shared, bool(args.vllm_ops))
-            if args.sweep:
-                us = {}
-                for threads, programs in SWEEP:
-                    plans = {"two_shot": groups.Plan(0)} | (
-                        {"one_shot": groups.Plan(1 << 40)} if rows <= ONE_SHOT_ROWS else {}
-                    )
-                    for shot, plan in plans.items():
-                        config = Config(threads, programs)
-                        us[f"{shot} {threads}x{programs}"] = measurement.time(cell.fused(plan, config))
-            else:
-                us = cell.measure(measurement, args.codec)
-                us["speed_up"] = round(us["separate"] / us["fused"], 2)
-            table.append({"rows": rows, "columns": columns, "us": us})
-            say(f"{rows:5} x {columns}  " + "  ".join(f"{name} {value:.1f}" for name, value in us.items()))
-            memory.check()
-    if rank == 0:
-        name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{world}_{hardware.detect(device).arch}"
-        result = {"world": world, "norm_and_quant": "vLLM's" if args.vllm_ops else "ours", "rows": table}
-        print("written to", harness.write(name, result))
-    dist.barrier()
-    dist.destroy_process_group()
+from llm_quant_rocm.measure import reduce_norm_quant
+from llm_quant_rocm.tune.quick_reduce import write
 
 
 def plot() -> None:
@@ -289,24 +58,40 @@ def plot() -> None:
 
 
 def main() -> None:
+    began = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=torch.cuda.device_count(), help="ranks, one GPU each")
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--codec", choices=[name for name in CODECS if name != "FP"], help="a codec to be timed too")
     parser.add_argument("--inbox-mib", type=int, default=64, help="MiB that one kernel carries")
-    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and nothing else")
+    parser.add_argument("--sweep", action="store_true", help="time launch configurations, and find crossovers")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end the ranks after so many")
     parser.add_argument("--plot", action="store_true", help="draw the results")
     args = parser.parse_args()
     if args.plot:
         return plot()
-    if args.sweep:
-        compile_all(args.world, ["FP"], COLUMNS[-1:], sorted({threads for threads, _ in SWEEP}))
-    else:
-        compile_all(args.world, ["FP", *([args.codec] if args.codec else [])], COLUMNS, ())
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            rank_main, (args.world, f"file://{folder}/rendezvous", args), nprocs=args.world, join=True
-        )
+    library = next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so")) if args.vllm_ops else None
+    arch = hardware.detect(torch.device("cuda", 0)).arch
+    name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{args.world}_{arch}"
+    result: dict[str, Any] = {"world": args.world, "norm_and_quant": "vLLM's" if library else "ours", "rows": []}
+
+    def heard(word: str, what: Any) -> None:
+        if word == "row":
+            result["rows"].append(what)
+            harness.write(name, result)
+            cells = "  ".join(f"{who} {value:.1f}" for who, value in what["us"].items())
+            what = f"{what['rows']:5} x {what['columns']}  {cells}"
+        print(f"{time.time() - began:4.0f} s  {word}: {what}", flush=True)
+
+    reduce_norm_quant.measure(
+        args.world, heard, codec=args.codec, vllm_library=library, inbox_bytes=args.inbox_mib << 20, sweep=args.sweep,
+        seconds=args.seconds,
+    )  # fmt: skip
+    if args.sweep and result["rows"]:
+        folder = os.environ.get("OUT")
+        file = Path(folder) / OPERATOR / f"{arch}.json" if folder else cached_crossovers(arch, operator=OPERATOR)
+        write(file, reduce_norm_quant.entries(result, args.codec), harness.environment())
+        print("crossovers written to", file)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regenerates benchmarks/results on a machine with a GPU: every benchmark, then the report.
+"""Regenerates benchmarks/results: every benchmark that this machine can run, then the report with its plots.
 
-    python benchmarks/regenerate.py [PATTERN ...] [--vllm FOLDER] [--sglang FOLDER] [--humming FOLDER]
+    python benchmarks/regenerate.py [PATTERN ...] [--list] [--vllm FOLDER] [--sglang FOLDER] [--humming FOLDER]
                                     [--budget SECONDS] [--again]
 
-Steps whose figures are of this commit and device already are passed over, so that it can be stopped and called again;
-with --budget no step is begun after so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or
-Humming, where they are not installed; without them their columns are missing, and steps about an engine are left out.
-Figures go to benchmarks/results, or to $OUT. Where the machine has no git, COMMIT says which commit it is.
+Steps whose figures are of this commit and device already, from beginning to end, are passed over, so that it can be
+stopped and called again; so are those that want other GPUs, or an engine that is not here. --list says which steps
+would run, about how long each takes, and why the others would not. With --budget no step is begun that should not end
+within so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or Humming, where they are not
+installed; without them their columns are missing, and steps about an engine are left out. Figures go to
+benchmarks/results, or to $OUT. Where the machine has no git, COMMIT says which commit it is.
 """
 
 import argparse
@@ -35,12 +37,13 @@ class Step:
     """One benchmark.
 
     Attributes:
-        result: the JSON file it writes, without its ending; {arch} is the GPU's architecture.
+        result: the JSON file it writes, without its ending; {arch} is the GPU's architecture, or cpu.
         script: in this folder.
         arguments: fixed ones; those that hold VLLM or HUMMING are given with the option before them, where that folder
             is known.
-        gpus: how many it needs.
+        gpus: how many it needs; 0: a machine without.
         engine: the engine that it runs: vllm, sglang or none.
+        seconds: that it took, or about, compilation included.
     """
 
     result: str
@@ -48,22 +51,43 @@ class Step:
     arguments: tuple[str, ...] = ()
     gpus: int = 1
     engine: str = ""
+    seconds: int = 60
 
 
 STEPS = (
-    Step("ptpc_gemm_{arch}", "ptpc_gemm.py", ("--vllm-ops", VLLM)),
-    Step("row_quant_{arch}", "row_quant.py", ("--vllm-ops", VLLM)),
-    Step("ptpc_moe_{arch}", "ptpc_moe.py"),
-    Step("routing_{arch}", "routing.py", ("--vllm-ops", VLLM)),
-    Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING)),
-    Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM)),
-    *(Step(f"quick_reduce_{{arch}}_tp{world}", "quick_reduce.py", (str(world),), gpus=world) for world in (2, 4, 8)),
-    Step("vllm_engine_{arch}", "vllm_engine.py", engine="vllm"),
-    Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm"),
-    Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm"),
-    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm"),
+    Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=240),
+    Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
+    Step("ptpc_gemm_{arch}", "ptpc_gemm.py", ("--vllm-ops", VLLM), seconds=90),
+    Step("ptpc_moe_{arch}", "ptpc_moe.py", seconds=40),
+    Step("row_quant_{arch}", "row_quant.py", ("--vllm-ops", VLLM), seconds=30),
+    Step("routing_{arch}", "routing.py", ("--vllm-ops", VLLM), seconds=40),
     *(
-        Step(f"vllm_fusion_{ranks}_ranks_{{arch}}", "vllm_engine.py", ("fusion", "--ranks", str(ranks)), ranks, "vllm")
+        Step(f"quick_reduce_{{arch}}_tp{world}", "quick_reduce.py", (str(world), "--seconds", "300"), world, seconds=90)
+        for world in (2, 4, 8)
+    ),
+    *(
+        Step(
+            f"reduce_norm_quant_tp{ranks}_{{arch}}",
+            "reduce_norm_quant.py",
+            ("--world", str(ranks), "--vllm-ops", VLLM, "--codec", "FP4"),
+            ranks,
+            seconds=90,
+        )
+        for ranks in (2, 4, 8)
+    ),
+    Step("vllm_engine_{arch}", "vllm_engine.py", engine="vllm", seconds=300),
+    Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=400),
+    Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=400),
+    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),
+    *(
+        Step(
+            f"vllm_fusion_{ranks}_ranks_{{arch}}",
+            "vllm_engine.py",
+            ("fusion", "--ranks", str(ranks)),
+            ranks,
+            "vllm",
+            seconds=300,
+        )
         for ranks in (1, 2, 4, 8)
     ),
     Step(
@@ -72,17 +96,12 @@ STEPS = (
         ("--time", "--codecs", "FP4", "INT4"),
         gpus=2,
         engine="vllm",
+        seconds=300,
     ),
-    Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang"),
-    *(
-        Step(
-            f"reduce_norm_quant_tp{ranks}_{{arch}}",
-            "reduce_norm_quant.py",
-            ("--world", str(ranks), "--vllm-ops", VLLM),
-            ranks,
-        )
-        for ranks in (2, 4, 8)
-    ),
+    Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang", seconds=300),
+    Step("quick_reduce_engine_tp2_cpu", "quick_reduce_engine.py", gpus=0, engine="vllm", seconds=900),
+    Step("demo_cpu", "demo_model.py", ("demo",), gpus=0, engine="vllm", seconds=600),
+    Step("quantize_cpu", "demo_model.py", ("quantize",), gpus=0, engine="vllm", seconds=900),
 )
 
 
@@ -100,57 +119,82 @@ def command(step: Step, folders: dict[str, str | None]) -> list[str]:
 
 
 def why_not(
-    step: Step, gpus: int, engines: Collection[str], path: Path, here: dict[str, str], again: bool
+    step: Step, gpus: int, engines: Collection[str], paths: Sequence[Path], here: dict[str, str], again: bool
 ) -> str | None:
-    """Why a step is passed over, or None."""
+    """Why a step is passed over, or None. `paths` are where its figures may be."""
     if step.gpus > gpus:
-        return f"needs {step.gpus} GPUs, {gpus} are here"
+        return f"needs {step.gpus} GPU{'s' if step.gpus > 1 else ''}, {gpus} are here"
+    if step.gpus == 0 and gpus:
+        return "it is about a machine without GPUs"
     if step.engine and step.engine not in engines:
         return f"needs {step.engine}: name its folder by --{step.engine}"
     # Of a tree with changes nobody knows whether it is the same.
-    if path.is_file() and not again and not here["commit"].endswith("dirty"):
-        there = json.loads(path.read_text())["environment"]
-        if all(there.get(name) == here.get(name) for name in ("commit", "device", "torch", "triton")):
-            return "measured already"
+    if again or here["commit"].endswith("dirty"):
+        return None
+    for path in paths:
+        if path.is_file():
+            found = json.loads(path.read_text())
+            same = all(
+                found["environment"].get(name) == here.get(name) for name in ("commit", "device", "torch", "triton")
+            )
+            # Those that were stopped on their way have no time.
+            if same and "seconds" in found:
+                return "measured already"
     return None
 
 
-def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, again: bool) -> list[str]:
-    """Run the steps one after the other; the names of those that failed or were not begun."""
+def finish(path: Path, seconds: float) -> None:
+    """Notes in a step's file that it is whole, and how long it took."""
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "seconds": round(seconds, 1)}, indent=1) + "\n")
+
+
+def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, again: bool, listing: bool) -> list[str]:
+    """Run the steps one after the other, or list them; the names of those that failed or were not begun."""
     import torch
 
     from llm_quant_rocm import hardware, provenance
 
-    if not torch.cuda.is_available():
-        raise SystemExit("regenerate: FAILED. no GPU is here: run on the machine that is to be measured")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = provenance.environment()
     if "commit" not in here:
         raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set COMMIT")
-    arch = hardware.detect(torch.device("cuda")).arch
+    arch = hardware.detect(torch.device("cuda")).arch if gpus else hardware.CPU.arch
     folder = Path(os.environ.get("OUT", RESULTS))
     places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
     engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]
     variables = {**os.environ, "COMMIT": here["commit"], "OUT": str(folder)}
     print(provenance.line(here), flush=True)
+    reasons: dict[Step, str | None] = {}
+    for step in steps:
+        file = f"{step.result.format(arch=arch)}.json"
+        reasons[step] = why_not(step, gpus, engines, (folder / file, RESULTS / file), here, again)
+    wanted = [step for step, reason in reasons.items() if reason is None]
+    for step, reason in reasons.items():
+        print(
+            f"{step.result.format(arch=arch)}: " + (f"passed over, {reason}" if reason else f"about {step.seconds} s")
+        )
+    print(f"{len(wanted)} of {len(steps)} steps, about {sum(step.seconds for step in wanted)} s", flush=True)
+    if listing:
+        return []
     began, left = time.monotonic(), []
-    for number, step in enumerate(steps, 1):
+    for number, step in enumerate(wanted, 1):
         name = step.result.format(arch=arch)
-        title = f"[{number}/{len(steps)}] {name}"
-        reason = why_not(step, torch.cuda.device_count(), engines, folder / f"{name}.json", here, again)
-        if reason:
-            print(f"{title}: passed over, {reason}", flush=True)
-            continue
-        if time.monotonic() - began > budget:
-            print(f"{title}: not begun, the budget is spent", flush=True)
+        title = f"[{number}/{len(wanted)}] {name}"
+        spent = time.monotonic() - began
+        if spent + step.seconds > budget:
+            print(f"{title}: not begun, {spent:.0f} s of {budget:.0f} are spent, it takes {step.seconds}", flush=True)
             left.append(name)
             continue
-        print(title, flush=True)
+        print(f"{title}: about {step.seconds} s", flush=True)
         start = time.monotonic()
         # Its own engine alone: the two want other versions of what both need.
         path = os.pathsep.join(filter(None, [places.get(step.engine), os.environ.get("PYTHONPATH")]))
         run_in = variables | ({"PYTHONPATH": path} if path else {})
         status = subprocess.run(command(step, folders), env=run_in, cwd=ROOT, check=False).returncode
         took = time.monotonic() - start
+        if status == 0:
+            finish(folder / f"{name}.json", took)
         print(f"{title}: {'done' if status == 0 else f'FAILED with status {status}'} in {took:.0f} s", flush=True)
         if status:
             left.append(name)
@@ -160,25 +204,33 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "patterns", nargs="*", default=["*"], metavar="PATTERN", help="names of scripts, * for anything"
+        "patterns", nargs="*", default=["*"], metavar="PATTERN", help="names of scripts or results, * for anything"
     )
     parser.add_argument("--vllm", help="the folder that holds vLLM")
     parser.add_argument("--sglang", help="the folder that holds SGLang")
     parser.add_argument("--humming", help="the folder that holds humming-kernels")
     parser.add_argument("--budget", type=float, default=float("inf"), help="begin no step after so many seconds")
+    parser.add_argument("--list", action="store_true", help="say what would run, and about how long")
     parser.add_argument("--again", action="store_true", help="measure what is there already too")
     args = parser.parse_args()
     patterns = args.patterns or ["*"]
-    steps = [step for step in STEPS if any(fnmatchcase(step.script.removesuffix(".py"), p) for p in patterns)]
+    steps = [
+        step
+        for step in STEPS
+        if any(fnmatchcase(name, p) for name in (step.script.removesuffix(".py"), step.result) for p in patterns)
+    ]
     if not steps:
         parser.error(f"no step is called {' or '.join(patterns)}; there are " + ", ".join(s.script for s in STEPS))
-    left = run(steps, {VLLM: args.vllm, SGLANG: args.sglang, HUMMING: args.humming}, args.budget, args.again)
+    folders = {VLLM: args.vllm, SGLANG: args.sglang, HUMMING: args.humming}
+    left = run(steps, folders, args.budget, args.again, args.list)
+    if args.list:
+        return
     if left:
         raise SystemExit(f"regenerate: FAILED or left: {', '.join(left)}; the same command goes on")
     if "OUT" in os.environ:
-        print("copy the files into benchmarks/results, then run benchmarks/report.py")
+        print("copy the files into benchmarks/results, then run python -m benchmarks.report")
     else:
-        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "report.py")], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.report"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ one token out, a step is the rest over 128, each the better of two runs. `sglang
 (per-tensor weights), `sglang_w8a8_fp8` its per-channel one, `sglang_nvfp4` its own kernels for the checkpoint that
 `nvfp4` serves without a flag.
 
-Each method is an engine in processes of its own. All start at once, since a start takes a minute of Python, and are
-measured one after the other, the others asleep. Figures are written after each. SGLang need only be importable; the
-plugin is found in this repository even where it is not installed. On a machine without a GPU it runs as well, for what
-that is worth: with the tests' stand-ins in PYTHONPATH, and `demo`.
+Each method is an engine in processes of its own. Some start at once (ENGINES), since a start takes a minute of Python,
+and are measured one after the other, the others asleep; then the next ones. Each has START_S to start and MEASURE_S to
+be measured. What happens is printed as it happens, and figures are written after each method, so that a run that is
+cut short leaves what it had. SGLang need only be importable; the plugin is found in this repository even where it is
+not installed. On a machine without a GPU it runs as well, for what that is worth: with the tests' stand-ins in
+PYTHONPATH, and `demo`.
 """
 
 import argparse
@@ -26,7 +28,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -53,11 +54,18 @@ METHODS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
     "sglang_fp8": ("fp8", False, {}),
     "sglang_w8a8_fp8": ("w8a8_fp8", False, {}),
     "ptpc_fp8": ("ptpc_fp8", False, {}),
+    "ptpc_fp8_norms_apart": ("ptpc_fp8", False, {"LLM_QUANT_ROCM_FUSION": "0"}),
     "sglang_nvfp4": (None, True, {"LLM_QUANT_ROCM_NVFP4": "0"}),
     "nvfp4": (None, True, {}),
 }
-START_S = 300
-ON_DEMO = ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4")
+START = time.monotonic()
+START_S, MEASURE_S = 150, 60
+# So many at once: their weights, caches and graphs share one GPU's memory.
+ENGINES = {"llama": 3, "demo": 4}
+DEFAULT = {
+    "llama": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4", "sglang_nvfp4", "sglang_w8a8_fp8"),
+    "demo": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4"),
+}
 
 
 def engine(model: str, method: str, **options: Any) -> Any:
@@ -73,6 +81,7 @@ def engine(model: str, method: str, **options: Any) -> Any:
         "sleep_on_idle": True,
         "disable_radix_cache": True,
         "random_seed": 0,
+        "log_level": "info",  # the engine's own says nothing, and then nobody knows why it failed
         # Batches of decoding are captured; SGLang would capture its prefills for minutes.
         **({"cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [1, 10, 64]} if gpu else {}),
     }
@@ -134,16 +143,60 @@ def llama(model: str, method: str) -> Callable[[], dict[str, Any]]:
     return measure
 
 
-TASKS = {"demo": demo, "llama": llama}
+TASKS = {"llama": llama, "demo": demo}
 
 
-def run(task: str, method: str, model: str) -> None:
-    """Start one engine, say so, wait for a line, measure, and print the result as JSON."""
+def run(task: str, method: str, model: str, folder: str) -> None:
+    """Start one engine, say so, wait to be told to measure, and leave the result, each by a file in `folder`."""
     measure = TASKS[task](model, method)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps(measure()), flush=True)
+    (Path(folder) / "ready").touch()
+    while not (Path(folder) / "go").exists():
+        time.sleep(0.05)
+    result = measure()
+    (Path(folder) / "part").write_text(json.dumps(result))
+    (Path(folder) / "part").rename(Path(folder) / "result")
     os._exit(0)  # without SGLang's farewell, which takes long; the parent ends what is left
+
+
+class Engine:
+    """One method's engine, in processes of its own."""
+
+    def __init__(self, task: str, method: str, model: Path, scratch: Path) -> None:
+        self.method, self.folder = method, scratch / f"{task}-{method}"
+        self.folder.mkdir()
+        command = [sys.executable, __file__, task, "--run", method, str(model), str(self.folder)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": plugin_path(scratch), **METHODS[method][2]}
+        with (self.folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self, name: str, deadline: float) -> bool:
+        """Whether the engine left the file `name` before it ended, and before `deadline` (of time.monotonic)."""
+        while not (self.folder / name).exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                return (self.folder / name).exists()
+            time.sleep(0.05)
+        return True
+
+    def measure(self) -> dict[str, Any]:
+        """The result; {"failed": the end of the log} where there is none."""
+        (self.folder / "go").touch()
+        if self.wait("result", time.monotonic() + MEASURE_S):
+            return json.loads((self.folder / "result").read_text())
+        return self.failure("measured")
+
+    def failure(self, what: str) -> dict[str, Any]:
+        """What is kept of an engine that failed or was too late."""
+        how = "was too late" if self._process.poll() is None else f"ended with status {self._process.returncode}"
+        said = (self.folder / "log").read_text(errors="replace")
+        return {"failed": f"{how}, before it was {what}", "log": said[-3000:]}
+
+    def end(self) -> None:
+        """Its workers too, which are of one session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def checkpoints(task: str, folder: Path) -> dict[bool, Path]:
@@ -162,52 +215,27 @@ def checkpoints(task: str, folder: Path) -> dict[bool, Path]:
 
 
 def measure_all(task: str, methods: Sequence[str], scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each method of a task came to; {"failed": ...} where an engine ended by itself, or was not up in time."""
+    """What each method of a task came to; {"failed": ...} where an engine ended by itself, or was too late."""
     models = checkpoints(task, scratch)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": plugin_path(scratch)}
-    engines = {}
-    for method in methods:
-        log = (scratch / f"{task}-{method}.log").open("w+")
-        command = [sys.executable, __file__, task, "--run", method, str(models[METHODS[method][1]])]
-        variables = {**environment, **METHODS[method][2]}
-        pipe = subprocess.PIPE
-        engines[method] = (
-            log,
-            subprocess.Popen(
-                command, env=variables, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
-            ),
-        )
-    late = threading.Timer(START_S, lambda: [_end(process) for _, process in engines.values()])
-    late.start()
-    for _, process in engines.values():
-        _line(process)  # all are up, or ended, before the first is measured
-    late.cancel()
-    for method, (log, process) in engines.items():
-        if process.poll() is None:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        answer = _line(process)
-        log.seek(0)
-        yield method, json.loads(answer) if answer else {"failed": log.read()[-1500:]}
-        _end(process)
+    for first in range(0, len(methods), ENGINES[task]):
+        these = methods[first : first + ENGINES[task]]
+        engines = [Engine(task, method, models[METHODS[method][1]], scratch) for method in these]
+        try:
+            deadline = time.monotonic() + START_S
+            say(f"{task}: {', '.join(engine.method for engine in engines)} start")
+            # All are up, or have ended, before the first is measured.
+            up = [engine.wait("ready", deadline) for engine in engines]
+            for engine, is_up in zip(engines, up, strict=True):
+                say(f"{task}: {engine.method} {'is up and is measured' if is_up else 'failed to start'}")
+                yield engine.method, engine.measure() if is_up else engine.failure("up")
+                engine.end()
+        finally:
+            for engine in engines:
+                engine.end()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
-    """The next line that we printed ourselves, "" once the process ended."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(("ready", "{")):
-            return line
-    process.wait()
-    return ""
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """An engine and its workers, which are of one session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def say(line: str) -> None:
+    print(f"[{time.monotonic() - START:5.0f} s] {line}", flush=True)
 
 
 def plugin_path(scratch: Path) -> str:
@@ -229,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", choices=(*TASKS, "all"), default="all")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
-    parser.add_argument("--run", nargs=2, metavar=("METHOD", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("METHOD", "MODEL", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         run(args.task, *args.run)
@@ -243,16 +271,17 @@ def main() -> None:
     scratch = Path(tempfile.mkdtemp())
     try:
         for task in TASKS if args.task == "all" else (args.task,):
-            default = ON_DEMO if task == "demo" else tuple(METHODS)
             found = result[{"demo": "demo_model", "llama": "llama_3_70b_8_layers"}[task]] = {}
             bf16: list[int] = []
-            for method, entry in measure_all(task, args.methods or default, scratch):
+            for method, entry in measure_all(task, args.methods or DEFAULT[task], scratch):
                 if greedy := entry.pop("greedy", None):
-                    bf16 = bf16 or greedy  # the first method's
-                    entry["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
+                    bf16 = greedy if method == "bf16" else bf16
+                    if bf16:
+                        same = sum(a == b for a, b in zip(greedy, bf16, strict=True))
+                        entry["agreement"] = round(same / len(bf16), 4)
                     entry["perplexity"] = round(entry["perplexity"], 4)
                 found[method] = entry
-                print(json.dumps({method: entry}), flush=True)
+                say(json.dumps({method: entry}))
                 if torch.cuda.is_available():
                     harness.write("sglang_engine_sm_90", result)
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 OURS = "LLM_QUANT_ROCM_"
-NVFP4, FUSION = f"{OURS}NVFP4", f"{OURS}FUSION"
+NVFP4, FUSION, ERRORS = f"{OURS}NVFP4", f"{OURS}FUSION", f"{OURS}ERRORS"
 QUICK_REDUCE, SGLANG_QUICK_REDUCE = "VLLM_ROCM_QUICK_REDUCE_", "ROCM_QUICK_REDUCE_"
 
 
@@ -73,7 +73,8 @@ _ALL = (
         "`activations` of the checkpoint's configuration, else 16bit",
         ("16bit", "nvfp4"),
     ),
-    Variable(FUSION, "0 leaves norms and all-reduces of vLLM's compiled graphs apart", "1", ("0", "1")),
+    Variable(FUSION, "0 leaves norms apart from the all-reduces before and the quantization behind", "1", ("0", "1")),
+    Variable(ERRORS, "set by the vLLM plugin: the file in which an engine's processes say why they end", "a new file"),
     *_quick_reduce(QUICK_REDUCE),
     *(
         replace(variable, meaning="SGLang's name of the same, which comes first there")

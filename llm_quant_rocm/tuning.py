@@ -7,6 +7,8 @@ A file holds where it was measured and, for every shape, what won:
     {"measured_on": {"device": ..., "torch": ..., "triton": ..., "llm-quant-rocm": ..., "commit": ...},
      "shapes": [{"n": 8192, "k": 8192, "m": 16, "backend": "triton", "config": {"block_m": 16, ...}}, ...]}
 
+Shapes of routed experts are {"experts": 128, "hidden": 2048, "inner": 768, "slots": 512, ...} instead.
+
 A file of the cache serves the versions of Triton and of this package that it was measured with: under others its
 configurations may not fit.
 """
@@ -17,7 +19,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -27,6 +29,9 @@ from llm_quant_rocm import provenance
 
 logger = logging.getLogger("llm_quant_rocm")
 
+# What is kept of lookups, and of the choices made with them: one for each number of rows of each layer, of which a
+# server meets tens of thousands. The last ones serve.
+KEPT = 4096
 _SAME = ("llm-quant-rocm", "triton")
 
 
@@ -40,6 +45,42 @@ class Measured:
     backend: str
     config: dict[str, Any]
 
+    @property
+    def weight(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.n, self.k
+
+    @property
+    def rows(self) -> float:
+        """That the weight is multiplied by."""
+        return self.m
+
+
+@dataclass(frozen=True)
+class MeasuredExperts:
+    """The same of routed experts w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner], by the number of
+    slots, the experts of all tokens."""
+
+    experts: int
+    hidden: int
+    inner: int
+    slots: int
+    backend: str
+    config: dict[str, Any]
+
+    @property
+    def weight(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.experts, self.hidden, self.inner
+
+    @property
+    def rows(self) -> float:
+        """That an expert is multiplied by on average."""
+        return self.slots / self.experts
+
+
+Shape = Measured | MeasuredExperts
+
 
 def cache_file(operator: str, arch: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Where what was measured of `operator` on this machine is kept."""
@@ -48,14 +89,14 @@ def cache_file(operator: str, arch: str, environment: Mapping[str, str] = os.env
 
 
 @cache
-def shapes(operator: str, arch: str) -> tuple[Measured, ...]:
+def shapes(operator: str, arch: str) -> tuple[Shape, ...]:
     """Everything measured of `operator` on `arch`, the user's over the shipped; empty where nobody has.
 
     Raises:
         ValueError: the user's file is broken; the message names it.
     """
     shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
-    known = {(shape.n, shape.k, shape.m): shape for shape in _read(shipped)[1]}
+    known = {(shape.weight, shape.rows): shape for shape in _read(shipped)[1]}
     mine = cache_file(operator, arch)
     measured_on, found = _read(mine)
     if found:
@@ -65,36 +106,38 @@ def shapes(operator: str, arch: str) -> tuple[Measured, ...]:
             logger.warning("%s was measured with %s: run llm-quant-rocm tune again", mine, " and ".join(other))
         else:
             logger.info("%s: %d shapes from %s", operator, len(found), mine)
-            known |= {(shape.n, shape.k, shape.m): shape for shape in found}
+            known |= {(shape.weight, shape.rows): shape for shape in found}
     return tuple(known.values())
 
 
-@cache
-def lookup(operator: str, arch: str, m: int, n: int, k: int) -> Measured | None:
-    """The measurement nearest to the shape: the weight nearest in log size, then the smallest m that covers it.
+@lru_cache(KEPT)
+def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
+    """The measurement nearest to the shape, a `Measured` or `MeasuredExperts`: the weight nearest in log size, then the
+    smallest number of rows that covers `rows`. None where there is none.
 
-    The next larger m, because a configuration's tiles are cut for the rows it was measured with; beyond the largest,
-    the largest.
+    The next larger number, because a configuration's tiles are cut for the rows it was measured with; beyond the
+    largest, the largest.
     """
     known = shapes(operator, arch)
     if not known:
         return None
 
-    def distance(shape: Measured) -> float:
-        return abs(math.log(shape.n / n)) + abs(math.log(shape.k / k))
+    def distance(shape: Shape) -> float:
+        return sum(abs(math.log(theirs / ours)) for theirs, ours in zip(shape.weight, weight, strict=True))
 
     nearest = min(known, key=distance)
-    same_weight = sorted((shape for shape in known if (shape.n, shape.k) == (nearest.n, nearest.k)), key=lambda s: s.m)
-    return next((shape for shape in same_weight if shape.m >= m), same_weight[-1])
+    same_weight = sorted((shape for shape in known if shape.weight == nearest.weight), key=lambda shape: shape.rows)
+    return next((shape for shape in same_weight if shape.rows >= rows), same_weight[-1])
 
 
-def _read(file: Traversable) -> tuple[dict[str, str], list[Measured]]:
+def _read(file: Traversable) -> tuple[dict[str, str], list[Shape]]:
     """Where a file was measured, and its shapes; nothing where there is none."""
     if not file.is_file():
         return {}, []
     try:
         content = json.loads(file.read_text())
-        return content["measured_on"], [Measured(**shape) for shape in content["shapes"]]
+        found = [MeasuredExperts(**shape) if "experts" in shape else Measured(**shape) for shape in content["shapes"]]
+        return content["measured_on"], found
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{file} is no file of measured configurations ({error!r}): delete it, and run llm-quant-rocm tune again"

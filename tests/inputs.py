@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs that break numeric code, and comparisons that are exact where NaN has no one bit pattern."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPE_IDS = ("bf16", "fp16", "fp32")
@@ -96,3 +101,22 @@ def product64(
     xq, xscale, wq, wscale = (tensor.cpu().float().double() for tensor in (xq, xscale, wq, wscale))
     out = (xq @ wq.t()) * xscale * wscale.t()
     return out if bias is None else out + bias.cpu().double()
+
+
+@contextmanager
+def temporaries(*allowed: torch.Tensor) -> Iterator[list[int]]:
+    """The bytes of all tensors that operations inside make, but for those of the `allowed` ones' sizes."""
+    sizes: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    sizes.append(tensor.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        yield sizes
+    known = {tensor.nbytes for tensor in allowed}
+    sizes[:] = [size for size in sizes if size not in known]

@@ -42,6 +42,6 @@ def mul_nvfp4_a16(
     return ops.nvfp4_gemm(a, ops.prepare_nvfp4_weight(weight))
 
 
-def get_fp4_solutions(hints: object, size_m: int, size_n: int, size_k: int) -> Sequence[int]:
+def get_fp4_solutions(size_m: int, size_n: int, size_k: int, a_type: torch.dtype, c_type: torch.dtype) -> Sequence[int]:
     """Solution ids for a shape: -1, the operator's own choice."""
     return (-1,)

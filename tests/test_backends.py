@@ -159,6 +159,8 @@ RAGGED = ("torch", "torch._scaled_mm needs N and K to be multiples of 16")
         ("gfx942", {"out_dtype": torch.float32}, "triton", [NO_AITER, NO_FP16]),
         ("gfx950", {"bias_dtype": torch.float32}, "triton", [NO_AITER, NO_BIAS]),
         ("sm_90", {"n": 100}, "triton", [NO_AITER, RAGGED]),
+        ("sm_90", {"n": 72}, "triton", [NO_AITER, RAGGED]),
+        ("sm_90", {"k": 72}, "triton", [NO_AITER, RAGGED]),
         ("gfx942", {"k": 1001}, "triton", [NO_AITER, RAGGED]),
         ("gfx90a", {}, "triton", [NO_AITER, ("torch", "gfx90a has no FP8 units")]),
         ("sm_80", {}, "triton", [NO_AITER, ("torch", "sm_80 has no FP8 units")]),

@@ -16,6 +16,7 @@ PLUGINS = (f"{PACKAGE}_vllm", f"{PACKAGE}_sglang")
 LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("plugins", "cli"),
     ("tune",),
+    ("measure",),
     ("ops", "comm", "checkpoint"),
     ("backends", "tuning"),
     ("kernels", "reference"),

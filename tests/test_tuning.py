@@ -4,7 +4,7 @@
 import json
 import logging
 from collections.abc import Iterator
-from importlib import resources
+from importlib import import_module, resources
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +60,13 @@ def test_the_nearest_weight_in_log_size(known: None, n: int, k: int, nearest: in
     assert found.n == nearest
 
 
+@pytest.mark.parametrize("operator", ["ptpc_gemm", "nvfp4_gemm"])
+def test_what_is_kept_of_a_servers_batches_is_bounded(operator: str) -> None:
+    module = import_module(f"llm_quant_rocm.ops.{operator}")
+    for kept in (tuning.lookup, module._choose, module._config):
+        assert kept.cache_info().maxsize == tuning.KEPT
+
+
 def test_nothing_where_nobody_measured(known: None) -> None:
     assert lookup(1, 8192, 8192, "elsewhere") is None
 
@@ -76,6 +83,36 @@ def test_shapes_reads_the_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
     file.write_text(json.dumps({"measured_on": {}, "shapes": [shape]}))
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     assert tuning.shapes.__wrapped__("an_operator", "gfx942") == (tuning.Measured(**shape),)
+
+
+EXPERTS = tuple(
+    tuning.MeasuredExperts(
+        experts=count, hidden=2048, inner=768, slots=slots, backend="triton", config={"slots": slots}
+    )
+    for count, slots in ((128, 8), (128, 1024), (8, 64))
+)
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts", "hidden", "nearest"),
+    [(1, 128, 2048, (128, 8)), (9, 128, 2048, (128, 1024)), (10**6, 100, 2000, (128, 1024)), (8, 4, 2048, (8, 64))],
+    ids=str,
+)
+def test_experts_by_the_rows_of_each(
+    slots: int, experts: int, hidden: int, nearest: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that an expert has on average count, also where there are more or fewer experts."""
+    monkeypatch.setattr(tuning, "shapes", lambda operator, arch: EXPERTS)
+    found = tuning.lookup.__wrapped__("nvfp4_moe", "here", slots / experts, experts, hidden, 768)
+    assert (found.experts, found.slots) == nearest
+
+
+def test_a_file_of_experts() -> None:
+    shape = {"experts": 4, "hidden": 64, "inner": 32, "slots": 8, "backend": "triton", "config": {"block_m": 16}}
+    file = tuning.cache_file("nvfp4_moe", "gfx000")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": HERE, "shapes": [shape]}))
+    assert tuning.shapes("nvfp4_moe", "gfx000") == (tuning.MeasuredExperts(**shape),)
 
 
 def cached(measured_on: dict[str, str | None], **changes: Any) -> tuning.Measured:

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+INDEX = "model.safetensors.index.json"
+
 _CURE = "copy or download the file again"
 
 
@@ -51,11 +53,35 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def refuse_truncated(folder: Path) -> None:
-    """Read the headers of all safetensors files in `folder` (which may not exist).
+def refuse_broken_files(folder: Path) -> None:
+    """Look at the safetensors files of the checkpoint in `folder`, which may not exist: those that its index names, or
+    all where there is none. With none of them there, the weights come from elsewhere, or are not wanted.
 
     Raises:
-        ValueError: a file is broken, as `read_header` says.
+        ValueError: the index or a file is broken, as `read_header` says, or some files are missing.
     """
-    for file in sorted(folder.glob("*.safetensors")):
+    index = folder / INDEX
+    if index.is_file():
+        files = sorted({folder / name for name in read_index(index).values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    absent = [file for file in files if not file.is_file()]
+    if len(absent) == len(files):
+        return
+    if absent:
+        raise ValueError(f"{absent[0]} is missing, but {INDEX} names it: download it")
+    for file in files:
         read_header(file)
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of every tensor, by the index of a checkpoint.
+
+    Raises:
+        ValueError: it is no such index.
+    """
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in files.items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{index} has no weight_map: download it again") from error

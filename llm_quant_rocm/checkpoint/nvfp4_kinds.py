@@ -92,7 +92,8 @@ def check(config: Mapping[str, Any]) -> str:
     if kind == "compressed-tensors":
         for name, group in config["config_groups"].items():
             if (group.get("format") or config.get("format")) == COMPRESSED_TENSORS_FORMAT:
-                _refuse_group_size(group["weights"].get("group_size"), f"{name} ({', '.join(group['targets'])})")
+                weights = group.get("weights") or {}  # a group of attention's inputs has none
+                _refuse_group_size(weights.get("group_size"), f"{name} ({', '.join(group['targets'])})")
         return kind
     settings = modelopt_settings(config) or {}
     if kind == "modelopt":

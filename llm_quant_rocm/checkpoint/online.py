@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization while a checkpoint loads: checks of its 16-bit tensors, and their FP8 codes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from functools import wraps
 from typing import Any
 
@@ -10,13 +10,17 @@ import torch.distributed as dist
 
 from llm_quant_rocm.formats import fp8
 
+# What has arrived with one tensor of all experts.
+_EVERY = "*"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+def refusing_other_dtypes(
+    loader: Callable[..., Any], name: Callable[..., str], arrived: set[str] | None = None
+) -> Callable[..., Any]:
     """The engine's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
 
-    `name` gets the loader's arguments after the tensor and returns the tensor's name.
+    `name` gets the loader's arguments after the tensor and returns the tensor's name, which `arrived` receives.
     """
 
     @wraps(loader)  # vLLM binds arguments by the loader's signature
@@ -26,7 +30,28 @@ def refusing_other_dtypes(loader: Callable[..., Any], name: Callable[..., str]) 
                 f"{name(*args, **kwargs)} is {loaded_weight.dtype} in the checkpoint, and ptpc_fp8 quantizes bf16, "
                 "fp16 and fp32 weights: serve the unquantized checkpoint, or this one with its own method"
             )
+        if arrived is not None:
+            arrived.add(_EVERY if loaded_weight.dim() == 3 else name(*args, **kwargs))
         return loader(param, loaded_weight, *args, **kwargs)
+
+    return load
+
+
+def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
+    """ValueError where a tensor is not among those that have arrived: its rows would be whatever was in memory."""
+    for name in expected:
+        if name not in arrived and _EVERY not in arrived:
+            raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
+
+
+def refusing_again(name: str) -> Callable[..., None]:
+    """The weight loader of a weight that is quantized: what comes then would be copied into codes as they are."""
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"{name} was quantized to FP8 when the checkpoint was loaded, and ptpc_fp8 cannot load another over it: "
+            "start the server again with the new checkpoint"
+        )
 
     return load
 
@@ -37,12 +62,14 @@ def quantize_weight(
     name_of_row: Callable[[int], str],
     group: dist.ProcessGroup | None,
     device_type: str,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., N, K] and fp32 scales [..., N, 1] of weight [..., N, K], in the flavour of its device.
 
     `group` holds the ranks among which K is sharded: the scales are then those of the whole rows, whatever the
     number of ranks. `name` is the weight's, `name_of_row` that of the checkpoint tensor of a row (of all leading
-    dimensions flattened). The engine computes on `device_type`.
+    dimensions flattened). The engine computes on `device_type`. `amax` [..., N, 1] is that of the whole rows, where
+    the caller has seen them: no rank then asks another.
 
     Raises:
         ValueError: the weight is not where the engine computes, or a row holds NaN or inf (on every rank of `group`).
@@ -52,10 +79,11 @@ def quantize_weight(
             f"{name} is on {weight.device}, and this engine computes on {device_type}: "
             "it must be there to be quantized; load without a device of your own choice"
         )
-    amax = fp8.row_amax(weight)
+    known = amax is not None
+    amax = fp8.row_amax(weight) if amax is None else amax
     # Collectives need not carry NaN through a maximum; they do carry inf.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
-    if group is not None:
+    if group is not None and not known:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     broken = amax.isinf().flatten().nonzero()
     if broken.numel():

@@ -27,9 +27,10 @@ import torch
 from safetensors import safe_open
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.checkpoint.files import INDEX
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
-from llm_quant_rocm.checkpoint.reader import INDEX, Reader
+from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-INDEX = "model.safetensors.index.json"
+from llm_quant_rocm.checkpoint.files import INDEX, read_index
+
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
 
 
@@ -81,12 +82,7 @@ class Reader:
     def _index(self) -> dict[str, str]:
         """The file of every tensor, where an index says so (a folder may hold the weights twice); otherwise nothing."""
         index = self._folder / INDEX
-        if not index.is_file():
-            return {}
-        content = _json(index)
-        if not isinstance(content.get("weight_map"), dict):
-            raise ValueError(f"{index} has no weight_map: download it again")
-        return content["weight_map"]
+        return read_index(index) if index.is_file() else {}
 
     def _files(self) -> list[str]:
         names = sorted(file.name for file in self._folder.glob("*.safetensors"))

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.checkpoint.files import Tensor, read_header
+from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
 from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
-from llm_quant_rocm.checkpoint.reader import INDEX
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
@@ -91,7 +90,7 @@ def survey(folder: Path) -> Survey:
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
     file of its own."""
-    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not (folder / "hf_quant_config.json").is_file():
         return found
     older = _json(folder / "hf_quant_config.json")
@@ -117,7 +116,10 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     index = folder / INDEX
     promised: dict[str, str] = {}
     if index.is_file():
-        promised = _json(index).get("weight_map", {})
+        try:
+            promised = read_index(index)
+        except ValueError as error:
+            faults.append(str(error))
     names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")

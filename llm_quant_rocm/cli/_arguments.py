@@ -3,13 +3,16 @@
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeVar
 
 from llm_quant_rocm.cli._errors import CommandError
 
 Layers = dict[str, tuple[int, int]]  # by name, a weight's [N, K]
+Experts = dict[str, tuple[int, int, int, int]]  # by name, experts, top-k, hidden and inner size
+Shape = TypeVar("Shape", tuple[int, int], tuple[int, int, int, int])
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -36,39 +39,57 @@ def layers(model: Path | None, ranks: int, patterns: Sequence[str] | None) -> La
     """
     from llm_quant_rocm.tune.shapes import WELL_KNOWN, of_model
 
-    known: Layers = WELL_KNOWN
-    if model is not None:
-        file = model / "config.json" if model.is_dir() else model
-        if not file.is_file():
-            raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
-        try:
-            known = of_model(json.loads(file.read_text()), ranks)
-        except ValueError as error:
-            raise CommandError(f"{error}.") from error
-    elif ranks != 1:
+    return _chosen(WELL_KNOWN if model is None else _of(model, ranks, of_model), model, ranks, patterns)
+
+
+def experts(model: Path | None, ranks: int, patterns: Sequence[str] | None) -> Experts:
+    """One rank's routed experts of a model, or of well-known models. Args and Raises: those of `layers`, and a
+    CommandError for a model without."""
+    from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS, experts_of_model
+
+    known = WELL_KNOWN_EXPERTS if model is None else _of(model, ranks, experts_of_model)
+    if not known:
+        raise CommandError(f"{model} has no routed experts: name the operators of its dense layers.")
+    return _chosen(known, model, ranks, patterns)
+
+
+def _of(model: Path, ranks: int, shapes: Callable[[Any, int], dict[str, Shape]]) -> dict[str, Shape]:
+    """What `shapes` finds in a model's config.json."""
+    file = model / "config.json" if model.is_dir() else model
+    if not file.is_file():
+        raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
+    try:
+        return shapes(json.loads(file.read_text()), ranks)
+    except ValueError as error:
+        raise CommandError(f"{error}.") from error
+
+
+def _chosen(
+    known: Mapping[str, Shape], model: Path | None, ranks: int, patterns: Sequence[str] | None
+) -> dict[str, Shape]:
+    """Those whose names match a pattern, each shape once."""
+    if model is None and ranks != 1:
         raise CommandError("--tp cuts a model's layers: name the model by --model.")
-    chosen = {
-        layer: shape
-        for layer, shape in known.items()
-        if any(fnmatchcase(layer, pattern) for pattern in patterns or ["*"])
-    }
-    if not chosen:
+    first: dict[Shape, str] = {}
+    for layer, shape in known.items():
+        if any(fnmatchcase(layer, pattern) for pattern in patterns or ["*"]):
+            first.setdefault(shape, layer)
+    if not first:
         raise CommandError(f"--layers matches none of {', '.join(known)}.")
-    first: dict[tuple[int, int], str] = {}
-    for layer, shape in chosen.items():
-        first.setdefault(shape, layer)
     return {layer: shape for shape, layer in first.items()}
 
 
-def require_gpu() -> None:
-    """Make sure that there is a GPU to measure on, and Triton.
+def require_gpu(count: int = 1) -> None:
+    """Make sure that there are GPUs to measure on, and Triton.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there are not.
     """
     import torch
 
     if not torch.cuda.is_available():
         raise CommandError("no GPU is here, or torch cannot use it: measure on the machine that will serve the model.")
+    if torch.cuda.device_count() < count:
+        raise CommandError(f"{torch.cuda.device_count()} GPUs are here, and {count} are needed: lower --tp.")
     if importlib.util.find_spec("triton") is None:
         raise CommandError("Triton is not installed, and the kernels are written in it: pip install triton.")

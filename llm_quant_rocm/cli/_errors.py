@@ -21,3 +21,15 @@ def reported(command: str, messages: Console) -> Iterator[None]:
     except CommandError as error:
         messages.print(f"[red]{command}: FAILED[/red]. {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def ranks_reported() -> Iterator[None]:
+    """What ends the processes of a measurement between GPUs becomes a `CommandError`."""
+    import torch.multiprocessing as processes
+
+    try:
+        yield
+    except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CommandError(f"a rank failed: {reason}; see that the GPUs are free and reach each other.") from error

@@ -1,44 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llm-quant-rocm tune`: measure launch configurations on this machine's GPU, for the library to use."""
+"""`llm-quant-rocm tune`: measure launch configurations and crossovers on this machine, for the library to use."""
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llm_quant_rocm.cli._arguments import Layers, numbers, require_gpu
-from llm_quant_rocm.cli._arguments import layers as layers_of
-from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._arguments import experts, layers, numbers, require_gpu
+from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 
 if TYPE_CHECKING:
     from llm_quant_rocm.hardware import Hardware
     from llm_quant_rocm.tune.record import Record
     from llm_quant_rocm.tune.workload import Tuner
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Point:
-    """Something to measure: a layer's weight [n, k] under m rows."""
+    """Something to measure: a layer's weights, as the operator's tuner says their shape, under m rows."""
 
     layer: str
-    n: int
-    k: int
+    shape: tuple[int, ...]
     m: int
 
 
 def tune(
-    operators: Annotated[list[str] | None, typer.Argument(help="ptpc_gemm, nvfp4_gemm; both where left out.")] = None,
+    operators: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="ptpc_gemm, nvfp4_gemm, nvfp4_gemm_fp8 (prefill in FP8), ptpc_moe, nvfp4_moe, quick_reduce; left out, "
+            "all that the model and the GPUs have a use for."
+        ),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder or config.json, for its layers; left out, well-known models'.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="GPUs that the model will be cut over; one of them measures.")] = 1,
+    tp: Annotated[
+        int, typer.Option(help="GPUs that the model will be cut over: one measures its layers, all the all-reduce.")
+    ] = 1,
     layers: Annotated[list[str] | None, typer.Option(help="Only layers of this name, * for anything.")] = None,
-    ms: Annotated[str | None, typer.Option(help="Numbers of rows, for example 1,16,256.")] = None,
+    ms: Annotated[str | None, typer.Option(help="Numbers of rows (of experts: tokens), for example 1,16,256.")] = None,
     budget: Annotated[
         float | None, typer.Option(help="Stop after so many seconds; the same command then goes on.")
     ] = None,
@@ -47,14 +56,16 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Measure which launch configuration is fastest for each layer and number of rows. The library then uses it.
+    """Measure which launch configuration is fastest for each layer and number of rows, and which all-reduce for each
+    size. The library then uses it.
 
     What was measured is kept after every shape, and the same command goes on behind it."""
     output, messages = Console(), Console(stderr=True)
     with reported("tune", messages):
+        from llm_quant_rocm.tune import QUICK_REDUCE
+
         require_gpu()
-        names = _operators(operators)
-        chosen = layers_of(model, tp, layers)
+        chosen = _chosen(operators, model, tp, layers, messages)
         rows = numbers("--ms", ms) if ms is not None else None
         from llm_quant_rocm import provenance
         from llm_quant_rocm.hardware import detect
@@ -63,26 +74,56 @@ def tune(
             device = detect(_cuda())
         except ValueError as error:
             raise CommandError(f"{error}.") from error
-        if device.arch != "sm_90" and "nvfp4_gemm" in names and not device.arch.startswith("gfx"):
-            raise CommandError(f"nvfp4_gemm has no kernel for {device.arch}: name the operators to tune.")
+        nvfp4 = [name for name in chosen if name.startswith("nvfp4")]
+        if device.arch != "sm_90" and nvfp4 and not device.arch.startswith("gfx"):
+            raise CommandError(f"{nvfp4[0]} has no kernel for {device.arch}: name the operators to tune.")
         measured_on = provenance.environment()
         messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
         end = time.monotonic() + (budget or float("inf"))
         try:
-            records = {name: _tune(name, device, chosen, rows, end, out, measured_on, messages) for name in names}
+            contents = {
+                name: _tune_all_reduce(tp, device, end, out, measured_on, messages)
+                if name == QUICK_REDUCE
+                else _tune(name, device, shapes, rows, end, out, measured_on, messages).content()
+                for name, shapes in chosen.items()
+            }
         except OSError as error:
             raise CommandError(f"what was measured cannot be kept ({error}): name another folder by --out.") from error
     if as_json:
-        output.print_json(json.dumps({name: record.content() for name, record in records.items()}))
+        output.print_json(json.dumps(contents))
 
 
-def _operators(names: list[str] | None) -> list[str]:
-    from llm_quant_rocm.tune import OPERATORS
+def _chosen(
+    names: list[str] | None, model: Path | None, tp: int, patterns: list[str] | None, messages: Console
+) -> dict[str, Shapes]:
+    """By operator, the shapes to measure: of the all-reduce, whose sizes are fixed, none."""
+    from llm_quant_rocm.tune import OPERATORS, QUICK_REDUCE, tuner
 
-    unknown = [name for name in names or [] if name not in OPERATORS]
+    every = (*OPERATORS, QUICK_REDUCE)
+    unknown = [name for name in names or [] if name not in every]
     if unknown:
-        raise CommandError(f"{unknown[0]} is not one of {', '.join(OPERATORS)}.")
-    return names or list(OPERATORS)
+        raise CommandError(f"{unknown[0]} is not one of {', '.join(every)}.")
+    found: dict[str, Shapes] = {}
+    refusals: dict[str, CommandError] = {}
+    for name in names or every:
+        try:
+            if name == QUICK_REDUCE:
+                if tp not in range(2, 9):
+                    raise CommandError(f"quick_reduce is between 2 to 8 GPUs, not {tp}: say how many by --tp.")
+                require_gpu(tp)
+                found[name] = {}
+            else:
+                of = experts if tuner(name).experts else layers
+                # The layers of well-known models are whole; --tp then says how many GPUs the all-reduce has.
+                alone = model is None and QUICK_REDUCE in (names or every)
+                found[name] = of(model, 1 if alone else tp, patterns)
+        except CommandError as error:
+            refusals[name] = error
+    if refusals and (names or not found):
+        raise next(iter(refusals.values()))
+    for name, refusal in refusals.items():
+        messages.print(f"{name} is left out: {refusal}", highlight=False, soft_wrap=True)
+    return found
 
 
 def _cuda():  # type: ignore[no-untyped-def]  # the type imports torch
@@ -91,10 +132,47 @@ def _cuda():  # type: ignore[no-untyped-def]  # the type imports torch
     return torch.device("cuda")
 
 
+def _progress(messages: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal)
+
+
+def _tune_all_reduce(
+    tp: int,
+    device: "Hardware",
+    end: float,
+    out: Path | None,
+    measured_on: dict[str, str],
+    messages: Console,
+) -> dict[str, Any]:
+    """Measure the crossovers between `tp` GPUs; ends before `end` on the monotonic clock. What the file then says."""
+    from llm_quant_rocm.comm.policy import cached_crossovers
+    from llm_quant_rocm.measure.all_reduce import SIZES
+    from llm_quant_rocm.tune import QUICK_REDUCE
+    from llm_quant_rocm.tune.quick_reduce import tune
+
+    file = out / QUICK_REDUCE / f"{device.arch}.json" if out else cached_crossovers(device.arch)
+    with ranks_reported(), _progress(messages) as progress:
+        task = progress.add_task(f"{QUICK_REDUCE}: compiling", total=len(SIZES))
+
+        def heard(word: str, what: Any) -> None:
+            if word == "row":
+                times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in what["us"].items())
+                line = f"{what['bytes']:>10} bytes, microseconds: {times}"
+                messages.print(line, highlight=False, soft_wrap=True)
+                progress.advance(task)
+            progress.update(task, description=f"{QUICK_REDUCE}: timing between {tp} GPUs")
+
+        left = tune(tp, file, measured_on, heard, end - time.monotonic())
+    ending = f"{len(left)} of {len(SIZES)} sizes are left: the same command goes on" if left else "all sizes"
+    messages.print(f"{QUICK_REDUCE}: {ending}; {file}", highlight=False, soft_wrap=True)
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
 def _tune(
     name: str,
     device: "Hardware",
-    layers: Layers,
+    shapes: Shapes,
     ms: tuple[int, ...] | None,
     end: float,
     out: Path | None,
@@ -109,13 +187,12 @@ def _tune(
     method = tuner(name)
     path = out / name / f"{device.arch}.json" if out else tuning.cache_file(name, device.arch)
     record = Record(path, measured_on)
-    points = [Point(layer, n, k, m) for layer, (n, k) in layers.items() for m in ms or method.ms]
-    left = [point for point in points if not record.holds(point.n, point.k, point.m)]
+    points = [Point(layer, shape, m) for layer, shape in shapes.items() for m in ms or method.ms]
+    left = [point for point in points if not record.holds(method.key(point.shape, point.m))]
     if left:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
+        with _progress(messages) as progress:
             _measure(method, device, left, record, end, progress, messages)
-    missing = sum(not record.holds(point.n, point.k, point.m) for point in points)
+    missing = sum(not record.holds(method.key(point.shape, point.m)) for point in points)
     ending = f"{missing} of {len(points)} shapes are left: the same command goes on" if missing else "all shapes"
     messages.print(f"{name}: {ending}; {path}", highlight=False, soft_wrap=True)
     return record
@@ -141,7 +218,7 @@ def _measure(
                 return
             name = f"{point.layer} m={point.m}"
             progress.update(task, description=f"{method.operator} {name}: compiling")
-            candidates = method.candidates(device, point.m, point.n, point.k)
+            candidates = method.candidates(device, point.m, *point.shape)
             configs = compiler.fit(candidates)
             if not configs:
                 reason = compiler.reasons[candidates[0]]
@@ -150,10 +227,10 @@ def _measure(
             progress.update(task, description=f"{method.operator} {name}: timing")
             if point.layer != layer:
                 weights = None  # free before the next are made
-                layer, weights = point.layer, method.weights(point.n, point.k)
+                layer, weights = point.layer, method.weights(*point.shape)
             workload = method.workload(weights, point.m)
             winner, us = fastest({config: workload.ours(config) for config in configs}, workload.peers())
-            record.add(point.n, point.k, point.m, method.backend(point.m, us), winner)
+            record.add(method.key(point.shape, point.m), method.backend(point.m, us), winner)
             times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in us.items())
             line = f"{name:28} microseconds: {times}  {winner}, the best of {len(configs)}"
             messages.print(line, highlight=False, soft_wrap=True)

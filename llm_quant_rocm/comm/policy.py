@@ -19,7 +19,7 @@ The environment is upstream's, with its meanings:
 
     VLLM_ROCM_QUICK_REDUCE_QUANTIZATION               codec; FP4 and FP8 are ours; NONE or unset: never
     VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB          serve from this size on, whatever was measured
-    VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB          and up to this one; 2048 where unset
+    VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB          and up to this one; 2048 where unset, and at most between GPUs
     VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB   below this size by FP
     VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16          bf16 travels as fp16, if 1 or true
 
@@ -46,6 +46,7 @@ from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
 
 _KIB, _MIB = 1024, 1024 * 1024
+_KERNELS_MAX_BYTES = 2048 * _MIB  # they count values in 32 bits
 WORLD_SIZES = range(2, 9)
 # Upstream's thresholds for fp16, MiB.
 _UPSTREAM_MIN_MIB = {
@@ -155,9 +156,10 @@ class Policy:
         self.measured = False
         # What serves instead of the kernels.
         self._instead = Algorithm.TWO_LEVEL if hosts > 1 else None if peer_memory else Algorithm.PROCESS_GROUP
+        self._max_bytes = settings.max_bytes if self._instead else min(settings.max_bytes, _KERNELS_MAX_BYTES)
         self._steps: dict[torch.dtype, Steps] = {}
         if self.refusal is None and settings.codec is not None:
-            found = None if self._instead else _measured(arch, world_size, settings.codec)
+            found = None if self._instead else measured(arch, world_size, settings.codec)
             if found is None:
                 default = _upstream_steps(world_size, settings.codec)
                 self._steps = dict.fromkeys(DTYPES, default)
@@ -168,7 +170,7 @@ class Policy:
     def choose(self, nbytes: int, dtype: torch.dtype) -> Choice:
         """What serves a message of `nbytes` bytes of `dtype`."""
         settings = self.settings
-        if self.refusal is not None or dtype not in self._steps or not 0 < nbytes <= settings.max_bytes:
+        if self.refusal is not None or dtype not in self._steps or not 0 < nbytes <= self._max_bytes:
             return ENGINE
         if settings.min_bytes is not None and nbytes < settings.min_bytes:
             return ENGINE
@@ -191,7 +193,7 @@ class Policy:
         starts = {0, settings.min_bytes or 0, settings.quantization_min_bytes}
         starts |= {start for start, _ in self._steps.get(dtype, [])}
         steps: Steps = []
-        for start in sorted(start for start in starts if start <= settings.max_bytes):
+        for start in sorted(start for start in starts if start <= self._max_bytes):
             choice = self.choose(max(start, 1), dtype)
             if not steps or choice != steps[-1][1]:
                 steps.append((start, choice))
@@ -205,14 +207,14 @@ class Policy:
             f"{choice.algorithm}{f' {choice.codec.name}' if choice.codec else ''} from {start} bytes"
             for start, choice in self.steps(DTYPES[0])
         ]
-        parts.append(f"engine above {self.settings.max_bytes} bytes")
+        parts.append(f"engine above {self._max_bytes} bytes")
         return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
 
 
-def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the crossovers measured on this machine are kept."""
+def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce") -> Path:
+    """Where the crossovers of an operator measured on this machine are kept."""
     cache = read("XDG_CACHE_HOME", environment) or Path.home() / ".cache"
-    return Path(cache) / "llm-quant-rocm" / "quick_reduce" / f"{arch}.json"
+    return Path(cache) / "llm-quant-rocm" / operator / f"{arch}.json"
 
 
 def _refusal(settings: Settings, world_size: int, hosts: int) -> str | None:
@@ -232,10 +234,12 @@ def _upstream_steps(world_size: int, codec: Codec) -> Steps:
     return [(0, ENGINE), (row[_LIKE.get(codec.name, codec.name)] * _MIB, Choice(Algorithm.TWO_SHOT, codec))]
 
 
-def _measured(arch: str, world_size: int, codec: Codec) -> tuple[str, dict[torch.dtype, Steps]] | None:
+def measured(
+    arch: str, world_size: int, codec: Codec, operator: str = "quick_reduce"
+) -> tuple[str, dict[torch.dtype, Steps]] | None:
     """The first file that knows this number of ranks and codec, and its steps for each dtype."""
-    shipped = resources.files("llm_quant_rocm") / "configs" / "quick_reduce" / f"{arch}.json"
-    for file in (cached_crossovers(arch), shipped):
+    shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
+    for file in (cached_crossovers(arch, operator=operator), shipped):
         if not file.is_file():
             continue
         found = _read(file, world_size, codec)

@@ -14,7 +14,7 @@ from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 
 INBOX_BYTES = 32 * 1024 * 1024
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 600.0  # as torch for NCCL: ranks that compile wait for each other in their first calls
 MAX_TILES = 32768
 _MAX_SPINS = 2**31 - 2
 _REHEARSED_SPINS = 50_000  # some 50 ms
@@ -51,6 +51,9 @@ class QuickReduce:
     ) -> Self:
         """For the ranks of `group`, which all call. Takes four times `inbox_bytes` of every GPU's memory, and some.
 
+        Torch numbers the meetings of a process, not of a group (pytorch#196082): ranks that have met in as
+        many groups may meet, as those of tensor-parallel groups have; others wait for ever.
+
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
                 messages are smaller: two ranks fill 16 MiB with 128 MiB of values in FP4, and 117 MiB with 1 GiB.
@@ -72,7 +75,8 @@ class QuickReduce:
         region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(region, group)
         region.zero_()
-        handle.barrier()  # nobody sets a flag that somebody clears afterwards
+        # Nobody sets a flag that somebody clears afterwards. Without a limit a rank that died would be waited for.
+        handle.barrier(timeout_ms=int(timeout * 1000))
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
         box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES)

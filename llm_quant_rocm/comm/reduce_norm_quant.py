@@ -6,6 +6,9 @@ ops.reduce_norm_quant(x, weight, residual, group="tp:0", ...)
 """
 
 import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import process_group
+from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, measured
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import detect
@@ -23,38 +27,85 @@ if TYPE_CHECKING:  # importing them imports Triton
     from llm_quant_rocm.kernels.reduce_norm_quant import Config
 
 FP = CODECS["FP"]
-# Bytes of x up to which everybody sends everything to everybody, by the number of ranks: not measured.
-_ONE_SHOT_BYTES = {2: 512 * 1024, 3: 256 * 1024, 4: 256 * 1024}
-_ONE_SHOT_BYTES_OF_MORE = 128 * 1024
+OPERATOR = "reduce_norm_quant"
+INBOX_BYTES = 64 * 1024 * 1024
+# From this size of x on a codec is worth its errors.
 _CODEC_BYTES = 1024 * 1024
+# Taken for H200s: what a second hop costs, and what a GPU sends to all others together.
+_HOP_SECONDS, _LINK_BYTES_A_SECOND = 3e-6, 380e9
+_ALIGNMENT = 16
 
 logger = logging.getLogger("llm_quant_rocm")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which shots and codec serve a message.
+    """What serves which size of x.
 
     Attributes:
-        one_shot_bytes: bytes of x up to which one shot by FP serves; two shots from there on.
-        codec: of the two shots, from `codec_bytes` on; FP below.
-        codec_bytes: bytes of x from which on `codec` is worth its errors.
+        steps: (first size in bytes, what serves from there), rising from 0: one or two shots of the fused kernels, or
+            the engine's own all-reduce with norm and quantization as one kernel behind it.
+        source: who says so.
     """
 
-    one_shot_bytes: int
-    codec: Codec = FP
-    codec_bytes: int = _CODEC_BYTES
+    steps: tuple[tuple[int, Choice], ...]
+    source: str = "given"
 
     @classmethod
-    def of(cls, world: int, codec: Codec = FP) -> "Plan":
-        """The plan for a number of ranks."""
-        return cls(_ONE_SHOT_BYTES.get(world, _ONE_SHOT_BYTES_OF_MORE), codec)
+    def always(cls, algorithm: Algorithm, codec: Codec = FP) -> "Plan":
+        """One choice for every size."""
+        return cls(((0, Choice(algorithm, codec)),))
 
-    def choose(self, nbytes: int) -> tuple[int, Codec]:
-        """(shots, codec) for an x of `nbytes`."""
-        if nbytes <= self.one_shot_bytes:
-            return 1, FP
-        return 2, self.codec if nbytes >= self.codec_bytes else FP
+    @classmethod
+    def of(cls, world: int, codec: Codec = FP, arch: str = "", engine: bool = False) -> "Plan":
+        """What was measured on `arch` for a number of ranks and a codec, or `predicted`.
+
+        Measured are configs/reduce_norm_quant and the user's cache, files of the form that `comm.policy` has.
+
+        Args:
+            engine: whether there is an engine's all-reduce; without one, two shots serve its sizes.
+
+        Raises:
+            ValueError: a file of crossovers is broken; the message names it.
+        """
+        found = measured(arch, world, codec, OPERATOR)
+        if found is None:
+            return predicted(world, codec)
+        source, steps = found[0], found[1][torch.bfloat16]
+        if not engine:
+            steps = [(start, Choice(Algorithm.TWO_SHOT, FP) if step == ENGINE else step) for start, step in steps]
+        return cls(tuple(steps), source)
+
+    def choose(self, nbytes: int) -> Choice:
+        """What serves an x of `nbytes`."""
+        return self.steps[bisect_right(self.steps, nbytes, key=lambda step: step[0]) - 1][1]
+
+    def describe(self) -> str:
+        """For a log."""
+        parts = [f"{c.algorithm}{f' {c.codec.name}' if c.codec else ''} from {start} bytes" for start, c in self.steps]
+        return f"{', '.join(parts)} ({self.source})"
+
+
+def predicted(world: int, codec: Codec = FP) -> Plan:
+    """The plan where nobody measured: `codec` from 1 MiB on, and one shot as long as its bytes cost less than a hop.
+
+    By one shot each of R ranks sends R - 1 times x, by two shots 2 (R - 1) / R times. Two ranks send as much by either,
+    so two shots never pay. The engine's all-reduce is predicted slower at all sizes: norm and quantization then read
+    and write 7 bytes a value after the links are done, which the fused kernels do while links are busy.
+    """
+
+    def one_shot_until(by: Codec) -> float:
+        more = (world - 1) * (world - 2) / world * by.group_bytes / FP.group_bytes
+        return _HOP_SECONDS * _LINK_BYTES_A_SECOND / more if more else math.inf
+
+    steps: list[tuple[int, Choice]] = []
+    for start in sorted(n for n in {0, _CODEC_BYTES, one_shot_until(FP), one_shot_until(codec)} if n < math.inf):
+        by = codec if start >= _CODEC_BYTES else FP
+        algorithm = Algorithm.ONE_SHOT if start < one_shot_until(by) else Algorithm.TWO_SHOT
+        choice = Choice(algorithm, by)
+        if not steps or choice != steps[-1][1]:
+            steps.append((int(start), choice))
+    return Plan(tuple(steps), "predicted from H200s' links")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +118,7 @@ class Ranks:
         group: their process group; None for one rank alone.
         memory: their all-reduce over peer memory, whose region and calls the fused kernels share; or None.
         obstacle: why there is no peer memory.
+        engine: the sum of a tensor over the ranks, a new tensor, as the engine would make it; or None.
         config: how the fused kernels share out rows; None for the default.
     """
 
@@ -75,17 +127,20 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     memory: "QuickReduce | None" = None
     obstacle: str | None = None
+    engine: Callable[[torch.Tensor], torch.Tensor] | None = None
     config: "Config | None" = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x [M, K] over the ranks by the process group, with the bits that the fused kernels give it."""
         if self.world == 1:
             return x
-        _, codec = self.plan.choose(x.numel() * x.element_size())
-        return process_group.all_reduce(padded(x), codec, self.group)[:, : x.shape[1]]
+        choice = self.plan.choose(x.numel() * x.element_size())
+        reduce = process_group.one_shot if choice.algorithm is Algorithm.ONE_SHOT else process_group.all_reduce
+        return reduce(padded(x), choice.codec or FP, self.group)[:, : x.shape[1]]
 
     def reduce_norm_quant(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
-        """The fused kernels over peer memory, of rows whose last dimension is contiguous.
+        """The fused kernels over peer memory, of rows whose last dimension is contiguous; or the engine's all-reduce
+        and a kernel behind it, where the plan says so.
 
         Raises:
             ValueError: x is elsewhere than the memory, or the memory is too small.
@@ -96,11 +151,19 @@ class Ranks:
         assert memory is not None
         if x.device != memory.device:
             raise ValueError(f"x is on {x.device}, the group's memory on {memory.device}")
-        shots, codec = self.plan.choose(x.numel() * x.element_size())
-        kernel = kernels.two_shot if shots == 2 else kernels.one_shot
-        config = self.config or kernels.default_config(x.shape[1], detect(x.device))
+        choice = self.plan.choose(x.numel() * x.element_size())
+        if choice == ENGINE:
+            assert self.engine is not None
+            total = self.engine(x)
+            out = target.empty(total)
+            kernels.norm_quant(total, residual, norm, target, out)
+            return out
+        codec = choice.codec or FP
+        kernel = kernels.two_shot if choice.algorithm is Algorithm.TWO_SHOT else kernels.one_shot
+        x = _aligned(x)
+        config = self.config or kernels.default_config(x.shape[0], x.shape[1], codec, detect(x.device))
         out = target.empty(x)
-        step = kernels.max_rows(memory.mailbox, shots)
+        step = memory.mailbox.max_tiles
         if step < x.shape[0]:
             step -= step % target.layout.tile_rows
         if not step:
@@ -117,7 +180,7 @@ class Ranks:
         return out
 
 
-ALONE = Ranks(1, Plan.of(1))
+ALONE = Ranks(1, predicted(1))
 _NAMED: dict[str, Ranks] = {}
 
 
@@ -127,6 +190,7 @@ def connect(
     device: torch.device,
     codec: Codec = FP,
     memory: "QuickReduce | None" = None,
+    engine: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Ranks:
     """Registers the ranks of `group` under `name`, on all of them.
 
@@ -135,9 +199,11 @@ def connect(
         device: where x will be.
         codec: how large messages travel; FP is exact.
         memory: an all-reduce over the group's peer memory, to be shared; without it GPUs get one of their own.
+        engine: the engine's own all-reduce, which gives a new tensor; it serves the sizes at which it was measured to
+            be faster.
 
     Raises:
-        ValueError: the name is taken, or the group has more than 8 ranks.
+        ValueError: the name is taken, or the group has more than 8 ranks, or a file of crossovers is broken.
     """
     if name in _NAMED:
         raise ValueError(f"ranks are registered under {name!r} already: disconnect it first")
@@ -147,9 +213,10 @@ def connect(
     obstacle = None
     if memory is None and world > 1:
         memory, obstacle = _peer_memory(group, device)
-    ranks = Ranks(world, Plan.of(world, codec), group, memory, obstacle)
+    plan = Plan.of(world, codec, detect(device).arch, engine is not None)
+    ranks = Ranks(world, plan, group, memory, obstacle, engine)
     how = obstacle and f"the process group, as {obstacle}" or ("peer memory" if memory else "one rank")
-    logger.info("reduce_norm_quant over %r, %d ranks: %s", name, world, how)
+    logger.info("reduce_norm_quant over %r, %d ranks: %s; %s", name, world, how, plan.describe())
     _NAMED[name] = ranks
     return ranks
 
@@ -176,6 +243,12 @@ def ranks_named(name: str) -> Ranks:
     return _NAMED[name]
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K], copied unless its rows begin at multiples of 16 bytes."""
+    starts = x.data_ptr() | (x.stride(0) * x.element_size() if x.shape[0] > 1 else 0)
+    return x.clone(memory_format=torch.contiguous_format) if starts % _ALIGNMENT else x
+
+
 def _peer_memory(group: dist.ProcessGroup | None, device: torch.device) -> "tuple[QuickReduce | None, str | None]":
     """The all-reduce over peer memory, or why there is none."""
     if not detect(device).gpu:
@@ -184,6 +257,6 @@ def _peer_memory(group: dist.ProcessGroup | None, device: torch.device) -> "tupl
     from llm_quant_rocm.comm.quick_reduce import QuickReduce
 
     try:
-        return QuickReduce.over(group, device), None
+        return QuickReduce.over(group, device, INBOX_BYTES), None
     except RuntimeError as error:
         return None, f"GPUs do not reach each other's memory: {str(error).splitlines()[0]}"

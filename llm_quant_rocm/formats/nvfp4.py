@@ -247,8 +247,7 @@ def quantize(
         # Adding 0 turns -0 into 0, as compressed-tensors does; a negative value that rounds to zero keeps its sign.
         codes[chunk] = pack(e2m1_encode(quotient + 0.0).flatten(-2))
         scales[chunk] = scale.to(torch.float8_e4m3fn)
-    global_rows = divisor.reciprocal() if global_scale is None else global_scale.float().expand(rows_shape)
-    return NvFp4Weight(codes.view(*rows_shape, k // 2), scales.view(*rows_shape, k // BLOCK), global_rows.contiguous())
+    return NvFp4Weight(codes.view(*rows_shape, k // 2), scales.view(*rows_shape, k // BLOCK), multiplier.contiguous())
 
 
 def quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

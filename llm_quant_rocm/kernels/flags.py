@@ -6,6 +6,8 @@ as long as a small product. Kernels of one stream run one after another, so each
 cuBLAS's workspaces, graphs that were captured on one stream must not be replayed at the same time as each other.
 """
 
+import threading
+
 import torch
 
 FLAGS = 8192
@@ -13,6 +15,7 @@ STREAMS = 64
 
 _flags: dict[torch.device, torch.Tensor] = {}
 _places: dict[tuple[torch.device, int], int] = {}
+_lock = threading.Lock()
 
 
 def flags_of(device: torch.device) -> torch.Tensor:
@@ -20,12 +23,19 @@ def flags_of(device: torch.device) -> torch.Tensor:
     key = device, torch.cuda.current_stream(device).cuda_stream
     place = _places.get(key)
     if place is None:
-        # What a capture allocates belongs to its graph, and is zero when that is replayed, not before.
-        if device not in _flags and not torch.cuda.is_current_stream_capturing():
-            _flags[device] = torch.zeros((STREAMS, FLAGS), dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # another stream may be the next to use them
-        place = sum(known == device for known, _ in _places)
-        if device not in _flags or place >= STREAMS:
-            return torch.zeros(FLAGS, dtype=torch.int32, device=device)
-        _places[key] = place
-    return _flags[device][place]
+        with _lock:  # two threads, each with a stream of its own, must not get one place
+            place = _place_of(key)
+    return torch.zeros(FLAGS, dtype=torch.int32, device=device) if place is None else _flags[device][place]
+
+
+def _place_of(key: tuple[torch.device, int]) -> int | None:
+    """A stream's place from now on; None where it gets none."""
+    device, _ = key
+    # What a capture allocates belongs to its graph, and is zero when that is replayed, not before.
+    if device not in _flags and not torch.cuda.is_current_stream_capturing():
+        _flags[device] = torch.zeros((STREAMS, FLAGS), dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # another stream may be the next to use them
+    place = sum(known == device for known, _ in _places)
+    if device not in _flags or place >= STREAMS:
+        return None
+    return _places.setdefault(key, place)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
-from llm_quant_rocm.kernels import wire
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, store_block, store_quantized_row, widen
+from llm_quant_rocm.kernels.wire_units import e4m3_codes
 
 NONE, FP8_PER_TOKEN, FP8_STATIC, NVFP4 = (tl.constexpr(n) for n in range(4))
 LINEAR, SWIZZLED_128X4, SWIZZLED_8X4 = (tl.constexpr(n) for n in range(3))
@@ -112,7 +112,7 @@ def store_nvfp4(
     amax = tl.reduce(tl.abs(wide), 1, larger)
     size = tl.minimum(given * tl.math.div_rn(amax, 6.0), 448.0, propagate_nan=tl.PropagateNan.ALL)
     broken = size != size
-    scale_codes = tl.where(broken, 127, wire.e4m3_codes(size))
+    scale_codes = tl.where(broken, 127, e4m3_codes(size))
     # The fp16 with these bits is the number / 2**8.
     scale = (scale_codes << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     encode = tl.where(scale == 0.0, 0.0, tl.math.div_rn(given, scale))
@@ -152,8 +152,17 @@ def e2m1_words(values, COUNT: tl.constexpr):
             pack=1,
         )
     else:
-        codes = tl.reshape(wire.e2m1_codes(values), (COUNT // 32, 32))
-        return tl.reshape(wire.pack(codes, 4), (COUNT // 8,))
+        codes = tl.reshape(e2m1_codes(values), (COUNT // 8, 8))
+        return tl.sum(codes << (4 * tl.arange(0, 8))[None, :], axis=1)
+
+
+@triton.jit
+def e2m1_codes(y):
+    """FP4 codes (int32) of y, fp32 up to 6 and a little, to nearest even."""
+    size = tl.abs(y)
+    # The code is the nearest integer to the least of 2 size, size + 2 and size / 2 + 4. All are exact; 2**23 rounds.
+    code = tl.minimum(tl.minimum(size * 2.0 + 8388608.0, size + 8388610.0), size * 0.5 + 8388612.0)
+    return (code.to(tl.int32, bitcast=True) & 7) | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit

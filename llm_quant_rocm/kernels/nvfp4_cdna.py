@@ -5,7 +5,8 @@ One kernel decodes and multiplies, for any number of rows. With many rows the we
 to 16 bits or to FP8, for the vendor's product.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,13 +16,15 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_slices import multiply_runs, multiply_slices
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 
 __all__ = [
     "batch_invariant",
     "config_of",
     "default_config",
+    "default_fp8_config",
+    "fp8_config_of",
     "gemm",
     "gemm_expanded",
     "gemm_fp8",
@@ -65,6 +68,16 @@ def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
     return dtype == torch.bfloat16 and bias in (None, torch.bfloat16) and n % 16 == 0
 
 
+def fp8_config_of(fields: Mapping[str, Any]) -> Expanded:
+    """The configuration of `gemm_fp8` with these fields, as a file of configurations holds it."""
+    return Expanded(**fields)
+
+
+def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Expanded:
+    """How `gemm_fp8` computes where nobody has measured: the vendor multiplies, in FP8 at twice the rate of 16 bits."""
+    return Expanded()
+
+
 def gemm_fp8(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -73,6 +86,7 @@ def gemm_fp8(
     bias: torch.Tensor | None,
     n: int,
     hardware: Hardware,
+    config: Expanded,
 ) -> torch.Tensor:
     """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
     `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`; see `serves_fp8` for the rest."""
@@ -85,7 +99,7 @@ def gemm_fp8(
         expand(words, scale_bytes, fmt.max / RANGE, weight, first, n, hardware)
         return weight
 
-    return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded)
+    return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded, config.values)
 
 
 def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_mfma.Config:

@@ -6,22 +6,29 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
-from llm_quant_rocm.kernels.nvfp4_slices import multiply_slices
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
-
-# From so many rows of x on it is faster to expand a weight to FP8 in memory and to have cuBLAS multiply.
-EXPANDING_ROWS = 1792
 
 # The product that takes an expert for each tile of rows.
 grouped_gemm = nvfp4_wgmma.gemm
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
+# How the product in FP8 is computed.
+Fp8Config = nvfp4_wgmma_large.Config | Expanded
+
+# From what an H100 took without measured configurations (benchmarks/results/nvfp4_gemm_sm_90.json, and of cuBLAS
+# ptpc_gemm_sm_90.json): multiprocessors,
+# bytes a second of large copies and expansions, operations a second of the 16-bit product (of up to 128 rows, and of
+# more) and of cuBLAS in FP8; seconds of a tile of 256 x 128 in FP8 for each column and besides, and of a launch.
+_SMS, _COPY, _FEW_16_BIT, _16_BIT, _CUBLAS_FP8 = 132, 2.9e12, 500e12, 760e12, 1380e12
+_TILE_COLUMN, _TILE, _LAUNCH = 7.5e-9, 5e-6, 2.5e-6
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
@@ -36,7 +43,7 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
-    return replace(config, programs=0) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=False)
+    return replace(config, programs=0) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=0)
 
 
 def gemm(
@@ -64,6 +71,27 @@ def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
     return True
 
 
+def fp8_config_of(fields: Mapping[str, Any]) -> Fp8Config:
+    """The configuration with these fields, as configs/nvfp4_gemm_fp8 holds it."""
+    return Expanded(**fields) if "values" in fields else nvfp4_wgmma_large.Config(**fields)
+
+
+def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config | None:
+    """What should be fastest where nobody has measured, by an estimate of each; None for the 16-bit product."""
+    rows = triton.cdiv(m, 128) * 128 if m <= 128 else triton.cdiv(m, 256) * 256
+    exact = max(2 * rows * n * k / (_FEW_16_BIT if m <= 128 else _16_BIT), n * k * 9 / 16 / _COPY) + 2 * _LAUNCH
+    quantizing = 3 * m * k / _COPY + _LAUNCH
+    waves = triton.cdiv(triton.cdiv(m, 256) * triton.cdiv(n, 128), _SMS)
+    decoding = quantizing + waves * (k * _TILE_COLUMN + _TILE)
+    # 9/16 of a byte of each weight read, one written.
+    expanding = quantizing + n * k * 25 / 16 / _COPY + 2 * m * n * k / _CUBLAS_FP8 + 2 * _LAUNCH
+    least = min(exact, decoding, expanding)
+    if least == exact:
+        return None
+    # Programs that share a tile's sum are at different columns of x, which FP8 reads fast: not cut without a measure.
+    return Expanded() if least == expanding else replace(nvfp4_wgmma_large.default_config(m), cut=0)
+
+
 def gemm_fp8(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -72,20 +100,21 @@ def gemm_fp8(
     bias: torch.Tensor | None,
     n: int,
     hardware: Hardware,
+    config: Fp8Config,
 ) -> torch.Tensor:
     """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
-    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`."""
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`. What cuBLAS does not serve, fp16 and
+    N that is not a multiple of 16 among it, our own kernel does."""
     m, k = x.shape
     codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    cublas = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0
-    if m >= EXPANDING_ROWS and cublas:
-        return multiply_slices(
-            codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
-            lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware),
-        )  # fmt: skip
-    # Programs that share a tile's sum are at different columns of x, which FP8 reads too fast for that.
-    config = replace(nvfp4_wgmma_large.default_config(m), cut=False)
+    if isinstance(config, Expanded):
+        if x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0:
+            return multiply_slices(
+                codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
+                lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware), config.values,
+            )  # fmt: skip
+        config = replace(nvfp4_wgmma_large.default_config(m), cut=0)
     operands = (words, scale_bytes, global_scale, bias)
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
 

@@ -2,12 +2,21 @@
 """Products of the vendor with an NVFP4 weight that is expanded in memory, some rows at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 # So many values of a weight are expanded at a time: 64 MiB in FP8, 128 MiB in 16 bits. Every layer takes its workspace
 # from torch's caching allocator and leaves it there for the next.
 EXPANDED_VALUES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """The weight is expanded to FP8 in memory, `values` of it at a time, and the vendor multiplies."""
+
+    values: int = field(default_factory=lambda: EXPANDED_VALUES)
+
 
 # Gives rows first (a multiple of 128) to first + rows of a weight, [rows, K].
 Expand = Callable[[int, int], torch.Tensor]
@@ -20,13 +29,14 @@ def multiply_slices(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     expand: Expand,
+    values: int,
 ) -> torch.Tensor:
-    """x . weight^T + bias in `out` [M, n] (bf16), by the vendor's FP8 product.
+    """x . weight^T + bias in `out` [M, n] (bf16), by the vendor's FP8 product, about `values` of the weight at a time.
 
     codes [M, K] and x_scale fp32 [M, 1] are x, row_scale fp32 [n] the weight's scales; `expand` gives E4M3.
     """
     scales = row_scale.unsqueeze(0)
-    for rows in _slices(out.shape[1], codes.shape[1]):
+    for rows in _slices(out.shape[1], codes.shape[1], values):
         torch._scaled_mm(
             codes, expand(rows.start, rows.stop - rows.start).t(), x_scale, scales[:, rows],
             bias=None if bias is None else bias[rows], out_dtype=out.dtype, use_fast_accum=True, out=out[:, rows],
@@ -59,7 +69,7 @@ def multiply_runs(
     CK, which torch takes only where it is told to, does not (aten/src/ATen/native/hip/ck_gemm_template.h, 00abd95e): it
     applies alpha to values of the result's type, and has no use for beta.
     """
-    for part in _slices(out.shape[1], x.shape[1]):
+    for part in _slices(out.shape[1], x.shape[1], EXPANDED_VALUES):
         _multiply_part(x, runs, bias, out, part, expand(part.start, part.stop - part.start))
     return out
 
@@ -85,9 +95,9 @@ def _multiply_part(
                 torch.addmm(bias[first:last], x, matrix, alpha=scale, out=result)
 
 
-def _slices(n: int, k: int) -> Iterator[slice]:
-    """n rows of k columns in slices of about the same size, each from a multiple of 128 on."""
-    count = -(-n * k // EXPANDED_VALUES)
+def _slices(n: int, k: int, values: int) -> Iterator[slice]:
+    """n rows of k columns in slices of about the same size, up to `values`, each from a multiple of 128 on."""
+    count = -(-n * k // values)
     step = -(-n // (128 * count)) * 128
     for first in range(0, n, step):
         yield slice(first, min(first + step, n))

@@ -14,6 +14,7 @@ x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice th
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -60,12 +61,15 @@ class Config:
 
     Attributes:
         block_m, block_n: rows of x, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
-        cut: whether tiles may be cut, so that their sums are of parts.
+        cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
+            (1), or that and the full one before it (2), for longer stretches.
+        programs: how many run; 0: one on each multiprocessor. Fewer where every tile is then cut into as many parts.
     """
 
     block_m: int = 256
     block_n: int = 128
-    cut: bool = True
+    cut: int = 2
+    programs: int = 0
 
 
 def default_config(m: int) -> Config:
@@ -377,13 +381,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _whole_tiles(tiles: int, groups: int, programs: int) -> int:
-    """How many of the tiles, of so many groups of steps each, not to cut."""
+def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
+    """How many of the tiles, of so many groups of steps each, not to cut where `cut` waves may be."""
     # Parts cost about as much time as three groups of steps.
-    if -tiles % programs * groups <= 3 * programs:
+    if not cut or -tiles % programs * groups <= 3 * programs:
         return tiles
-    # One to two tiles for each program are left: stretches of less make for more parts.
-    return max(tiles // programs - 1, 0) * programs
+    return max(tiles // programs + 1 - cut, 0) * programs
 
 
 def gemm_large(
@@ -435,9 +438,10 @@ def _launch(
 ) -> torch.Tensor:
     (m, k), n = x.shape, out.shape[1]
     block_k = STEP_BYTES // x.element_size()
-    programs = _multiprocessors(x.device)
+    # No more than run together: one waits for what another adds.
+    programs = min(config.programs or sys.maxsize, _multiprocessors(x.device))
     tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    whole = _whole_tiles(tiles, triton.cdiv(k, block_k * UNROLL), programs) if config.cut else tiles
+    whole = whole_tiles(tiles, triton.cdiv(k, block_k * UNROLL), programs, config.cut)
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)

@@ -175,6 +175,7 @@ def ptpc_gemm(
     decode = not hardware.fp8_units
     tma = config.tma and hardware.tma and not decode and not (xq.stride(0) % 16 or wq.stride(0) % 16)
     tma = tma and not (xq.data_ptr() % 16 or wq.data_ptr() % 16)
+    tma = tma and xq.stride(0) >= k and wq.stride(0) >= k  # a descriptor's rows may not overlap
     x, w = (xq.view(torch.uint8), wq.view(torch.uint8)) if decode else (xq, wq)
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor

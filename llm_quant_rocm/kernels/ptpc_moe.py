@@ -132,6 +132,7 @@ def ptpc_moe(
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
+    config: MoeConfig,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0.
 
@@ -141,7 +142,6 @@ def ptpc_moe(
     inner = w2.shape[2]
     topk = topk_ids.shape[1]
     slots = topk_ids.numel()
-    config = default_config(hardware, slots, experts)
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
     decode = not hardware.fp8_units
 

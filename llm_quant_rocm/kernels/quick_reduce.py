@@ -14,7 +14,7 @@ The one-shot sends every piece to everybody, who adds for itself.
 **Memory.** Each rank has one such region, which all reach; it starts as zeros:
 
     inbox[parity of the call][phase][slot][rank that sends][bytes of a piece]
-    flag[phase][tile][rank that sends]        int32: the number of the last call whose piece is there
+    flag[phase][tile][rank that sends]        int64: the number of the last call whose piece is there
 
 A program has SLOTS slots, which its tiles take in turn, so that inboxes are small and stay in the caches. That is safe:
 a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends tile t has
@@ -22,16 +22,26 @@ received t - 3, whose flags the owners set after they read all pieces of t - 3. 
 everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
 after everybody received t - 4.
 
-**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; the last program
-of a kernel counts. Inboxes are used again in the call after the next one. That is safe: in every call all ranks await
-the flags of tile 0 of all others. Who has finished call k knows that every rank has begun call k, so every rank has
-finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. Codec, size, algorithm and grid may
-change between calls.
+**Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of a
+kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in
+every call all ranks await the flags of tile 0 of all others. Who has finished call k knows that every rank has begun
+call k, so every rank has finished call k - 1, and nobody reads what call k - 1 left or k + 1 may overwrite. A flag that
+is awaited may be ahead by that one call. Codec, size, algorithm and grid may change between calls. A rank's calls
+follow one another, on one stream or on several that await each other. Groups whose calls may meet on a GPU need one
+order of them on all ranks, as NCCL's do: a kernel may fill its GPU while it waits.
 
-**Order.** All waves of a program have stored before one of them releases its flags to the system, and a flag is
-acquired before what it guards is loaded. Who has looked at a flag `max_spins` times says in `report` whose it was,
-waits no more, sends no more, and ends, with anything in `out`; so do all later calls. A rank that comes late after all
-finds what was sent to it unchanged.
+**Order.** All waves of a program have stored before one of them releases its flags to the system, each flag with its
+own release, and a flag is acquired before what it guards is loaded. In PTX's model: weak stores, to any rank's memory,
+happen before the barrier, that before `atom.release.sys` of the flag, that before the `ld.acquire.sys` that sees it,
+that before the barrier after which all waves load. Loads of a slot happen before its next stores by the same chain, as
+they precede the flags of a later tile. No line of an L1 is stale, since every acquire invalidates it (CCTL.IVALL). On
+AMD a release at system scope writes the L2 back (buffer_wbl2) once the waves' stores have left them, which
+`await_stores` awaits by hand, and an acquire invalidates the L1, and what of the L2 may be stale (buffer_inv); no wave
+issues a load before the barrier that follows, and a compute unit's loads go the way of its invalidation, behind it.
+
+**Lost ranks.** Who has looked at a flag `max_spins` times says in `report` whose it was, waits no more, sends no more,
+and ends, with anything in `out`; so do all later calls. A rank that comes late after all finds what was sent to it
+unchanged.
 """
 
 from dataclasses import dataclass
@@ -43,11 +53,13 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import wire, wire_units
+from llm_quant_rocm.kernels import wire_units
 
-# int32 words of `Mailbox.state`.
-CALL, DONE, LOST = (tl.constexpr(word) for word in range(3))
+# int32 words of `Mailbox.state`. CALL is an int64, of two words, and so are flags: in 32 bits an engine's calls come to
+# their first number again within days, and a flag that is that old, of a tile that only large messages have, looks new.
+CALL, DONE, LOST = (tl.constexpr(word) for word in (0, 2, 3))
 STATE_WORDS = 4
+FLAG_BYTES = tl.constexpr(8)
 PHASES, PARITIES = 2, 2
 SLOTS = tl.constexpr(4)
 
@@ -64,6 +76,9 @@ class Config:
         rounds: tiles of a program from which on pieces grow, to at most `buffers` buffers.
         buffers: the most buffers of a piece.
         flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
+        flags_together: whether the two-shot sets its flags of a sent tile and of the tile before, whose sum it stored,
+            together: it then waits for its stores once, but tells of the sent tile later.
+        own_first: whether the two-shot decodes its own sums while it waits for the others', or all in one loop.
     """
 
     blocks: int
@@ -72,6 +87,8 @@ class Config:
     rounds: int = 8
     buffers: int = 8
     flags_at_once: bool = False
+    flags_together: bool = False
+    own_first: bool = False
 
     @property
     def buffer_values(self) -> int:
@@ -128,7 +145,7 @@ class Mailbox:
         """How `count` values are cut.
 
         Raises:
-            ValueError: inboxes or flags are too few for them.
+            ValueError: inboxes or flags are too few for them, or they are too many to be counted in 32 bits.
         """
         slots = self.phase_bytes // (SLOTS.value * self.world * config.buffer_bytes(codec))
         values = config.buffer_values * (self.world if shots == 2 else 1)
@@ -143,12 +160,16 @@ class Mailbox:
                 f"of {codec.name} between {self.world} ranks: enlarge them"
             )
         tiles = triton.cdiv(count, values * buffers)
+        if tiles * values * buffers >= 2**31:
+            raise ValueError(
+                f"{count} values are too many for one quantized all-reduce, which counts in 32 bits: split them"
+            )
         return Cut(buffers, tiles, min(tiles, programs))
 
 
 def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     """Bytes of a rank's region."""
-    return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * 4
+    return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
 
 
 def default_config(hardware: Hardware, count: int, world: int, shots: int) -> Config:
@@ -213,7 +234,7 @@ def _launch(
         mailbox.phase_bytes,
         mailbox.max_tiles,
         max_spins,
-        **_constants(codec, carried, config, mailbox.world),
+        **_constants(shots, codec, carried, config, mailbox.world),
     )
 
 
@@ -227,14 +248,15 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
     kernel = two_shot_kernel if shots == 2 else one_shot_kernel
     kernel.warmup(
         dtype, dtype, torch.int64, torch.int32, torch.int64, *[1] * len(_RUNTIME), grid=(1,),
-        **_constants(codec, dtype, config, world),
+        **_constants(shots, codec, dtype, config, world),
     )  # fmt: skip
 
 
-def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
+def _constants(shots: int, codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
-    return {
-        **wire.constants(codec, carried),
+    of_two_shot = {"TOGETHER": config.flags_together, "OWN_FIRST": config.own_first}
+    return (of_two_shot if shots == 2 else {}) | {
+        **wire_units.constants(codec, carried),
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
         "WORLD": world,
@@ -251,7 +273,8 @@ _RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "ma
 def two_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
+    TOGETHER: tl.constexpr, OWN_FIRST: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -271,7 +294,8 @@ def two_shot_kernel(
                         x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                         parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
                         wire_units.store_parts(piece + index * BYTES, parts, LOW, HIGH, GROUPS)
-            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            if not TOGETHER:
+                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
@@ -290,22 +314,26 @@ def two_shot_kernel(
                         for turn in range(WORLD):
                             buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                             wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
-            set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            if not TOGETHER:
+                set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        if TOGETHER and owned < tiles:
+            set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        if OWN_FIRST and (owned >= 0) & (owned < tiles):
+            pieces = mine + inbox(call, 1, owned % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
+            for index in range(rank * buffers, (rank + 1) * buffers):
+                begin = (owned * WORLD * buffers + index) * VALUES
+                receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
 
         received = tile - 2 * programs
         if received >= 0:
             patience = await_flags(
                 mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
             )
-            slot = received % (SLOTS * programs)
-            pieces = mine + inbox(call, 1, slot, 0, phase_bytes, piece_bytes, WORLD)
+            pieces = mine + inbox(call, 1, received % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
-                begin = (received * WORLD * buffers + index) * VALUES
-                if begin < count:
-                    pairs = wire_units.decode(
-                        pieces + index * BYTES, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS
-                    )
-                    store_values(out_ptr, pairs, begin, count, GROUPS)
+                if not OWN_FIRST or index // buffers != rank:
+                    begin = (received * WORLD * buffers + index) * VALUES
+                    receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
     end_call(state_ptr, call)
 
 
@@ -333,6 +361,8 @@ def one_shot_kernel(
                         buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                         wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        if tile == tl.program_id(0):
+            end_call(state_ptr, call)
 
         received = tile - programs
         if received >= 0:
@@ -347,7 +377,6 @@ def one_shot_kernel(
                     first = pieces + index * BYTES
                     total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
-    end_call(state_ptr, call)
 
 
 @triton.jit
@@ -357,33 +386,60 @@ def inbox(call, PHASE: tl.constexpr, tile, source, phase_bytes, PIECE_BYTES: tl.
 
 
 @triton.jit
-def flags(PHASE: tl.constexpr, tile, phase_bytes, max_tiles, WORLD: tl.constexpr):
+def flags(phase, tile, phase_bytes, max_tiles, WORLD: tl.constexpr):
     """Where in a region the flags [WORLD] of a tile lie."""
-    return tl.cast(phase_bytes, tl.int64) * 4 + (PHASE * max_tiles + tile).to(tl.int64) * (WORLD * 4)
+    return tl.cast(phase_bytes, tl.int64) * 4 + (phase * max_tiles + tile).to(tl.int64) * (WORLD * FLAG_BYTES)
 
 
 @triton.jit
 def begin_call(state_ptr, max_spins):
     """This call's number, and how often a flag may be looked at: -1 once a rank is lost."""
     lost = tl.load(state_ptr + LOST) != 0
-    return tl.load(state_ptr + CALL) + 1, tl.where(lost, -1, max_spins)
+    return tl.load(call_pointer(state_ptr)) + 1, tl.where(lost, -1, max_spins)
+
+
+@triton.jit
+def call_pointer(state_ptr):
+    return (state_ptr + CALL).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def set_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
+    only=-1
 ):  # fmt: skip
-    """Tells every rank that this one's pieces of a tile are there, unless a rank is lost."""
-    place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * 4
+    """Tells every rank, or `only` one, that this one's pieces of a tile are there, unless a rank is lost."""
+    await_stores()
+    # One lane a rank, so that what is released is released once.
+    peer = tl.arange(0, triton.next_power_of_2(WORLD))
+    place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * FLAG_BYTES
+    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
+    told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
+    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
+
+
+@triton.jit
+def set_flags_of_both(
+    peers_ptr, sent, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+):  # fmt: skip
+    """`set_flags` of phase 0 for the tile `sent` and of phase 1 for `owned`, of those that are there."""
+    await_stores()
+    RANKS: tl.constexpr = triton.next_power_of_2(WORLD)
+    phase, peer = tl.arange(0, 2 * RANKS) // RANKS, tl.arange(0, 2 * RANKS) % RANKS
+    tile = tl.where(phase == 0, sent, owned)
+    place = flags(phase, tile, phase_bytes, max_tiles, WORLD) + rank * FLAG_BYTES
+    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
+    told = (peer < WORLD) & (tile >= 0) & (tile < tiles) & (patience >= 0)
+    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
+
+
+@triton.jit
+def await_stores():
+    """All waves of the program have stored what they store before this."""
     if tl.target_info.is_hip():
         # Triton 3.9's barrier waits for LDS alone, and a release for the stores of its own wave.
         tl.inline_asm_elementwise("s_waitcnt vmcnt(0)", "=v", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
-    # One lane a rank, so that what is released is released once.
-    peer = tl.arange(0, triton.next_power_of_2(WORLD))
-    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
-    told = (peer < WORLD) & (patience >= 0)
-    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), call, mask=told, sem="release", scope="sys")
 
 
 @triton.jit
@@ -392,7 +448,7 @@ def await_flags(
     WORLD: tl.constexpr, AT_ONCE: tl.constexpr = False
 ):  # fmt: skip
     """Waits until every rank's pieces of a tile are here. Returns the patience left: -1 where a rank is lost."""
-    first = (mine + flags(PHASE, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(tl.int32))
+    first = (mine + flags(PHASE, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(tl.int64))
     for source in range(1 if AT_ONCE else WORLD):
         spins = 0
         absent = look(first, source, call, WORLD, AT_ONCE)
@@ -400,13 +456,18 @@ def await_flags(
             absent = look(first, source, call, WORLD, AT_ONCE)
             spins += 1
         if absent < WORLD:
-            # The first of all programs to lose a rank says so.
-            if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
-                # In one store, which needs no order
-                told = (call.to(tl.int64) & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
-                tl.store(report_ptr, told)
+            report_lost(state_ptr, report_ptr, PHASE, absent, call, patience)
             patience = -1
     return patience
+
+
+@triton.jit
+def report_lost(state_ptr, report_ptr, PHASE: tl.constexpr, absent, call, patience):
+    """The first of all programs to lose a rank says so."""
+    if (patience >= 0) & (tl.atomic_cas(state_ptr + LOST, 0, 1) == 0):
+        # In one store, which needs no order
+        told = (call & 0xFFFFFFFF) | ((absent + (1 + 16 * PHASE)).to(tl.int64) << 32)
+        tl.store(report_ptr, told)
 
 
 @triton.jit
@@ -415,36 +476,40 @@ def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
     if AT_ONCE:
         lane = tl.arange(0, triton.next_power_of_2(WORLD))
         flag = tl.atomic_add(first + lane, 0, mask=lane < WORLD, sem="acquire", scope="sys")
-        return tl.min(tl.where((lane < WORLD) & (flag - call < 0), lane, WORLD), axis=0)
+        return tl.min(tl.where((lane < WORLD) & (flag < call), lane, WORLD), axis=0)
     else:
-        return tl.where(tl.atomic_add(first + source, 0, sem="acquire", scope="sys") - call < 0, source, WORLD)
+        return tl.where(tl.atomic_add(first + source, 0, sem="acquire", scope="sys") < call, source, WORLD)
 
 
 @triton.jit
 def end_call(state_ptr, call):
-    """The last program of the kernel counts the call."""
+    """The last program of the kernel to come here counts the call: all have read its number. In the one-shot they come
+    here when they have sent their first tile, while they wait for others; the two-shot would need more registers."""
     if tl.atomic_add(state_ptr + DONE, 1) == tl.num_programs(0) - 1:
         tl.store(state_ptr + DONE, 0)
-        tl.store(state_ptr + CALL, call)
+        tl.store(call_pointer(state_ptr), call)
 
 
 @triton.jit
 def add_pieces(
     first, piece_bytes, EIGHTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr,
+    PART: tl.constexpr = None
 ):  # fmt: skip
     """The sums, pairs of T, of the buffers of all ranks in their order; finite where all of them are.
 
     Args:
         first: the address of rank 0's buffer; the others' are `piece_bytes` apart.
         EIGHTS: whether lanes have 8 values, or units.
+        PART: which GROUPS of larger buffers these are, as in `wire_units.store_parts`.
     """
     pieces = ()
     for source in tl.static_range(WORLD):
-        pieces = pieces + (wire_units.load_parts(first + source * piece_bytes, EIGHTS, LOW, HIGH, T, GROUPS),)
+        piece = first + source * piece_bytes
+        pieces = pieces + (wire_units.load_parts(piece, EIGHTS, LOW, HIGH, T, GROUPS, PART),)
     finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
     rare = True
-    if KIND != wire.FP:
+    if KIND != wire_units.FP:
         # No sum is beyond this
         bound = tl.zeros(pieces[0][2].shape, tl.float32)
         for source in tl.static_range(WORLD):
@@ -458,7 +523,7 @@ def add_pieces(
         for source in tl.static_range(WORLD):
             low, high, scale = wire_units.eighth(pieces[source], eight, EIGHTS, LOW, HIGH)
             found = wire_units.numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
-            if KIND == wire.FP:
+            if KIND == wire_units.FP:
                 sums = added(sums, found)
                 every = all_finite(every, found)
             else:
@@ -468,6 +533,17 @@ def add_pieces(
         for i in tl.static_range(0, 8, 2):
             pairs = pairs + (wire_units.pair_of(sums[i], sums[i + 1], T),)
     return pairs
+
+
+@triton.jit
+def receive(
+    out_ptr, buffer, begin, count, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    T: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Decodes a buffer of the values from `begin` on into `out_ptr`."""
+    if begin < count:
+        pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
+        store_values(out_ptr, pairs, begin, count, GROUPS)
 
 
 @triton.jit

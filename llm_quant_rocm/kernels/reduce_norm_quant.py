@@ -5,9 +5,18 @@ The bits of `reference.reduce_norm_quant`. Tiles, memory, slots, calls and order
 whose region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds
 all that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
 
-    one-shot   a tile is a row: every rank sends it to everybody, who adds, normalises and quantizes it for itself
-    two-shot   a tile is a row of every owner, rows tile * WORLD + owner: owners add them up and send the sums, encoded
-               again, to all, who normalise and quantize them
+    one-shot   every rank sends a row to everybody, who adds, normalises and quantizes it for itself
+    two-shot   every rank sends a row to its owner, who adds it up and sends the sum, encoded again, to all, who
+               normalise and quantize it
+
+A tile is a row. Of a program's rows every rank owns each WORLD-th, so that no program has more to add than others; and
+a row of the two-shot has room in the first phase at its owner alone, in the second for a single sum. Few rows are as
+many programs in either.
+
+That slots, which the tiles of a program take in turn, are safe to use again is seen as for `kernels.quick_reduce`: who
+sends a row has received the one three turns earlier, which its owner sent after it read what came of it; and who sends
+a sum has seen all ranks' flags of the row, set after they received that one. So are calls: everybody awaits the sum of
+row 0, whose owner has awaited everybody.
 
 A row travels as a whole buffer of `formats.wire`, zeros beyond its columns; groups of zeros alone are not sent.
 """
@@ -22,7 +31,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect
-from llm_quant_rocm.kernels import wire
+from llm_quant_rocm.kernels import wire_units
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
     LINEAR,
@@ -33,7 +42,19 @@ from llm_quant_rocm.kernels.norm_row import (
     pad_scales,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox, await_flags, begin_call, end_call, inbox, set_flags
+from llm_quant_rocm.kernels.quick_reduce import (
+    SLOTS,
+    Mailbox,
+    add_pieces,
+    await_flags,
+    begin_call,
+    end_call,
+    flags,
+    inbox,
+    look,
+    report_lost,
+    set_flags,
+)
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
@@ -53,13 +74,28 @@ class Config:
 
     def block(self, columns: int) -> int:
         """Values of a block of a row of `columns`."""
-        return min(self.threads * 8, max(triton.next_power_of_2(columns), BLOCK))
+        return self._values(columns, 8)
+
+    def chunk(self, columns: int, codec: Codec) -> int:
+        """Values of a row that are encoded at once, a unit of `kernels.wire_units` by each lane."""
+        return self._values(columns, wire_units.unit_values(codec.planes[0] if codec.planes else 0))
+
+    def _values(self, columns: int, of_a_lane: int) -> int:
+        return min(self.threads * of_a_lane, max(triton.next_power_of_2(columns), BLOCK))
 
 
-def default_config(columns: int, hardware: Hardware) -> Config:
-    """A program for each compute unit of the largest GPU of its kind; not measured."""
-    threads = 128 if columns <= 1024 else 256 if columns <= 4096 else 512
-    return Config(threads, {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132))
+def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
+    """What should serve `rows` best; not measured.
+
+    As long as there is a compute unit for each row, more threads end a row sooner. More rows share units in pairs, of
+    which one waits for links while the other computes: on Hopper 2 programs of 256 threads fit, with up to 128
+    registers a lane. Where rows are encoded, lanes without a group to encode would make others' words cross lanes.
+    """
+    units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
+    most = 512 if rows <= units else 256
+    units_of_row = triton.next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
+    threads = min(most, max(128, units_of_row))
+    return Config(threads, units * (512 // most))
 
 
 def piece_bytes(columns: int, codec: Codec) -> int:
@@ -67,26 +103,33 @@ def piece_bytes(columns: int, codec: Codec) -> int:
     return _groups(columns) * codec.group_bytes
 
 
-def max_rows(mailbox: Mailbox, shots: int) -> int:
-    """The most rows that one call can carry."""
-    return mailbox.max_tiles * (mailbox.world if shots == 2 else 1)
+@dataclass(frozen=True)
+class Cut:
+    """How rows are shared out: `programs`, and slots of a program, its `ring`, which its rows take in turn."""
+
+    programs: int
+    ring: int
 
 
-def programs_of(tiles: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config) -> int:
-    """Programs that share `tiles`.
+def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config, shots: int) -> Cut:
+    """How at least one row is shared out.
 
     Raises:
         ValueError: the inboxes do not hold the slots of one program.
     """
-    slots = mailbox.phase_bytes // (mailbox.world * piece_bytes(columns, codec))
-    # A program of a single tile takes a single slot.
-    programs = min(tiles, config.programs, slots if tiles <= min(slots, config.programs) else slots // SLOTS.value)
+    world, pieces = mailbox.world, mailbox.phase_bytes // piece_bytes(columns, codec)
+    slots = pieces // world if shots == 1 else pieces - pieces % world
+    if rows <= min(config.programs, slots):
+        return Cut(rows, 1)
+    # In the two-shot a rank's rows have neighbouring slots if rings are whole rounds of owners.
+    ring = SLOTS.value if shots == 1 else triton.cdiv(SLOTS.value, world) * world
+    programs = min(config.programs, slots // ring)
     if not programs:
         raise ValueError(
-            f"inboxes of {mailbox.phase_bytes} bytes do not hold {SLOTS.value} rows of {columns} columns in "
-            f"{codec.name} from each of {mailbox.world} ranks: enlarge them"
+            f"inboxes of {mailbox.phase_bytes} bytes do not hold {ring} rows of {columns} columns in {codec.name} from "
+            f"each of {world} ranks: enlarge them"
         )
-    return programs
+    return Cut(programs, ring)
 
 
 def one_shot(
@@ -96,13 +139,12 @@ def one_shot(
     """Writes `out`, the results of x summed over the ranks. All ranks call with as many rows.
 
     Args:
-        x, residual: bf16 or fp16 [M, K], at most `max_rows`, the last dimension contiguous; K a multiple of 16,
-            at most MAX_COLUMNS.
+        x, residual: bf16 or fp16 [M, K], M at most the mailbox's tiles, the last dimension contiguous; K a multiple of
+            16, at most MAX_COLUMNS. Rows of x begin at multiples of 16 bytes.
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
-    tiles = x.shape[0]
-    _reduce(reduce_norm_one_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def two_shot(
@@ -110,13 +152,14 @@ def two_shot(
     codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
     """`one_shot`, where every row is added up by one rank."""
-    tiles = triton.cdiv(x.shape[0], mailbox.world)
-    _reduce(reduce_norm_two_shot_kernel, tiles, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(reduce_norm_two_shot_kernel, 2, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
     """`one_shot` of one rank alone, on any number of rows."""
-    _launch(norm_quant_kernel, x.shape[0], default_config(x.shape[1], detect(x.device)), x, residual, norm, target, out)
+    rows, columns = x.shape
+    config = Config(128 if columns <= 1024 else 256 if columns <= 4096 else 512, rows)
+    _launch(norm_quant_kernel, rows, config, x, residual, norm, target, out)
 
 
 def _groups(columns: int) -> int:
@@ -125,16 +168,19 @@ def _groups(columns: int) -> int:
 
 
 def _reduce(
-    kernel: Any, tiles: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
+    kernel: Any, shots: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
     mailbox: Mailbox, codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
-    columns = x.shape[1]
+    rows, columns = x.shape
+    if not rows:
+        return
+    shared = cut(rows, columns, codec, mailbox, config, shots)
     _launch(
-        kernel, programs_of(tiles, columns, codec, mailbox, config) if tiles else 0, config, x, residual, norm, target,
-        out, peers_ptr=mailbox.peers, state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank,
-        phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles, max_spins=max_spins, MAX=torch.finfo(x.dtype).max,
-        PIECE_BYTES=piece_bytes(columns, codec), ROW_GROUPS=_groups(columns), WORLD=mailbox.world,
-        **wire.constants(codec, x.dtype),
+        kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring,
+        piece_bytes=piece_bytes(columns, codec), peers_ptr=mailbox.peers, state_ptr=mailbox.state,
+        report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
+        max_spins=max_spins, MAX=torch.finfo(x.dtype).max, ROW_GROUPS=_groups(columns),
+        CHUNK=config.chunk(columns, codec), WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
     )  # fmt: skip
 
 
@@ -160,19 +206,19 @@ def _launch(
     )  # fmt: skip
 
 
-_RUNTIME = ["rows", "programs", "rank", "phase_bytes", "max_tiles", "max_spins"]
+_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def reduce_norm_one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, piece_bytes, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
-    WORLD: tl.constexpr
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
@@ -180,33 +226,34 @@ def reduce_norm_one_shot_kernel(
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
     if program < programs:
-        for tile in range(program, rows + programs, programs):
-            if (tile < rows) & (patience >= 0):
-                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                x_row = x_ptr + tl.cast(tile, tl.int64) * x_stride
-                for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                    parts = wire.encode(load_tile(x_row, i, COLUMNS, BLOCK), KIND, LIMIT, CAP, LOW, HIGH)
-                    for peer in tl.static_range(WORLD):
-                        to = tl.load(peers_ptr + peer) + slot
-                        store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+        turns = tl.cdiv(rows - program, programs)
+        for turn in range(turns + 1):
+            if (turn < turns) & (patience >= 0):
+                tile = turn * programs + program
+                # All of a row and of the addresses is asked for before the first store, which loads do not pass.
+                x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
+                to = addresses(peers_ptr, rank, WORLD)
+                at = inbox(call, 0, slot_of(turn, program, ring), rank, phase_bytes, piece_bytes, WORLD)
+                send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
-            received = tile - programs
-            if received >= 0:
+            if turn >= 1:
+                received = (turn - 1) * programs + program
                 row = tl.cast(received, tl.int64)
                 # Loads that wait for nobody are under way while the flags are.
                 weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
                 added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
                 patience = await_flags(
-                    mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
+                    mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                slots = mine + inbox(call, 0, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
+                pieces = mine + inbox(call, 0, slot_of(turn - 1, program, ring), 0, phase_bytes, piece_bytes, WORLD)
                 sums = tl.tuple([])
                 for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                    total = add_rows(
-                        slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
-                    )
-                    sums += (tl.reshape(total, (BLOCK,)),)
+                    pairs = add_pieces(
+                        pieces, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, BLOCK // 32, WORLD,
+                        part(i, BLOCK, COLUMNS, ROW_GROUPS)
+                    )  # fmt: skip
+                    sums += (block_of(pairs, T),)
                 finish_row(
                     row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
                     HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
@@ -220,76 +267,70 @@ def reduce_norm_one_shot_kernel(
 def reduce_norm_two_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
     rows, programs, x_stride, residual_stride, eps,
-    peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
+    ring, piece_bytes, peers_ptr, state_ptr, report_ptr, rank, phase_bytes, max_tiles, max_spins,
     HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
     LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, PIECE_BYTES: tl.constexpr, ROW_GROUPS: tl.constexpr,
-    WORLD: tl.constexpr
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, ROW_GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     if PDL:
         programmatic_launch()
-    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
-    tiles = tl.cdiv(rows, WORLD)
     if program < programs:
-        for tile in range(program, tiles + 2 * programs, programs):
-            if (tile < tiles) & (patience >= 0):
-                slot = inbox(call, 0, slot_of(tile, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                for owner in range(WORLD):
-                    row = tl.cast(tile * WORLD + owner, tl.int64)
-                    if row < rows:
-                        to = tl.load(peers_ptr + owner) + slot
-                        for i in tl.static_range(BLOCKS):
-                            x = load_tile(x_ptr + row * x_stride, i, COLUMNS, BLOCK)
-                            parts = wire.encode(x, KIND, LIMIT, CAP, LOW, HIGH)
-                            store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+        turns = tl.cdiv(rows - program, programs)
+        for turn in range(turns + 2):
+            if (turn < turns) & (patience >= 0):
+                tile = turn * programs + program
+                owner = (turn + program) % WORLD
+                x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
+                to = (tl.load(peers_ptr + owner),)
+                at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, piece_bytes, WORLD)
+                send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
+                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
 
-            owned = tile - programs
-            if (owned >= 0) & (owned < tiles):
+            if (turn >= 1) & (turn <= turns) & ((turn - 1 + program) % WORLD == rank):
+                owned = (turn - 1) * programs + program
                 patience = await_flags(
-                    mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD
+                    mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
-                if (owned * WORLD + rank < rows) & (patience >= 0):
-                    slots = mine + inbox(call, 0, slot_of(owned, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
-                    slot = inbox(call, 1, slot_of(owned, programs), rank, phase_bytes, PIECE_BYTES, WORLD)
-                    for i in tl.static_range(BLOCKS):
-                        total = add_rows(
-                            slots, i, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, PIECE_BYTES, ROW_GROUPS, WORLD
-                        )
-                        parts = wire.encode(total, KIND, LIMIT, CAP, LOW, HIGH)
-                        for peer in tl.static_range(WORLD):
-                            to = tl.load(peers_ptr + peer) + slot
-                            store_groups(to, parts, i, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
+                if patience >= 0:
+                    slot = slot_of(turn - 1, program, ring)
+                    pieces = mine + inbox(call, 0, slot // WORLD, 0, phase_bytes, piece_bytes, WORLD)
+                    to = addresses(peers_ptr, rank, WORLD)
+                    sums = tl.tuple([])
+                    for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
+                        pairs = add_pieces(
+                            pieces, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, CHUNK // 32, WORLD,
+                            part(i, CHUNK, COLUMNS, ROW_GROUPS)
+                        )  # fmt: skip
+                        sums += (pairs,)
+                    at = inbox(call, 1, slot, 0, phase_bytes, piece_bytes, 1)
+                    send(to, at, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
-            received = tile - 2 * programs
-            if received >= 0:
-                patience = await_flags(
-                    mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
-                )
-                slots = mine + inbox(call, 1, slot_of(received, programs), 0, phase_bytes, PIECE_BYTES, WORLD)
-                for owner in range(WORLD):
-                    row = tl.cast(received * WORLD + owner, tl.int64)
-                    if row < rows:
-                        added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
-                        sums = tl.tuple([])
-                        for i in tl.static_range(BLOCKS):
-                            parts = load_groups(
-                                slots + owner * PIECE_BYTES, 0, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS
-                            )
-                            value, _ = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-                            if KIND == wire.INT:
-                                value += 0.0  # no -0
-                            sums += (tl.reshape(value.to(T), (BLOCK,)),)
-                        weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
-                        finish_row(
-                            row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
-                            HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
-                        )  # fmt: skip
+            if turn >= 2:
+                received = (turn - 2) * programs + program
+                row = tl.cast(received, tl.int64)
+                weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
+                added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
+                patience = await_sum(
+                    peers_ptr, mine, (turn - 2 + program) % WORLD, state_ptr, report_ptr, received, call, patience,
+                    phase_bytes, max_tiles, WORLD
+                )  # fmt: skip
+                piece = mine + inbox(call, 1, slot_of(turn - 2, program, ring), 0, phase_bytes, piece_bytes, 1)
+                sums = tl.tuple([])
+                for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+                    pairs = wire_units.decode(
+                        piece, KIND, LIMIT, LOW, HIGH, T, T, BLOCK // 32, part(i, BLOCK, COLUMNS, ROW_GROUPS)
+                    )  # fmt: skip
+                    sums += (block_of(pairs, T),)
+                finish_row(
+                    row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
+                    HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+                )  # fmt: skip
     elif LAYOUT != LINEAR:
         pad_scales(scales_ptr, tl.cast(rows + program - programs, tl.int64), LAYOUT, COLUMNS, BLOCK)
     end_call(state_ptr, call)
@@ -319,107 +360,79 @@ def norm_quant_kernel(
 
 
 @triton.jit
-def slot_of(tile, programs):
-    """Where in the ring of its program the pieces of a tile lie."""
-    return tl.cast(tile, tl.int32) % (SLOTS * programs)
+def slot_of(turn, program, ring):
+    """Where the pieces of a program's row of this turn lie, among those of all programs."""
+    return program * ring + turn % ring
 
 
 @triton.jit
-def load_tile(row_ptr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Block i of a row in groups, [BLOCK / 32, 32], zeros beyond the row."""
-    place = i * BLOCK + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    if (i + 1) * BLOCK <= COLUMNS:
-        return tl.load(row_ptr + place)
-    else:
-        return tl.load(row_ptr + place, mask=place < COLUMNS, other=0.0)
-
-
-@triton.jit
-def add_rows(
-    slots, i: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    T: tl.constexpr, MAX: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PIECE_BYTES: tl.constexpr,
-    ROW_GROUPS: tl.constexpr, WORLD: tl.constexpr
+def await_sum(
+    peers_ptr, mine, owner, state_ptr, report_ptr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
 ):  # fmt: skip
-    """Block i of the sum, T [BLOCK / 32, 32], of a row of all ranks in their order; finite where all of them are."""
-    total = tl.zeros([BLOCK // 32, 32], tl.float32)
-    finite = tl.full([BLOCK // 32, 32 if KIND == wire.FP else 1], True, tl.int1)
-    for source in tl.static_range(WORLD):
-        parts = load_groups(slots, source * PIECE_BYTES, i, T, LOW, HIGH, COLUMNS, BLOCK, ROW_GROUPS)
-        value, extent = wire.decode(parts, KIND, LIMIT, LOW, HIGH)
-        total += value
-        finite = finite & (tl.abs(extent) < float("inf"))
-    total = tl.where(finite & (total > MAX), MAX, total)
-    return tl.where(finite & (total < -MAX), -MAX, total).to(T)
+    """`quick_reduce.await_flags` of the second phase, where the owner alone sets one.
 
-
-@triton.jit
-def store_groups(
-    piece, parts, i: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    ROW_GROUPS: tl.constexpr
-):  # fmt: skip
-    """Stores block i of an encoded row into its buffer of ROW_GROUPS groups at `piece`; nothing beyond the columns."""
-    if LOW == 0:
-        _store_part(piece, 0, parts[0], i, 32, COLUMNS, BLOCK)
-    else:
-        _store_part(piece, 0, parts[0], i, LOW, COLUMNS, BLOCK)
-        if HIGH != 0:
-            _store_part(piece, ROW_GROUPS * 4 * LOW, parts[1], i, HIGH, COLUMNS, BLOCK)
-        scales = tl.expand_dims(parts[len(parts) - 1], 1)
-        _store_part(piece, ROW_GROUPS * 4 * (LOW + HIGH), scales, i, 1, COLUMNS, BLOCK)
-
-
-@triton.jit
-def load_groups(
-    piece, START: tl.constexpr, i: tl.constexpr, T: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROW_GROUPS: tl.constexpr
-):  # fmt: skip
-    """The parts that `store_groups` stored START bytes behind `piece`; those of groups beyond the columns decode to
-    zeros."""
-    if LOW == 0:
-        return (_load_part(piece, START, T, i, 32, COLUMNS, BLOCK),)
-    else:
-        low = _load_part(piece, START, tl.int32, i, LOW, COLUMNS, BLOCK)
-        scales = _load_part(piece, START + ROW_GROUPS * 4 * (LOW + HIGH), T, i, 1, COLUMNS, BLOCK)
-        scale = tl.reshape(scales, (BLOCK // 32,))
-        if HIGH == 0:
-            return low, scale
-        else:
-            return low, _load_part(piece, START + ROW_GROUPS * 4 * LOW, tl.int32, i, HIGH, COLUMNS, BLOCK), scale
-
-
-@triton.jit
-def _store_part(
-    piece, START: tl.constexpr, part, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    pointers = _pointers(piece, START, part.dtype, i, WIDTH, BLOCK)
-    if (i + 1) * BLOCK <= COLUMNS:
-        tl.store(pointers, part)
-    else:
-        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
-        tl.store(pointers, part, mask=group * 32 < COLUMNS)
-
-
-@triton.jit
-def _load_part(
-    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
-    pointers = _pointers(piece, START, T, i, WIDTH, BLOCK)
-    if (i + 1) * BLOCK <= COLUMNS:
-        return tl.load(pointers)
-    else:
-        group = i * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[:, None]
-        return tl.load(pointers, mask=group * 32 < COLUMNS, other=0)
-
-
-@triton.jit
-def _pointers(
-    piece, START: tl.constexpr, T: tl.constexpr, i: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Pointers [BLOCK / 32, WIDTH] to block i of a part that begins START bytes behind the address `piece`.
-
-    START is added to the pointer: Triton would forget the alignment of an address to which a constant is added.
+    If it does not come, its flags of the first phase say for whom the owner waits.
     """
-    GROUPS: tl.constexpr = BLOCK // 32
-    first: tl.constexpr = START // (T.primitive_bitwidth // 8) + i * GROUPS * WIDTH
-    return wire.part_pointers(piece, T, GROUPS, WIDTH) + first
+    flag = (mine + flags(1, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(call.dtype))
+    spins = 0
+    absent = look(flag, owner, call, WORLD, False)
+    while (absent < WORLD) & (spins < patience):
+        absent = look(flag, owner, call, WORLD, False)
+        spins += 1
+    if absent < WORLD:
+        theirs = tl.load(peers_ptr + owner) + flags(0, tile, phase_bytes, max_tiles, WORLD)
+        missing = look(theirs.to(tl.pointer_type(call.dtype)), owner, call, WORLD, True)
+        if missing < WORLD:
+            report_lost(state_ptr, report_ptr, 0, missing, call, patience)
+        else:
+            report_lost(state_ptr, report_ptr, 1, owner, call, patience)
+        patience = -1
+    return patience
+
+
+@triton.constexpr_function
+def part(i, VALUES, COLUMNS, ROW_GROUPS):
+    """Which part of a row's buffer its values from i * VALUES on are, as `wire_units.store_parts` takes it."""
+    return i * VALUES // GROUP, ROW_GROUPS, (COLUMNS + GROUP - 1) // GROUP
+
+
+@triton.jit
+def addresses(peers_ptr, rank, WORLD: tl.constexpr):
+    """The regions of all ranks, the next one's first, so that not all send to one."""
+    found = ()
+    for turn in tl.static_range(WORLD):
+        found = found + (tl.load(peers_ptr + (rank + 1 + turn) % WORLD),)
+    return found
+
+
+@triton.jit
+def load_chunks(row_ptr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr):
+    """A row at a multiple of 16 bytes, units of pairs by chunks of CHUNK values, zeros beyond it."""
+    UNIT: tl.constexpr = wire_units.unit_values(LOW)
+    chunks = ()
+    for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
+        first = tl.multiple_of((row_ptr + i * CHUNK).to(tl.pointer_type(tl.int32)), 16)
+        chunks = chunks + (wire_units.load_words(first, CHUNK // UNIT, UNIT // 2, (COLUMNS - i * CHUNK) // 2),)
+    return chunks
+
+
+@triton.jit
+def send(
+    to, slot, chunks, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, ROW_GROUPS: tl.constexpr
+):  # fmt: skip
+    """Encodes a row (`load_chunks`) and stores it at `slot` of regions; groups beyond the columns do not travel."""
+    for i in tl.static_range(len(chunks)):
+        parts = wire_units.encode(chunks[i], KIND, LIMIT, CAP, LOW, HIGH, T)
+        for turn in tl.static_range(len(to)):
+            wire_units.store_parts(
+                to[turn] + slot, parts, LOW, HIGH, CHUNK // 32, part(i, CHUNK, COLUMNS, ROW_GROUPS)
+            )  # fmt: skip
+
+
+@triton.jit
+def block_of(pairs, T: tl.constexpr):
+    """T [8 * N] of the four pairs [N] of each eight."""
+    words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+    halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(halves, (8 * words.shape[0],)).to(T, bitcast=True)

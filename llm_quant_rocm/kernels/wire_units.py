@@ -12,10 +12,34 @@ looks whether one of its groups is such; only then are these rewritten, to value
 Kernels that call `encode` are launched with enable_fp_fusion=False: products round before they are converted.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from llm_quant_rocm.kernels.wire import E2M1, E4M3, FP, INT, e4m3_codes, scales
+from llm_quant_rocm.formats.wire import Codec, largest_scale
+
+FP, INT, E2M1, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_KINDS = {"FP": FP, "FP4": E2M1, "FP8": E4M3}
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def constants(codec: Codec, dtype: torch.dtype) -> dict[str, Any]:
+    """What kernels know of a codec for values that travel as `dtype`, as constexprs by name.
+
+    KIND: how values become codes; LIMIT: the code of the largest magnitude; CAP: the largest scale; LOW and HIGH: bits
+    of the planes, 0 for one that is not there; T: the values' type.
+    """
+    low, high = (*codec.planes, 0, 0)[:2]
+    return {
+        "KIND": _KINDS.get(codec.name, INT).value,
+        "LIMIT": int(codec.limit),
+        "CAP": largest_scale(codec, dtype) if codec.quantizes else 0.0,
+        "LOW": low,
+        "HIGH": high,
+        "T": _TYPES[dtype],
+    }
 
 
 @triton.constexpr_function
@@ -37,33 +61,61 @@ def buffer_bytes(GROUPS, LOW, HIGH):
 
 
 @triton.jit
-def load_words(first, UNITS: tl.constexpr, COUNT: tl.constexpr):
-    """The words, a tuple of COUNT, of units that lie one after the other from `first` on, an int32 pointer."""
+def load_words(first, UNITS: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr = None):
+    """The words, a tuple of COUNT, of units that lie one after the other from `first` on, an int32 pointer.
+
+    WORDS are there, all of them if None; others are 0. Where COUNT is more than 2, they are there by fours.
+    """
     unit = tl.arange(0, UNITS)
+    WHOLE: tl.constexpr = WORDS is None or WORDS >= UNITS * COUNT
     if COUNT == 1:
-        return (tl.load(first + unit),)
+        if WHOLE:
+            return (tl.load(first + unit),)
+        else:
+            return (tl.load(first + unit, mask=unit < WORDS, other=0),)
     elif COUNT == 2:
-        return tl.split(tl.load(first + unit[:, None] * 2 + tl.arange(0, 2)[None, :]))
+        place = unit[:, None] * 2 + tl.arange(0, 2)[None, :]
+        if WHOLE:
+            return tl.split(tl.load(first + place))
+        else:
+            return tl.split(tl.load(first + place, mask=unit[:, None] * 2 < WORDS, other=0))
     else:
         words = ()
         for start in tl.static_range(0, COUNT, 4):
-            words = words + split4(tl.load(first + unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]))
+            place = unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]
+            if WHOLE:
+                words = words + split4(tl.load(first + place))
+            else:
+                there = unit[:, None] * COUNT + start < WORDS
+                words = words + split4(tl.load(first + place, mask=there, other=0))
         return words
 
 
 @triton.jit
-def store_words(first, words, UNITS: tl.constexpr):
+def store_words(first, words, UNITS: tl.constexpr, WORDS: tl.constexpr = None):
     """Stores what `load_words` loads."""
     COUNT: tl.constexpr = len(words)
     unit = tl.arange(0, UNITS)
+    WHOLE: tl.constexpr = WORDS is None or WORDS >= UNITS * COUNT
     if COUNT == 1:
-        tl.store(first + unit, words[0])
+        if WHOLE:
+            tl.store(first + unit, words[0])
+        else:
+            tl.store(first + unit, words[0], mask=unit < WORDS)
     elif COUNT == 2:
-        tl.store(first + unit[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(words[0], words[1]))
+        place = unit[:, None] * 2 + tl.arange(0, 2)[None, :]
+        if WHOLE:
+            tl.store(first + place, tl.join(words[0], words[1]))
+        else:
+            tl.store(first + place, tl.join(words[0], words[1]), mask=unit[:, None] * 2 < WORDS)
     else:
         for start in tl.static_range(0, COUNT, 4):
+            place = unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]
             quad = join4(words[start], words[start + 1], words[start + 2], words[start + 3])
-            tl.store(first + unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :], quad)
+            if WHOLE:
+                tl.store(first + place, quad)
+            else:
+                tl.store(first + place, quad, mask=unit[:, None] * COUNT + start < WORDS)
 
 
 @triton.jit
@@ -144,6 +196,22 @@ def encode(
             x = plain(x, per_unit(small, PARTS), per_unit(broken, PARTS), T)
         low, high = pack(x, per_unit(factor, PARTS), KIND, LIMIT, LOW, HIGH, T)
         return low, high, tl.where(broken, float("inf"), scale).to(T)
+
+
+@triton.jit
+def scales(top, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
+    """Scales of finite groups, fp32 [GROUPS], from their values of largest magnitude, bits << 1 | sign."""
+    size = (top >> 1).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
+    if dtype == tl.bfloat16:
+        scale = ((size.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+    else:
+        half = size.to(tl.float16)
+        bits = half.to(tl.int16, bitcast=True)
+        scale = tl.where(half.to(tl.float32) < size, bits + 1, bits).to(tl.float16, bitcast=True).to(tl.float32)
+    scale = tl.minimum(scale, CAP)
+    if KIND == INT:
+        scale = tl.where((top & 1) != 0, scale, 0.0 - scale)  # 0 - 0 is +0
+    return scale
 
 
 @triton.jit
@@ -258,13 +326,24 @@ def code(x, value: tl.constexpr, factor, KIND: tl.constexpr, LIMIT: tl.constexpr
         rounded = tl.fma(wide, factor, tl.full(factor.shape, 8388608.0 + LIMIT, tl.float32))
         return tl.minimum(rounded, 8388607.0 + 2 * LIMIT).to(tl.int32, bitcast=True)
     elif KIND == E2M1:
-        # The code is the nearest integer to the least of 2 y, y + 2 and y / 2 + 4; see `wire.e2m1_codes`
+        # The code is the nearest integer to the least of 2 y, y + 2 and y / 2 + 4
         y = wide * factor
         twice = tl.fma(y, tl.full(y.shape, 2.0, tl.float32), tl.full(y.shape, 8388608.0, tl.float32))
         half = tl.fma(y, tl.full(y.shape, 0.5, tl.float32), tl.full(y.shape, 8388612.0, tl.float32))
         return tl.minimum(tl.minimum(twice, y + 8388610.0), half).to(tl.int32, bitcast=True)
     else:
         return e4m3_codes(wide * factor)
+
+
+@triton.jit
+def e4m3_codes(y):
+    """E4M3 codes (int32, OCP) of y, fp32 up to 256 and a little, to nearest even; -0 becomes 0."""
+    size = tl.abs(y)
+    raw = size.to(tl.int32, bitcast=True)
+    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15  # 16384's last bit is 2**-9
+    code = tl.where(size < 2.0**-6, subnormal, normal)
+    return tl.where(code == 0, 0, code | ((y.to(tl.int32, bitcast=True) >> 24) & 128))
 
 
 @triton.jit
@@ -335,53 +414,93 @@ def numbers(low, high, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexp
     return found
 
 
+@triton.constexpr_function
+def there(GROUPS, PART):
+    """Groups of a tensor of GROUPS, which stands for a PART of a buffer, that are in the buffer and travel."""
+    return GROUPS if PART is None else max(0, min(GROUPS, PART[2] - PART[0]))
+
+
+@triton.constexpr_function
+def plane_start(GROUPS, PART, BYTES, BEFORE):
+    """Where in a buffer what a tensor of GROUPS has of a plane of BYTES a group begins, with BEFORE a group before."""
+    first, groups = (0, GROUPS) if PART is None else PART[:2]
+    return groups * BEFORE + first * BYTES
+
+
 @triton.jit
-def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr):
-    """Stores what `encode` returns at `buffer`, an address (int64) that 16 divides."""
+def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr = None):
+    """Stores what `encode` returns at `buffer`, an address (int64) that 16 divides.
+
+    Args:
+        PART: (first, groups, sent) where the GROUPS are but a part of a buffer: its first group, and the buffer's
+            groups, multiples of 8, of which only the first `sent` travel. None: they are the buffer.
+    """
     low, high, scale = parts
     UNITS: tl.constexpr = GROUPS * 32 // unit_values(LOW)
-    store_words(pointer(buffer, tl.int32), low, UNITS)
+    THERE: tl.constexpr = there(GROUPS, PART)
+    BITS: tl.constexpr = 16 if LOW == 0 else LOW
+    store_words(pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * BITS, 0)), low, UNITS, THERE * BITS)
     if LOW != 0:
         if HIGH != 0:
-            store_words(pointer(buffer + GROUPS * 4 * LOW, tl.int32), high, UNITS)
-        tl.store(pointer(buffer + GROUPS * 4 * (LOW + HIGH), scale.dtype) + tl.arange(0, GROUPS), scale)
+            first = pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * HIGH, 4 * LOW))
+            store_words(first, high, UNITS, THERE * HIGH)
+        scales_at = pointer(buffer, scale.dtype, plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH)))
+        group = tl.arange(0, GROUPS)
+        if THERE == GROUPS:
+            tl.store(scales_at + group, scale)
+        else:
+            tl.store(scales_at + group, scale, mask=group < THERE)
 
 
 @triton.jit
 def load_parts(
-    buffer, EIGHTS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr, GROUPS: tl.constexpr
+    buffer, EIGHTS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr, GROUPS: tl.constexpr,
+    PART: tl.constexpr = None
 ):  # fmt: skip
     """What `encode` returns, from `buffer`, an address (int64) that 16 divides, for units, or for every 8 values; the
-    scales are fp32 and as many. FP has none."""
+    scales are fp32 and as many. FP has none. What does not travel (PART, as in `store_parts`) decodes to zeros."""
     VALUES: tl.constexpr = 8 if EIGHTS else unit_values(LOW)
     lane = tl.arange(0, GROUPS * 32 // VALUES)
-    low = load_plane(buffer, VALUES, LOW if LOW != 0 else 16, GROUPS)
+    low = load_plane(buffer, VALUES, LOW if LOW != 0 else 16, 0, GROUPS, PART)
     if LOW == 0:
         return low, (), ()
     else:
         high = ()
         if HIGH != 0:
-            high = load_plane(buffer + GROUPS * 4 * LOW, VALUES, HIGH, GROUPS)
-        scales_at = buffer + GROUPS * 4 * (LOW + HIGH)
-        if VALUES == 32:
-            return low, high, tl.load(pointer(scales_at, T) + lane).to(tl.float32)
+            high = load_plane(buffer, VALUES, HIGH, 4 * LOW, GROUPS, PART)
+        START: tl.constexpr = plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH))
+        group = lane // (32 // VALUES)
+        # With fewer values than a group's a lane, so that decoded values need not move: no hint at the alignment
+        scale_ptr = pointer(buffer, T, START) if VALUES == 32 else (buffer + START).to(tl.pointer_type(T))
+        if there(GROUPS, PART) == GROUPS:
+            return low, high, tl.load(scale_ptr + group).to(tl.float32)
         else:
-            return low, high, tl.load(scales_at.to(tl.pointer_type(T)) + lane // (32 // VALUES)).to(tl.float32)
+            return low, high, tl.load(scale_ptr + group, mask=group < there(GROUPS, PART), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_plane(start, VALUES: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """The words of a plane that lanes of VALUES values need."""
-    if VALUES * BITS == 32:
+def load_plane(
+    buffer, VALUES: tl.constexpr, BITS: tl.constexpr, BEFORE: tl.constexpr, GROUPS: tl.constexpr,
+    PART: tl.constexpr
+):  # fmt: skip
+    """The words that lanes of VALUES values need of the plane behind BEFORE bytes a group."""
+    START: tl.constexpr = plane_start(GROUPS, PART, 4 * BITS, BEFORE)
+    WORDS: tl.constexpr = there(GROUPS, PART) * BITS
+    LANES: tl.constexpr = GROUPS * 32 // VALUES
+    if VALUES * BITS > 32:
+        return load_words(pointer(buffer, tl.int32, START), LANES, VALUES * BITS // 32, WORDS)
+    elif VALUES * BITS == 32:
         # One word a lane, so that decoded values need not move: no hint at the alignment
-        return (tl.load(start.to(tl.pointer_type(tl.int32)) + tl.arange(0, GROUPS * 32 // VALUES)),)
-    elif VALUES * BITS > 32:
-        return load_words(pointer(start, tl.int32), GROUPS * 32 // VALUES, VALUES * BITS // 32)
+        return load_words((buffer + START).to(tl.pointer_type(tl.int32)), LANES, 1, WORDS)
     else:
         # Several lanes share a word
-        lane = tl.arange(0, GROUPS * 32 // VALUES)
+        lane = tl.arange(0, LANES)
         SHARE: tl.constexpr = 32 // (VALUES * BITS)
-        word = tl.load(start.to(tl.pointer_type(tl.int32)) + lane // SHARE)
+        first = (buffer + START).to(tl.pointer_type(tl.int32))
+        if there(GROUPS, PART) == GROUPS:
+            word = tl.load(first + lane // SHARE)
+        else:
+            word = tl.load(first + lane // SHARE, mask=lane // SHARE < WORDS, other=0)
         return (word >> (16 // SHARE * (lane % SHARE)),)
 
 
@@ -408,10 +527,11 @@ def word_of(words, index: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def decode(
     buffer, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    TO: tl.constexpr, GROUPS: tl.constexpr
+    TO: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr = None
 ):  # fmt: skip
-    """The values in a buffer, the 4 pairs of TO of every 8: a tuple of int32 [4 * GROUPS]."""
-    low, high, scale = load_parts(buffer, True, LOW, HIGH, T, GROUPS)
+    """The values in a buffer, the 4 pairs of TO of every 8: a tuple of int32 [4 * GROUPS]. PART as in
+    `load_parts`."""
+    low, high, scale = load_parts(buffer, True, LOW, HIGH, T, GROUPS, PART)
     if KIND == FP and T == TO:
         return low
     else:
@@ -433,6 +553,9 @@ def scaled(number, scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def pointer(start, T: tl.constexpr):
-    """An address (int64) that 16 divides, as a pointer to T."""
-    return tl.multiple_of(start.to(tl.pointer_type(T)), 16)
+def pointer(start, T: tl.constexpr, OFFSET: tl.constexpr = 0):
+    """A pointer to T, OFFSET bytes behind an address (int64); 16 divides both.
+
+    OFFSET is added to the pointer: Triton's AMD backend forgets the alignment of an address plus a constant.
+    """
+    return tl.multiple_of(start.to(tl.pointer_type(T)), 16) + OFFSET // (T.primitive_bitwidth // 8)

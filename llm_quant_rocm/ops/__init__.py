@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators: torch.library operators with fakes, safe under torch.compile and CUDA graphs, on CPU and GPU.
 
-`nvfp4_moe_w4a4` alone is a plain function, for evaluation.
+They are for inference and have no gradients. The experts' references read on the host which experts have tokens, so a
+GPU that has no kernel for experts captures no graph of them. `nvfp4_moe_w4a4` is a plain function, for evaluation.
 """
 
 from llm_quant_rocm.ops.nvfp4_gemm import nvfp4_gemm as nvfp4_gemm

@@ -16,21 +16,24 @@ def register(
 
     All three functions take the operator's arguments. `validate` raises on arguments that do not fit, before either of
     the others; inside the operator, so that torch.compile does not trace it. `fake` gives outputs of the right shape,
-    dtype and device without data. The operator stays one node of a traced graph; nothing in it synchronizes, so it
-    can be captured in a CUDA graph.
+    dtype and device without data. The operator stays one node of a traced graph; but for the experts' references,
+    nothing in it synchronizes, so it can be captured in a CUDA graph. The first argument is a tensor, and its GPU is
+    the current one meanwhile: Triton launches on the current device and its stream, wherever the tensors are.
     """
 
-    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            validate(*args)
-            return function(*args)
+    def checked(*args: Any) -> Any:
+        validate(*args)
+        with torch.cuda.device_of(args[0]):
+            return implementation(*args)
 
-        return run
+    def checked_fake(*args: Any) -> Any:
+        validate(*args)
+        return fake(*args)
 
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, checked(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"llm_quant_rocm::{name}", checked(fake), lib=_LIBRARY)
+    _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"llm_quant_rocm::{name}", checked_fake, lib=_LIBRARY)
     return getattr(torch.ops.llm_quant_rocm, name).default
 
 

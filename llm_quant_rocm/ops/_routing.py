@@ -6,6 +6,9 @@ import torch
 from llm_quant_rocm.ops._register import check
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_SIGNED = (torch.int32, torch.int64)
+# What the kernels of `routing` read; some of the engines' dispatchers have unsigned ids.
+_IDS = (*_SIGNED, torch.uint32)
 
 
 def check_routing(
@@ -32,12 +35,18 @@ def check_routing(
         ),
     )
     check(
-        not topk_ids.is_floating_point() and topk_weights.is_floating_point(),
+        topk_ids.dtype in _IDS and topk_weights.is_floating_point(),
         TypeError,
         lambda: (
-            f"{operator}: topk_ids are integers and topk_weights are not; got {topk_ids.dtype}, {topk_weights.dtype}"
+            f"{operator}: topk_ids are integers of 32 or 64 bits and topk_weights are floats; got {topk_ids.dtype}, "
+            f"{topk_weights.dtype}"
         ),
     )
+    if expert_map is not None and (expert_map.dtype not in _SIGNED or expert_map.dim() != 1):
+        raise TypeError(
+            f"{operator}: expert_map has one int32 or int64 for each expert of the model; got {expert_map.dtype} "
+            f"{tuple(expert_map.shape)}"
+        )
     check(
         activation in ACTIVATIONS,
         ValueError,
@@ -75,9 +84,12 @@ def routed(
     return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map
 
 
-def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """The index among this rank's experts of each id, or -1 for an expert that is elsewhere and for a negative id."""
-    if expert_map is None:
-        return topk_ids
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> torch.Tensor:
+    """The index among this rank's `experts` of each id; -1 for an expert that is elsewhere, and for an id that is
+    negative or too large."""
+    known = experts if expert_map is None else expert_map.numel()
     ids = topk_ids.long()
+    ids = torch.where((ids >= 0) & (ids < known), ids, -1)
+    if expert_map is None or not known:
+        return ids
     return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0)])

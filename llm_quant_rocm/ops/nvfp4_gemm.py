@@ -25,6 +25,8 @@ from llm_quant_rocm.ops.nvfp4_weight import (
 )
 
 NAME = "nvfp4_gemm"
+# What was measured of prefill="fp8"; of its configurations `EXACT` stands for the 16-bit product as a backend.
+FP8_NAME, EXACT = "nvfp4_gemm_fp8", "exact"
 HALF = (torch.bfloat16, torch.float16)
 PREFILLS = ("exact", "fp8")
 # With prefill="fp8", calls of at most so many rows are decode: limited by reading the weight, and exact all the same.
@@ -46,8 +48,6 @@ DECODE_ROWS = 64
 # time that gfx942 needs at the least for the product itself (2 * 1024 operations a weight, 1307 TFLOP/s), and 8% of it
 # at 4096 rows.
 VENDOR_ROWS = 1024
-# Choices that are kept, one for each number of rows of each layer: a server meets thousands of numbers.
-_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,22 @@ def kernels_of(arch: str) -> ModuleType:
 
 
 def _in_fp8(call: GemmCall) -> bool:
-    """Whether the kernels compute the call in FP8. Without FP8 units that would save nothing."""
+    """Whether the kernels compute the call in FP8. Without FP8 units, or where the exact product is faster, that would
+    save nothing."""
     if not call.fp8 or not call.hardware.fp8_units or call.k > MAX_COLUMNS:
         return False
-    return kernels_of(call.hardware.arch).serves_fp8(call.dtype, call.bias, call.n)
+    if not kernels_of(call.hardware.arch).serves_fp8(call.dtype, call.bias, call.n):
+        return False
+    return _fp8_config(call.hardware, call.m, call.n, call.k) is not None
+
+
+@lru_cache(tuning.KEPT)
+def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
+    """How to compute in FP8; None where the exact product is faster."""
+    kernels, measured = kernels_of(device.arch), tuning.lookup(FP8_NAME, device.arch, m, n, k)
+    if measured is None:
+        return kernels.default_fp8_config(m, n, k, device)
+    return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
 
 
 def _run_triton(
@@ -105,14 +117,15 @@ def _run_triton(
     kernels = kernels_of(call.hardware.arch)
     tensors = (weight.codes, weight.scales, weight.global_scale)
     if _in_fp8(call):
-        return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware)
+        config = _fp8_config(call.hardware, call.m, call.n, call.k)
+        return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware, config)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
         config = kernels.batch_invariant(config)
     return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
-@lru_cache(_KEPT)
+@lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
@@ -149,7 +162,7 @@ BACKENDS = (
 )
 
 
-@lru_cache(_KEPT)
+@lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
     usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
@@ -252,6 +265,7 @@ def nvfp4_gemm(
         bias: bf16, fp16 or fp32 [N].
         prefill: "exact", or "fp8" for FP8's speed in calls of more than `DECODE_ROWS` rows: the weight then becomes
             FP8 (`formats.nvfp4.to_fp8`), and x FP8 with a scale a token (formats/fp8.py); both keep 3 mantissa bits.
+            Shapes that FP8 does not make faster are computed exactly all the same.
         batch_invariant: a row's bits do not depend on the rows beside it.
 
     Raises:

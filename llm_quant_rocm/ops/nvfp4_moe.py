@@ -2,11 +2,12 @@
 """Routed experts with 16-bit activations and NVFP4 weights."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
-from llm_quant_rocm import hardware, reference
+from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.ops._register import check, register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
@@ -37,7 +38,7 @@ def _reference(
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map)
+    ids = local_ids(topk_ids, expert_map, call.experts)
     return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
 
 
@@ -70,8 +71,15 @@ def _run_triton(
         activation,
         call.hardware,
         kernels.grouped_gemm,
-        kernels.moe_config(topk_ids.numel(), call.experts, call.hidden, call.inner),
+        _config(call.hardware, topk_ids.numel(), call.experts, call.hidden, call.inner),
     )
+
+
+@lru_cache(tuning.KEPT)
+def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
+    kernels = kernels_of(device.arch)
+    measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
+    return kernels.config_of(measured.config) if measured else kernels.moe_config(slots, experts, hidden, inner)
 
 
 # A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, activation, call) -> [T, H], with
@@ -171,9 +179,9 @@ def nvfp4_moe(
     Every expert, and within it gate and up, keeps its own global scale.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
-    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/nvfp4_moe.py; results
-    do not depend on timing.
+    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    reference/nvfp4_moe.py; results do not depend on timing.
 
     Raises:
         TypeError: a dtype.

@@ -43,4 +43,4 @@ def nvfp4_moe_w4a4(
         check_device(NAME, "input_scales", scale, x)
     check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
     x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
-    return reference.nvfp4_moe(x, w13, w2, weights, local_ids(ids, expert_map), activation, input_scales)
+    return reference.nvfp4_moe(x, w13, w2, weights, local_ids(ids, expert_map, experts), activation, input_scales)

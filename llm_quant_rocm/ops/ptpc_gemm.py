@@ -2,7 +2,7 @@
 """Matrix product of per-token FP8 activations and per-channel FP8 weights, and the linear layer made of it."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -98,7 +98,7 @@ def _run_triton(
     return kernel.ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
 
 
-@cache
+@lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
     from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig, default_config
 
@@ -114,7 +114,7 @@ BACKENDS = (
 )
 
 
-@cache
+@lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup("ptpc_gemm", call.hardware.arch, call.m, call.n, call.k)
     return choose("ptpc_gemm", BACKENDS, call, measured.backend if measured else None)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts with per-token FP8 activations and per-channel FP8 weights."""
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
-from llm_quant_rocm import hardware, reference
+from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import check, register
@@ -30,7 +31,18 @@ def _triton(
     from llm_quant_rocm.kernels.ptpc_moe import ptpc_moe
 
     device = hardware.detect(x.device)
-    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, activation, fmt, device)
+    config = _config(device, topk_ids.numel(), *w2.shape)
+    return ptpc_moe(
+        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, activation, fmt, device, config
+    )
+
+
+@lru_cache(tuning.KEPT)
+def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
+    from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config
+
+    measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
+    return MoeConfig(**measured.config) if measured else default_config(device, slots, experts)
 
 
 def _reference(
@@ -45,7 +57,7 @@ def _reference(
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map)
+    ids = local_ids(topk_ids, expert_map, w2.shape[0])
     return reference.ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, ids, activation, fmt)
 
 
@@ -154,9 +166,9 @@ def ptpc_moe(
     Any number of tokens, none included; experts may have none.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does a negative id. `apply_router_weight_on_input` (k = 1 only) multiplies x instead of the
-    output. The activation is silu, gelu or gelu_tanh. The rounding points are those of reference/ptpc_moe.py; results
-    do not depend on timing.
+    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    reference/ptpc_moe.py; results do not depend on timing.
 
     Raises:
         TypeError: a dtype, or an FP8 flavour that the device does not compute in.

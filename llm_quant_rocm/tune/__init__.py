@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures launch configurations on the GPU that is here: `llm-quant-rocm tune`. Importing a tuner imports Triton."""
+"""Measures launch configurations and crossovers on the GPUs that are here: `llm-quant-rocm tune`. Importing a tuner
+imports Triton."""
+
+from importlib import import_module
 
 from llm_quant_rocm.tune.workload import Tuner
 
-# By operator, the module that tunes it.
-OPERATORS = ("ptpc_gemm", "nvfp4_gemm")
+# Operators with launch configurations, each with a module of its name here.
+OPERATORS = ("ptpc_gemm", "nvfp4_gemm", "nvfp4_gemm_fp8", "ptpc_moe", "nvfp4_moe")
+# The all-reduce, which needs several GPUs.
+QUICK_REDUCE = "quick_reduce"
 
 
 def tuner(operator: str) -> Tuner:
     """The tuner of one of `OPERATORS`."""
-    from llm_quant_rocm.tune import nvfp4_gemm, ptpc_gemm
-
-    return {"ptpc_gemm": ptpc_gemm.TUNER, "nvfp4_gemm": nvfp4_gemm.TUNER}[operator]
+    found: Tuner = import_module(f"llm_quant_rocm.tune.{operator}").TUNER
+    return found

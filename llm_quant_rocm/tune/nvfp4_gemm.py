@@ -28,28 +28,62 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 
 
 def _hopper(m: int, n: int, k: int) -> list[Any]:
-    """Enough programs to fill the GPU, not so many that their parts cost more."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
+    """Enough programs to fill the GPU, not so many that their parts cost more. None of these spill registers in a loop,
+    compiled with Triton 3.6."""
+    return [*(_small_tiles(m, n, k) if m <= (1024 if n * k < 2**24 else 128) else ()), *large_tiles(m, n, k)]
 
-    found: list[Any] = []
-    if m <= (1024 if n * k < 2**24 else 128):
-        # block_k, unroll, stages
-        steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
-        for block_m in (max(16, m),) if m <= 64 else {128, 256} - ({256} if m == 128 else set()):
-            for block_n, warps in ((64, 4), (128, 8)) if m >= 32 else ((64, 4),):
-                tiles = -(-n // block_n) * -(-m // block_m)
-                for block_k, unroll, stages in steps:
-                    group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
-                    together = min(4 if warps == 4 else 2, _SHARED_BYTES // (group_bytes * stages))
-                    if block_m * block_n >= 256 * 128 or not together:
-                        continue
-                    for programs in (0, 2 * tiles, 3 * tiles, 4 * tiles, *(_SMS * each for each in (1, 2, 3, 4))):
-                        if 60 <= (programs or tiles) <= (_SMS * together if programs else 10000):
-                            found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
-    if m >= 128:
-        pairs = ((128, 128), (128, 256)) if m == 128 else ((128, 128), (256, 128)) if m <= 512 else ((256, 128),)
-        found += [Large(*pair, cut) for pair in pairs for cut in (True, False)]
+
+def _small_tiles(m: int, n: int, k: int) -> list[Any]:
+    """Of the kernel with several programs on a multiprocessor."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+
+    if m <= 64:
+        shapes = [(max(16, m), 64, 4), *([(m, 128, 8)] if m >= 32 else [])]
+    else:
+        shapes = [(128, 64, 4), (128, 128, 8), *([(64, 128, 8)] if m <= 128 else [(256, 64, 4), (256, 128, 8)])]
+    # block_k, unroll, stages
+    steps = ((128, 2, 2), (64, 2, 3), (64, 2, 5)) if m > 32 else ((128, 2, 2), (128, 2, 3), (128, 2, 5), (64, 4, 3))
+    found = []
+    for block_m, block_n, warps in shapes:
+        tiles = -(-n // block_n) * -(-m // block_m)
+        # Eight warps on half of the registers, for two programs on a multiprocessor, would spill with deep steps.
+        shallow = [step for step in steps if step[0] == 64] if (block_m, warps) == (64, 8) else steps
+        for block_k, unroll, stages in (*shallow, *([(64, 2, 2)] if block_m * block_n == 128 * 128 else [])):
+            group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
+            together = min(4 if warps == 4 else 2, _SHARED_BYTES // (group_bytes * stages))
+            # Sums of 256 rows and of others' parts would spill.
+            shares = [0] if block_m == 256 else _shares(tiles, together)
+            for programs in shares if together else ():
+                # They go through shared memory in 16 bits at a time.
+                fits = group_bytes * stages + (block_m * block_n * 2 if programs else 0) <= _SHARED_BYTES
+                if fits and 60 <= (programs or tiles) <= 10000:
+                    found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
+    return found
+
+
+def _shares(tiles: int, together: int) -> list[int]:
+    """Numbers of programs that share the steps of so many tiles: multiples of the tiles, which cut all alike, and of
+    the multiprocessors."""
+    alike = [tiles * each for each in (2, 3, 4, 6, 8, 16)]
+    everywhere = [_SMS * each for each in range(1, together + 1)]
+    return [0, *(programs for programs in (*alike, *everywhere) if programs <= _SMS * together)]
+
+
+def large_tiles(m: int, n: int, k: int, fp8: bool = False) -> list[Any]:
+    """Of the kernel with one program on a multiprocessor."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+
+    if m <= 64:
+        return []
+    shapes = [(256, 128)] if m > 128 else []
+    if m <= 512 or n * k < 2**24 or fp8:
+        # In FP8 the tile of 128 x 256 would spill.
+        shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
+    found = []
+    for block_m, block_n in shapes:
+        tiles = -(-n // block_n) * -(-m // block_m)
+        found += [Config(block_m, block_n, cut) for cut in ((0, 2) if tiles < _SMS else (0, 1, 2))]
+        found += [Config(block_m, block_n, 2, tiles * each) for each in (2, 3, 4, 6, 8) if tiles * each < _SMS]
     return found
 
 
@@ -99,16 +133,18 @@ def weights(n: int, k: int) -> tuple[list[Any], list[torch.Tensor]]:
     """Random weights as the kernel reads them, and as many in bf16 as are too large for a cache."""
     count, dense = timing.copies(n * k * 9 // 16), timing.copies(n * k * 2)
     return (
-        [prepare_nvfp4_weight(_random(n, k)) for _ in range(count)],
+        [prepare_nvfp4_weight(random_weight((n, k))) for _ in range(count)],
         [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(dense)],
     )
 
 
-def _random(n: int, k: int) -> NvFp4Weight:
+def random_weight(shape: tuple[int, ...]) -> NvFp4Weight:
+    """A weight [..., N, K] of random codes and block scales."""
+    *leading, n, k = shape
     return NvFp4Weight(
-        torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda"),
-        torch.randint(60, 120, (n, k // BLOCK), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
-        torch.full((n,), 1e-3, device="cuda"),
+        torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device="cuda"),
+        torch.randint(60, 120, (*leading, n, k // BLOCK), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
+        torch.full((*leading, n), 1e-3, device="cuda"),
     )
 
 
@@ -116,7 +152,7 @@ def compile_one(config: Any) -> None:
     """Compiles for the cache on disk: N and K are specialized, M is not. How many programs share the steps does not
     matter, but for none."""
     n = 512
-    weight = prepare_nvfp4_weight(_random(n, _COMPILED_K))
+    weight = prepare_nvfp4_weight(random_weight((n, _COMPILED_K)))
     dense = torch.empty(n, _COMPILED_K, dtype=torch.bfloat16, device="cuda")
     NvFp4Workload(([weight], [dense]), max(config.block_m, 16)).ours(config)[0]()
 

@@ -82,14 +82,15 @@ def _others(m: int, n: int, k: int) -> list[GemmConfig]:
 
 def weights(n: int, k: int) -> Weights:
     """Random codes and scales."""
-    fmt, found = fp8.for_device(torch.device("cuda")), []
-    for _ in range(timing.copies(n * k)):
-        # Bytes below 0x70 are numbers in both flavours.
-        codes = torch.randint(0, 0x70, (n, k), dtype=torch.uint8, device="cuda")
-        codes |= torch.randint(0, 2, (n, k), dtype=torch.uint8, device="cuda") << 7
-        codes = codes.masked_fill_(codes == 0x80, 0).view(fmt.dtype)
-        found.append((codes, torch.rand(n, 1, device="cuda") * 1e-3 + 1e-4))
-    return found
+    return [(random_codes((n, k)), torch.rand(n, 1, device="cuda") * 1e-3 + 1e-4) for _ in range(timing.copies(n * k))]
+
+
+def random_codes(shape: tuple[int, ...]) -> torch.Tensor:
+    """Random FP8 of the GPU's flavour."""
+    # Bytes below 0x70 are numbers in both flavours.
+    codes = torch.randint(0, 0x70, shape, dtype=torch.uint8, device="cuda")
+    codes |= torch.randint(0, 2, shape, dtype=torch.uint8, device="cuda") << 7
+    return codes.masked_fill_(codes == 0x80, 0).view(fp8.for_device(torch.device("cuda")).dtype)
 
 
 class PtpcWorkload:

@@ -2,6 +2,7 @@
 """A file of measured configurations in the making, as tuning.py reads it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,27 +23,33 @@ class Record:
         if path.is_file():
             try:
                 content = json.loads(path.read_text())
-                if _without_date(content["measured_on"]) == _without_date(measured_on):
+                if same_but_date(content["measured_on"], measured_on):
                     self.shapes = list(content["shapes"])
             except (KeyError, TypeError, ValueError):
                 self.shapes = []  # a broken file is measured anew
 
-    def holds(self, n: int, k: int, m: int) -> bool:
-        """Whether a shape was measured."""
-        return any((shape["n"], shape["k"], shape["m"]) == (n, k, m) for shape in self.shapes)
+    def holds(self, key: Mapping[str, int]) -> bool:
+        """Whether a shape was measured; `Tuner.key` names it."""
+        return any(key.items() <= shape.items() for shape in self.shapes)
 
-    def add(self, n: int, k: int, m: int, backend: str, config: Any) -> None:
+    def add(self, key: Mapping[str, int], backend: str, config: Any) -> None:
         """Add a shape; the file is whole at every moment."""
-        self.shapes.append({"n": n, "k": k, "m": m, "backend": backend, "config": asdict(config)})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.content(), indent=1) + "\n")
-        part.replace(self.path)
+        self.shapes.append({**key, "backend": backend, "config": asdict(config)})
+        write_whole(self.path, self.content())
 
     def content(self) -> dict[str, Any]:
         """What the file says."""
         return {"measured_on": self._measured_on, "shapes": self.shapes}
 
 
-def _without_date(measured_on: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in measured_on.items() if name != "date"}
+def same_but_date(measured_on: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether two measurements are of the same device and versions."""
+    return {**measured_on, "date": ""} == {**here, "date": ""}
+
+
+def write_whole(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes JSON; the file is whole at every moment."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.tmp")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(file)

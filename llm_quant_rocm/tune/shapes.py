@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights [N, K] that engines multiply by: of well-known models, and of a model's config.json."""
+"""The weights that engines multiply by, dense [N, K] and of routed experts: of well-known models, and of a model's
+config.json."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 # One rank's layers of Llama-3-70B, Qwen3-30B-A3B and DeepSeek-V3.
@@ -21,6 +23,12 @@ WELL_KNOWN = {
     "deepseek-gate_up": (36864, 7168),
     "deepseek-down": (7168, 18432),
 }
+# (experts, top-k, hidden, inner) of Qwen3-30B-A3B, of DeepSeek-V3 cut over eight ranks, and of Mixtral 8x7B.
+WELL_KNOWN_EXPERTS = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "deepseek-v3/8": (256, 8, 7168, 256),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+}
 
 
 def of_model(config: Mapping[str, Any], ranks: int) -> dict[str, tuple[int, int]]:
@@ -34,17 +42,7 @@ def of_model(config: Mapping[str, Any], ranks: int) -> dict[str, tuple[int, int]
         ValueError: a field is missing, or the ranks cannot share the model.
     """
     config = config.get("text_config") or config
-
-    def field(name: str) -> int:
-        if not isinstance(config.get(name), int):
-            raise ValueError(f"config.json has no {name}: tune for the well-known models, without --model")
-        return config[name]
-
-    def share(count: int, what: str) -> int:
-        if count % ranks:
-            raise ValueError(f"{ranks} ranks cannot share {count} {what}: take another --tp")
-        return count // ranks
-
+    field, share = partial(_field, config), partial(_share, ranks)
     hidden, heads = field("hidden_size"), field("num_attention_heads")
     mine = share(heads, "attention heads")
     layers: dict[str, tuple[int, int]] = {}
@@ -66,8 +64,7 @@ def of_model(config: Mapping[str, Any], ranks: int) -> dict[str, tuple[int, int]
         mine_keys = 1 if ranks >= keys and ranks % keys == 0 else share(keys, "key heads")
         layers["qkv"] = ((mine + 2 * mine_keys) * head, hidden)
         layers["o"] = (hidden, mine * head)
-    experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts")
-    dense = not experts or config.get("first_k_dense_replace") or config.get("mlp_only_layers")
+    dense = not _experts(config) or config.get("first_k_dense_replace") or config.get("mlp_only_layers")
     if dense:
         layers |= _mlp("", share(field("intermediate_size"), "columns of the MLP"), hidden)
     shared = config.get("shared_expert_intermediate_size") or (
@@ -76,6 +73,38 @@ def of_model(config: Mapping[str, Any], ranks: int) -> dict[str, tuple[int, int]
     if shared:
         layers |= _mlp("shared_", share(shared, "columns of the shared experts"), hidden)
     return layers
+
+
+def experts_of_model(config: Mapping[str, Any], ranks: int) -> dict[str, tuple[int, int, int, int]]:
+    """One rank's routed experts (experts, top-k, hidden, inner), every expert cut over all ranks; none of a dense
+    model.
+
+    Args and Raises: those of `of_model`.
+    """
+    config = config.get("text_config") or config
+    experts = _experts(config)
+    if not experts:
+        return {}
+    inner = config.get("moe_intermediate_size") or _field(config, "intermediate_size")
+    inner = _share(ranks, inner, "columns of the experts")
+    return {"experts": (experts, _field(config, "num_experts_per_tok"), _field(config, "hidden_size"), inner)}
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """How many routed experts a layer has; 0 of a dense model."""
+    return config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0
+
+
+def _field(config: Mapping[str, Any], name: str) -> int:
+    if not isinstance(config.get(name), int):
+        raise ValueError(f"config.json has no {name}: tune for the well-known models, without --model")
+    return config[name]
+
+
+def _share(ranks: int, count: int, what: str) -> int:
+    if count % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {count} {what}: take another --tp")
+    return count // ranks
 
 
 def _mlp(prefix: str, inner: int, hidden: int) -> dict[str, tuple[int, int]]:

@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llm_quant_rocm.hardware import Hardware
-
 Calls = Sequence[Callable[[], Any]]
 
 
 class Workload(Protocol):
-    """One weight [N, K], several times, so that no call finds it in a cache, and x [M, K] for it."""
+    """One layer's weights, several times, so that no call finds them in a cache, and x for them."""
 
     def ours(self, config: Any) -> Calls:
         """Our kernel under a configuration."""
@@ -22,22 +20,32 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Tuner:
-    """How an operator is tuned.
+    """How an operator is tuned. A shape is a weight's (N, K) or, of routed experts, (experts, top-k, hidden, inner).
 
     Attributes:
-        ms: rows of x to measure.
-        candidates: configurations worth trying for (hardware, m, n, k).
+        ms: rows of x to measure: tokens.
+        candidates: configurations worth trying for (hardware, m, *shape).
         compile: compiles a configuration for the cache on disk, and runs it; raises for one that does not fit. A
             function of a module, so that other processes can call it.
-        weights: rotating weights [N, K].
+        weights: rotating weights of (*shape).
         workload: of (those weights, m).
         backend: who serves a shape, of (m, microseconds of "ours" and of the peers).
+        experts: whether shapes are those of experts.
     """
 
     operator: str
     ms: tuple[int, ...]
-    candidates: Callable[[Hardware, int, int, int], Sequence[Any]]
+    candidates: Callable[..., Sequence[Any]]
     compile: Callable[[Any], None]
-    weights: Callable[[int, int], Any]
+    weights: Callable[..., Any]
     workload: Callable[[Any, int], Workload]
     backend: Callable[[int, Mapping[str, float]], str]
+    experts: bool = False
+
+    def key(self, shape: tuple[int, ...], m: int) -> dict[str, int]:
+        """The shape under m rows as a file of measured configurations names it."""
+        if not self.experts:
+            n, k = shape
+            return {"n": n, "k": k, "m": m}
+        experts, topk, hidden, inner = shape
+        return {"experts": experts, "hidden": hidden, "inner": inner, "slots": m * topk}

@@ -33,21 +33,19 @@ def settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """The user's wishes by SGLang's variables (ROCM_QUICK_REDUCE_...), else by vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
 
     Raises:
-        ValueError: as of `Settings.from_environment`, with vLLM's names.
+        ValueError: as of `Settings.from_environment`, with the name that the user gave.
     """
     own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(_PREFIX)}
     upstream = {name: value for name, value in environment.items() if name.startswith(_UPSTREAM_PREFIX)}
-    return Settings.from_environment({**upstream, **own})
+    try:
+        return Settings.from_environment({**upstream, **own})
+    except ValueError as error:
+        raise ValueError(str(error).replace(_UPSTREAM_PREFIX, _PREFIX) if own else str(error)) from None
 
 
-def attach(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """`GroupCoordinator.__init__`: a tensor-parallel group gets our all-reduce as its `qr_comm`."""
-    wishes = settings()
-    with _hidden_from_sglang(wishes):
-        original(group, *args, **kwargs)
-    if wishes.codec is None or group.world_size == 1 or group.unique_name.split(":")[0] != "tp":
-        return
-    members = Members(
+def members(group: Any) -> Members:
+    """One of SGLang's groups, as the library knows groups."""
+    return Members(
         engine="SGLang",
         name=group.unique_name,
         cpu_group=group.cpu_group,
@@ -57,12 +55,21 @@ def attach(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any)
         visible_devices="HIP_VISIBLE_DEVICES" if is_hip() else "CUDA_VISIBLE_DEVICES",
     )
 
+
+def attach(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
+    """`GroupCoordinator.__init__`: a tensor-parallel group gets our all-reduce as its `qr_comm`."""
+    wishes = settings()
+    with _hidden_from_sglang(wishes):
+        original(group, *args, **kwargs)
+    if wishes.codec is None or group.world_size == 1 or group.unique_name.split(":")[0] != "tp":
+        return
+
     def refuse(policy: Policy) -> str | None:
         if envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get():
             return "--enable-deterministic-inference is set, and which algorithm serves depends on the size of a batch"
         return better_left_to(group.qr_comm, policy, f"{_PREFIX}MIN_SIZE_BYTES_MB")
 
-    ours = connect(members, wishes, refuse, GroupReduce)
+    ours = connect(members(group), wishes, refuse, GroupReduce)
     if ours is not None:
         group.qr_comm = ours
 

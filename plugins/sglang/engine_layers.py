@@ -25,6 +25,9 @@ ENGINE = EngineLayers(
     embedding=VocabParallelEmbedding,
 )
 
+# What --load-format reads tensor by tensor; others fill parameters by themselves, or want them all alive.
+_TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"}
+
 # Many models of SGLang do not say what they fuse.
 _COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -58,3 +61,24 @@ def is_dummy() -> bool:
     """Whether SGLang fills a model's tensors by itself (--load-format dummy)."""
     load_format = get_server_args().load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+def loads_tensors() -> bool:
+    """Whether SGLang hands every tensor of the checkpoint to our loaders, and keeps weights where it computes."""
+    arguments = get_server_args()
+    formats = {arguments.load_format, getattr(arguments, "speculative_draft_load_format", None)} - {None}
+    others = (
+        arguments.cpu_offload_gb > 0,
+        getattr(arguments, "offload_group_size", -1) > 0,
+        getattr(arguments, "weight_cache_mode", "off") != "off",
+        getattr(arguments, "startup_weight_load_mode", "serial") != "serial",
+    )
+    return {str(getattr(name, "value", name)) for name in formats} <= _TENSOR_FORMATS and not any(others)
+
+
+def moves_experts() -> bool:
+    """Whether experts may be elsewhere than the checkpoint's order says, or more than once."""
+    arguments = get_server_args()
+    return (
+        arguments.enable_eplb or arguments.ep_num_redundant_experts > 0 or arguments.init_expert_location != "trivial"
+    )

@@ -8,7 +8,6 @@ no flag: ModelOpt's (NVFP4, W4A16_NVFP4, and MIXED_PRECISION with NVFP4 layers) 
 
 import json
 import logging
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
-    MODELOPT_ALGORITHMS,
     NAME,
     SWITCH,
     Options,
@@ -28,7 +27,6 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     describe,
     modelopt_settings,
     served_here,
-    summary,
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm_sglang.engine_layers import with_common_fused
@@ -44,7 +42,8 @@ def chosen(model_config: Any) -> str | None:
     """`nvfp4_triton` for a checkpoint that is taken over, else None.
 
     Raises:
-        ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind, or its files are broken.
+        ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind; or of a checkpoint that is
+            taken over the configuration, an option or a file is wrong.
     """
     wish = (model_config.quantization or "").lower()
     asked = wish in (NAME, ALIAS)
@@ -52,7 +51,7 @@ def chosen(model_config: Any) -> str | None:
         return None
     config = _description(model_config)
     kind = None if config is None else checkpoint_kind(config)
-    if kind is None:
+    if config is None or kind is None:
         if asked:
             found = "not quantized" if config is None else f"quantized as {describe(config)}"
             raise ValueError(
@@ -60,7 +59,10 @@ def chosen(model_config: Any) -> str | None:
                 "it without --quantization"
             )
         return None
-    refuse_truncated(Path(model_config.model_path))
+    # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
+    check(config)
+    Options.read(config)
+    refuse_broken_files(Path(model_config.model_path))
     _log_takeover(kind)
     return NAME
 
@@ -75,8 +77,7 @@ class NvFp4Config(QuantizationConfig):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.packed_modules_mapping = with_common_fused(self.packed_modules_mapping)
-        self._layers: defaultdict[str, list[str]] = defaultdict(list)
-        self._reported = False
+        self.layers = LayerChoice("SGLang")
 
     def get_name(self) -> str:
         """SGLang's own name of the format: its models and loaders ask for it, to know the checkpoint."""
@@ -137,21 +138,14 @@ class NvFp4Config(QuantizationConfig):
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, FusedMoE)
-        algorithm = self.algorithm(layer, prefix)
-        if algorithm in MODELOPT_ALGORITHMS:
-            self._layers["mixture-of-experts layers" if is_moe else "linear layers"].append(prefix)
-            return NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix)
-        if algorithm == "FP8" and not is_moe:
-            self._layers["linear layers in FP8"].append(prefix)
-            return Fp8LinearMethod(self, prefix)
-        method = super().get_quant_method(layer, prefix)
-        if algorithm is not None and (method is None or isinstance(method, UnquantizedLinearMethod)):
-            raise ValueError(
-                f"quant_algo {algorithm} of {prefix} is known neither to {NAME} nor to this SGLang: export the model "
-                f"with {', '.join(MODELOPT_ALGORITHMS)} or FP8 there, or update SGLang"
-            )
-        self._layers["layers left to SGLang"].append(prefix)
-        return method
+        return self.layers.choose(
+            prefix,
+            self.algorithm(layer, prefix),
+            nvfp4=lambda: NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix),
+            fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
+            engines=lambda: super(NvFp4Config, self).get_quant_method(layer, prefix),
+            unquantized=UnquantizedLinearMethod,
+        )
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""
@@ -159,9 +153,7 @@ class NvFp4Config(QuantizationConfig):
 
     def report(self) -> None:
         """Log once what is served and what is not. Call it when the whole model exists."""
-        if not self._reported:
-            self._reported = True
-            logger.info(summary(self._layers, self.options))
+        self.layers.report(self.options)
 
 
 def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,26 +14,13 @@ from sglang.srt.layers.quantization.compressed_tensors.utils import check_equal_
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptMixedPrecisionConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, excluded
+from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
-class _ModelOptExclusions:
-    """ModelOpt's list of excluded modules, whose patterns SGLang compares with its own names of fused layers alone."""
-
-    packed_modules_mapping: dict[str, list[str]]
-
-    def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether the checkpoint keeps `prefix` as it was.
-
-        Raises:
-            ValueError: it keeps some shards of a fused layer and not others.
-        """
-        return excluded(prefix, self.packed_modules_mapping, super().is_layer_excluded)  # type: ignore[misc]
-
-
-class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
+class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
@@ -42,7 +29,7 @@ class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
         return None if self.is_layer_excluded(prefix) else "NVFP4"
 
 
-class NvFp4MixedConfig(_ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
+class NvFp4MixedConfig(ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
     """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llm_quant_rocm_sglang import communicator, nvfp4, processes, ptpc_fp8
+from llm_quant_rocm_sglang import communicator, fusion, nvfp4, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -30,6 +30,7 @@ class Patch:
         hook: ours, which gets the target and its arguments.
         purpose: what does not work without it, for the log.
         why: why a hook.
+        formerly: the target's names in older versions.
     """
 
     target: str
@@ -37,10 +38,17 @@ class Patch:
     hook: Callable[..., Any]
     purpose: str
     why: str
+    formerly: tuple[str, ...] = ()
 
 
 def choose_quantization(original: Callable[..., None], model_config: Any) -> None:
-    """`ModelConfig._verify_quantization`, after we have seen whether the checkpoint and the user's wish are ours."""
+    """`ModelConfig._verify_quantization`, after we have seen whether the checkpoint and the user's wish are ours.
+
+    Raises:
+        ValueError: as of `chosen`, or a variable of the quantized all-reduce is wrong. What a plugin raises when it
+            registers, SGLang logs and goes on; what is raised here ends the server before it starts a process.
+    """
+    communicator.settings()
     name = ptpc_fp8.chosen(model_config) or nvfp4.chosen(model_config)
     if name is None:
         original(model_config)
@@ -90,6 +98,34 @@ PATCHES = (
         why="What is on a CPU it adds before it asks which method serves. Checked on 0.5.17, 0.5.21, 0.5.23. Can go "
         "with the first.",
     ),
+    Patch(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        parameters=("self",),
+        hook=fusion.load_model,
+        purpose="norms fused with the quantization and the all-reduce around them",
+        why="A quantization method sees its own layers alone, and norms are none of them. Checked on 0.5.17, 0.5.21, "
+        "0.5.23. Can go when SGLang lets a method quantize in the norm before its layer, as it does for static scales.",
+    ),
+    Patch(
+        target="sglang.srt.layers.layer_boundary.residual.add_norm.flashinfer_ar_fusion_applies",
+        formerly=(
+            "sglang.srt.layers.layer_boundary.residual.add_norm.apply_flashinfer_allreduce_fusion",
+            "sglang.srt.layers.communicator.apply_flashinfer_allreduce_fusion",
+        ),
+        parameters=("batch_size",),
+        hook=fusion.may_fuse,
+        purpose="all-reduces fused with the norms behind them",
+        why="It knows FlashInfer alone; what SGLang asks beside it knows AITER alone. Checked on 0.5.17, 0.5.21, "
+        "0.5.23. Can go when a plugin may bring such a kernel.",
+    ),
+    Patch(
+        target="sglang.srt.layers.layernorm._forward_with_allreduce_fusion",
+        parameters=("norm_module", "x", "residual", "post_residual_addition", "weight", "use_attn_tp_group"),
+        hook=fusion.reduce_and_norm,
+        purpose="all-reduces fused with the norms behind them",
+        why="It calls FlashInfer's kernel or AITER's by name. Checked on 0.5.17, 0.5.21, 0.5.23. Can go with the one "
+        "before.",
+    ),
 )
 
 
@@ -98,9 +134,9 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for patch in PATCHES:
-        trouble = _trouble(patch)
+        target, trouble = _find(patch)
         if trouble is None:
-            HookRegistry.register(patch.target, patch.hook, HookType.AROUND)
+            HookRegistry.register(target, patch.hook, HookType.AROUND)
         else:
             logger.error(
                 "llm-quant-rocm cannot hook into this SGLang: %s. Without it does not work: %s. Install a supported "
@@ -110,13 +146,17 @@ def apply() -> None:
             )
 
 
-def _trouble(patch: Patch) -> str | None:
-    """Why the hook cannot be set, or None."""
-    try:
-        target = pkgutil.resolve_name(patch.target)
-    except (ImportError, AttributeError) as error:
-        return f"{patch.target} is gone ({error})"
-    found = tuple(inspect.signature(target).parameters)[: len(patch.parameters)]
-    if found != patch.parameters:
-        return f"{patch.target} takes {', '.join(found)}, not {', '.join(patch.parameters)}"
-    return None
+def _find(patch: Patch) -> tuple[str, str | None]:
+    """The target's name in this SGLang, and why the hook cannot be set, or None."""
+    name, gone = patch.target, ""
+    for name in (patch.target, *patch.formerly):
+        try:
+            target = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            gone = gone or f"{name} is gone ({error})"
+            continue
+        found = tuple(inspect.signature(target).parameters)[: len(patch.parameters)]
+        if found != patch.parameters:
+            return name, f"{name} takes {', '.join(found)}, not {', '.join(patch.parameters)}"
+        return name, None
+    return name, gone

@@ -6,11 +6,13 @@ gates and the user's `ignored_layers` stay in the checkpoint's precision. Attent
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.online_layers import (
     EMBEDDINGS,
     EXPERTS,
@@ -36,16 +38,17 @@ def chosen(model_config: Any) -> str | None:
     """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
 
     Raises:
-        ValueError: the checkpoint is quantized by another method.
+        ValueError: the checkpoint is quantized by another method, or its files are broken.
     """
     asked = (model_config.quantization or "").lower() == NAME
     config = model_config._parse_quant_hf_config()
     method = None if config is None else str(config.get("quant_method") or "").lower()
-    if method == NAME and (asked or not model_config.quantization):
-        return NAME
-    if asked and config is not None:
+    if asked and config is not None and method != NAME:
         raise ValueError(already_quantized(method))
-    return NAME if asked else None
+    if not asked and (method != NAME or model_config.quantization):
+        return None
+    refuse_broken_files(Path(model_config.model_path))
+    return NAME
 
 
 class PtpcFp8Config(QuantizationConfig):

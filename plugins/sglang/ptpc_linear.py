@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of `ptpc_fp8`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,16 +10,19 @@ from sglang.srt.layers.parameter import ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.checkpoint.layer_names import ShardNames
-from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type, group_of
+from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
+from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
+from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
+from llm_quant_rocm_sglang import fusion
+from llm_quant_rocm_sglang.engine_layers import device_type, group_of, loads_tensors
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
 
 class PtpcFp8LinearMethod(LinearMethodBase):
-    """Serves one linear layer, whose weight is loaded in the checkpoint's precision and then quantized.
+    """Serves one linear layer. Its weight is declared on the meta device and comes to life, in the checkpoint's
+    precision, when the first piece of it arrives; with the last it is quantized and dropped.
 
     The served layer holds `weight` [N, K] E4M3, in the layout `ptpc_layout`, and `weight_scale` [N, 1] fp32, where
     N and K are this rank's share.
@@ -27,6 +31,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
     def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
         self.config = config
         self.prefix = prefix
+        self.arriving: ArrivingWeight | None = None
 
     def create_weights(
         self,
@@ -41,23 +46,52 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.logical_widths = output_partition_sizes
         self.ranks = input_size // input_size_per_partition
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
-        weight = ModelWeightParameter(
-            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=refusing_other_dtypes(extra_weight_attrs["weight_loader"], self.names.of_shard),
-        )
+        shape, loader = (sum(output_partition_sizes), input_size_per_partition), extra_weight_attrs["weight_loader"]
+        device, count = torch.get_default_device(), len(output_partition_sizes)
+
+        def make(device: torch.device, loader: Callable[..., Any]) -> ModelWeightParameter:
+            data = torch.empty(shape, dtype=params_dtype, device=device)
+            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+
+        def load(param: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert self.arriving is not None
+            shard = next(iter((*args, *kwargs.values())), None)
+            return self.arriving.load(
+                lambda weight, tensor: loader(weight, tensor, *args, **kwargs),
+                tensor,
+                shard_numbers(shard, count),
+                slice(None),
+                self.names.of_shard(shard),
+            )
+
+        if loads_tensors():
+            self.arriving = ArrivingWeight(
+                lambda: make(device, loader),
+                range(count),
+                lambda weight, amax: self.quantize(layer, weight, amax),
+                input_size if self.ranks > 1 else None,
+            )
+            weight = make(torch.device("meta"), refusing_other_dtypes(load, self.names.of_shard))
+        else:
+            weight = make(device, refusing_other_dtypes(loader, self.names.of_shard))
         layer.register_parameter("weight", weight)
+
+    def quantize(self, layer: LinearBase, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
+        """Puts `weight` in FP8 in its place. `amax` as `quantize_weight` takes it."""
+        group = group_of(layer, self.ranks) if self.ranks > 1 else None
+        name = f"{self.prefix}.weight"
+        codes, scale = quantize_weight(weight, name, self.names.of_row, group, device_type(), amax)
+        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+        layer.weight.weight_loader = refusing_again(name)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
-        group = group_of(layer, self.ranks) if self.ranks > 1 else None
-        codes, scale = quantize_weight(
-            layer.weight.data, f"{self.prefix}.weight", self.names.of_row, group, device_type()
-        )
-        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
-        layer.weight = torch.nn.Parameter(codes, requires_grad=False)
-        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        if self.arriving is None:
+            self.quantize(layer, layer.weight.data)
+        else:
+            refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()], ())
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture-of-experts layers of `ptpc_fp8`."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,9 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import set_weight_attrs
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type
+from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
+from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
+from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PtpcFp8MoEMethod(FusedMoEMethodBase):
-    """Serves the routed experts of one layer, which are loaded in the checkpoint's precision and then quantized.
+    """Serves the routed experts of one layer, which come to life and are quantized as in `PtpcFp8LinearMethod`.
 
     The served layer holds `w13_weight` [E, 2I, H] (gate rows, then up rows) and `w2_weight` [E, H, I], E4M3, with
     the scales `w13_weight_scale` [E, 2I, 1] and `w2_weight_scale` [E, H, 1], fp32. E and I are this rank's share.
@@ -33,6 +35,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
     def __init__(self, config: "PtpcFp8Config", layer: FusedMoE, prefix: str) -> None:
         self.config = config
         self.prefix = prefix
+        self.arriving: dict[str, ArrivingWeight] = {}
         if lack := lacking(layer):
             raise NotImplementedError(
                 f"{prefix}: ptpc_fp8 does not serve experts with {lack}: name {prefix!r} in ignored_layers to leave "
@@ -49,39 +52,98 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         self.names = expert_names(layer, self.prefix)
+        loader, inner, ranks = extra_weight_attrs["weight_loader"], intermediate_size_per_partition, layer.moe_tp_size
+        whole = inner * ranks if ranks > 1 else None
+        for name, shape, whole_columns in (
+            ("w13_weight", (num_experts, 2 * inner, hidden_size), None),
+            ("w2_weight", (num_experts, hidden_size, inner), whole),
+        ):
+            self._declare(layer, name, shape, whole_columns, params_dtype, loader)
 
-        def name_of_tensor(weight_name: str, shard_id: str, expert_id: int) -> str:
-            return f"{self.names.name(expert_id, shard_id)}.weight"
+    def _declare(
+        self,
+        layer: FusedMoE,
+        name: str,
+        shape: tuple[int, int, int],
+        whole_columns: int | None,
+        dtype: torch.dtype,
+        loader: Callable[..., Any],
+    ) -> None:
+        """One parameter [E, N, K], where the checkpoint's tensors have `whole_columns`, or K if that is None."""
+        device = torch.get_default_device()
+        shards = ("w1", "w3") if name == "w13_weight" else ("w2",)
 
-        loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor)
-        shapes = {
-            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
-            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
-        }
-        for name, shape in shapes.items():
+        def make(device: torch.device) -> torch.nn.Parameter:
             # SGLang may pad, and fills what the checkpoint has alone.
-            weight = torch.nn.Parameter(torch.zeros(shape, dtype=params_dtype), requires_grad=False)
-            set_weight_attrs(weight, {"weight_loader": loader})
-            layer.register_parameter(name, weight)
+            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+        def name_of_tensor(weight_name: str, shard_id: str, expert_id: int | None = None) -> str:
+            return weight_name if expert_id is None else f"{self.names.name(expert_id, shard_id)}.weight"
+
+        def load(
+            param: torch.nn.Parameter,
+            tensor: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int | None = None,
+        ) -> Any:
+            given = (weight_name, shard_id) if expert_id is None else (weight_name, shard_id, expert_id)
+            is_known = expert_id is not None and not moves_experts()
+            local = self.names.local(expert_id) if expert_id is not None and is_known else 0
+            if local < 0:
+                return None
+            return self.arriving[name].load(
+                lambda weight, tensor: loader(weight, tensor, *given),
+                tensor,
+                [(local, shard_id)] if is_known else None,
+                local,
+                name_of_tensor(*given),
+            )
+
+        if loads_tensors():
+            is_known = not moves_experts()
+            self.arriving[name] = ArrivingWeight(
+                lambda: make(device),
+                [(expert, shard) for expert in range(shape[0]) for shard in shards] if is_known else None,
+                lambda weight, amax: self.quantize(layer, name, weight, amax),
+                whole_columns if is_known else None,
+            )
+        weight = make(torch.device("meta") if loads_tensors() else device)
+        final = load if loads_tensors() else loader
+        set_weight_attrs(weight, {"weight_loader": refusing_other_dtypes(final, name_of_tensor)})
+        layer.register_parameter(name, weight)
 
     def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
         """None is made: our operator runs."""
 
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
-        w2_group = get_moe_tp_group().device_group if layer.moe_tp_size > 1 else None
-        for name, group in (("w13_weight", None), ("w2_weight", w2_group)):
-            weight = getattr(layer, name).data
-            rows = weight.shape[1]
+        for name in ("w13_weight", "w2_weight"):
+            if name not in self.arriving:
+                self.quantize(layer, name, getattr(layer, name).data)
+                continue
+            names = [
+                f"{self.names.name(self.names.whole(expert), shard)}.weight"
+                for expert, shard in self.arriving[name].finish()
+            ]
+            if not self.arriving[name].is_quantized:
+                refuse_missing(names or [f"{self.prefix}.{name}"], ())
 
-            def name_of_row(row: int, name: str = name, rows: int = rows) -> str:
-                expert, row = divmod(row, rows)
-                shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
-                return f"{self.names.name(self.names.whole(expert), shard)}.weight"
+    def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
+        """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""
+        rows = weight.shape[1]
+        group = get_moe_tp_group().device_group if name == "w2_weight" and layer.moe_tp_size > 1 else None
 
-            codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group, device_type())
-            setattr(layer, name, torch.nn.Parameter(codes, requires_grad=False))
-            setattr(layer, f"{name}_scale", torch.nn.Parameter(scale, requires_grad=False))
+        def name_of_row(row: int) -> str:
+            expert, row = divmod(row, rows)
+            shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
+            return f"{self.names.name(self.names.whole(expert), shard)}.weight"
+
+        codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group, device_type(), amax)
+        parameter = torch.nn.Parameter(codes, requires_grad=False)
+        set_weight_attrs(parameter, {"weight_loader": refusing_again(f"{self.prefix}.{name}")})
+        setattr(layer, name, parameter)
+        setattr(layer, f"{name}_scale", torch.nn.Parameter(scale, requires_grad=False))
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
         """This rank's share of the routed experts' output. The model runs shared experts itself."""

@@ -11,6 +11,7 @@ from functools import cache
 import vllm
 
 from llm_quant_rocm.versions import SUPPORTED
+from llm_quant_rocm_vllm import last_line
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -22,6 +23,7 @@ def register() -> None:
         ValueError: an environment variable of the quantized all-reduce is wrong.
     """
     _log_where_vllm_logs()
+    last_line.install()
     _warn_of_other_versions(vllm.__version__)
 
     # Here, not above: vLLM's quantization package is only complete once its own start-up has reached the plugins.

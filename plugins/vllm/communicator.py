@@ -27,8 +27,8 @@ from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_le
 from llm_quant_rocm.comm.policy import Policy, Settings
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.environment import read
+from llm_quant_rocm_vllm.patches import QUANTIZATION
 
-QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
 # Codecs of ours alone: vLLM's QuickReduce would report each as a broken setting.
 _UNKNOWN_TO_VLLM = ("FP4", "FP8")
 
@@ -146,16 +146,6 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         log = logger.info if dist.get_rank(communicator.cpu_group) == 0 else logger.debug
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")
     return quantized
-
-
-def hosts_of(cpu_group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks, in the default group, of a group's processes on each host. All of them call."""
-    return group.hosts_of(cpu_group, in_the_same_node_as)
-
-
-def unreachable(device: torch.device, facts: list[tuple[str | None, int]]) -> str | None:
-    """`comm.group.unreachable` by the variable of vLLM's platform."""
-    return group.unreachable(device, current_platform.device_control_env_var, facts)
 
 
 def _vllm_quick_reduce_serves(communicator: Any) -> bool:

@@ -7,7 +7,6 @@ NVFP4 units of their own are left to vLLM.
 """
 
 import logging
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
     MIXED_PRECISION,
-    MODELOPT_ALGORITHMS,
     NAME,
     SWITCH,
     Options,
@@ -29,7 +28,6 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     describe,
     modelopt_settings,
     served_here,
-    summary,
 )
 from llm_quant_rocm.environment import switched_on
 
@@ -51,8 +49,7 @@ class NvFp4Config(QuantizationConfig):
             )
         super().__init__(*args, **kwargs)
         self.options = Options()
-        self._layers: defaultdict[str, list[str]] = defaultdict(list)
-        self._reported = False
+        self.layers = LayerChoice("vLLM")
 
     def get_name(self) -> Any:
         """vLLM's own name of the format: its models ask for it, to know the checkpoint."""
@@ -112,7 +109,7 @@ class NvFp4Config(QuantizationConfig):
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Refuse broken files and options that exclude each other; vLLM calls this before it builds the model."""
         super().maybe_update_config(model_name, *args, **kwargs)
-        refuse_truncated(Path(model_name))
+        refuse_broken_files(Path(model_name))
         if envs.VLLM_BATCH_INVARIANT and self.options.prefill == "fp8":
             raise ValueError(
                 f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
@@ -137,21 +134,14 @@ class NvFp4Config(QuantizationConfig):
         if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, RoutedExperts)
-        algorithm = self.algorithm(layer, prefix)
-        if algorithm in MODELOPT_ALGORITHMS:
-            self._layers["mixture-of-experts layers" if is_moe else "linear layers"].append(prefix)
-            return NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix)
-        if algorithm == "FP8" and not is_moe:
-            self._layers["linear layers in FP8"].append(prefix)
-            return Fp8LinearMethod(self, prefix)
-        method = super().get_quant_method(layer, prefix)
-        if algorithm is not None and (method is None or isinstance(method, UnquantizedLinearMethod)):
-            raise ValueError(
-                f"quant_algo {algorithm} of {prefix} is known neither to {NAME} nor to this vLLM: export the model "
-                f"with {', '.join(MODELOPT_ALGORITHMS)} or FP8 there, or update vLLM"
-            )
-        self._layers["layers left to vLLM"].append(prefix)
-        return method
+        return self.layers.choose(
+            prefix,
+            self.algorithm(layer, prefix),
+            nvfp4=lambda: NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix),
+            fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
+            engines=lambda: super(NvFp4Config, self).get_quant_method(layer, prefix),
+            unquantized=UnquantizedLinearMethod,
+        )
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""
@@ -159,9 +149,7 @@ class NvFp4Config(QuantizationConfig):
 
     def report(self) -> None:
         """Log once what is served and what is not. Call it when the whole model exists."""
-        if not self._reported:
-            self._reported = True
-            logger.info(summary(self._layers, self.options))
+        self.layers.report(self.options)
 
 
 def _complete(config: dict[str, Any], hf_config: Any) -> None:

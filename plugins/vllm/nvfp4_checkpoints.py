@@ -11,30 +11,21 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, excluded
+from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
 
-
-class _ModelOptExclusions:
-    """ModelOpt's list of excluded modules, whose patterns vLLM compares with its own names of fused layers alone."""
-
-    packed_modules_mapping: dict[str, list[str]]
-
-    def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether the checkpoint keeps `prefix` as it was.
-
-        Raises:
-            ValueError: it keeps some shards of a fused layer and not others.
-        """
-        return excluded(prefix, self.packed_modules_mapping, super().is_layer_excluded)  # type: ignore[misc]
+# What compressed-tensors' target "Linear" names.
+_LINEAR = torch.nn.Linear(1, 1, device="meta")
 
 
-class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
+class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
@@ -45,7 +36,7 @@ class NvFp4ModelOptConfig(_ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config)
         return self.quant_method
 
 
-class NvFp4MixedConfig(_ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
+class NvFp4MixedConfig(ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
     """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
@@ -60,6 +51,9 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
+        if isinstance(layer, ParallelLMHead) and not any("lm_head" in entry for entry in self.ignore):
+            # A Linear to who wrote the checkpoint. Ignore lists that speak of it may not use vLLM's name of it.
+            layer = _LINEAR
         if not isinstance(layer, RoutedExperts):
             return self._algorithm(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()

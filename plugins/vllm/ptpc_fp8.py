@@ -13,6 +13,7 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.online_layers import (
     EMBEDDINGS,
     EXPERTS,
@@ -96,7 +97,9 @@ class PtpcFp8Config(QuantizationConfig):
         self.layers.ignored = hf_to_vllm_mapper.apply_list(names) + expressions
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refuse what would change the numbers in silence; vLLM calls this once the configuration is complete."""
+        """Refuse broken files, and what would change the numbers in silence; vLLM calls this once the configuration is
+        complete, before it builds the model."""
+        refuse_broken_files(Path(model_name))
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError(
                 f"{NAME} chooses its kernels by batch size and cannot serve with VLLM_BATCH_INVARIANT=1: unset it, "

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames
-from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm_vllm import fusion
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.config = config
         self.prefix = prefix
         self.input_is_sharded = False
-        fusion.enable(get_current_vllm_config())
+        vllm_config = get_current_vllm_config()
+        self.is_dummy = vllm_config.load_config.load_format == "dummy"
+        fusion.enable(vllm_config)
 
     def create_weights(
         self,
@@ -56,13 +58,15 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
         self.input_is_sharded = input_size_per_partition != input_size
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
+        self.arrived: set[str] = set()
+        self.loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], self.names.of_shard, self.arrived)
         weight = ModelWeightParameter(
             data=torch.empty(
                 layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
             ),
             input_dim=1,
             output_dim=0,
-            weight_loader=refusing_other_dtypes(extra_weight_attrs["weight_loader"], self.names.of_shard),
+            weight_loader=self.loader,
         )
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
@@ -72,6 +76,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         self.config.report()
+        self.refuse_missing(layer)
         group = get_tp_group().device_group if self.input_is_sharded else None
         codes, scale = quantize_weight(
             layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type
@@ -80,6 +85,14 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
         layer._already_called_process_weights_after_loading = True
+
+    def refuse_missing(self, layer: LinearBase) -> None:
+        """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""
+        whole = self.names.of_shard()
+        # Some models load a weight in a way of their own (Mamba), or all shards by one tensor (Phi-3).
+        if layer.weight.weight_loader is self.loader and whole not in self.arrived and not self.is_dummy:
+            refuse_missing(self.names.of_all(), self.arrived)
+        self.arrived.clear()
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

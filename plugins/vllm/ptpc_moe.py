@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -11,7 +12,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_name, global_expert
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
         self.config = config
+        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
     def create_weights(
         self,
@@ -50,19 +52,21 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         def name_of_tensor(weight_name: str, shard_id: str, expert_id: int, return_success: bool = False) -> str:
             return f"{expert_name(layer, self.prefix, expert_id, shard_id)}.weight"
 
-        loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor)
+        self.arrived: set[str] = set()
+        self.loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor, self.arrived)
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         for name, shape in shapes.items():
             weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
-            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": loader})
+            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self.loader})
             layer.register_parameter(name, weight)
         initialize_online_processing(layer)
 
     def prepare(self, layer: RoutedExperts) -> None:
         self.config.report()
+        self.refuse_missing(layer)
         # vLLM shards experts over data, prefill-context and tensor parallel ranks together: its expert group.
         w2_group = get_ep_group().device_group if self.moe.tp_size > 1 else None
         for name, group in (("w13_weight", None), ("w2_weight", w2_group)):
@@ -79,6 +83,17 @@ class PtpcFp8MoEMethod(ExpertsMethod):
             )
             replace_parameter(layer, name, codes)
             replace_parameter(layer, f"{name}_scale", scale)
+
+    def refuse_missing(self, layer: RoutedExperts) -> None:
+        """ValueError where a tensor of one of this rank's experts never arrived."""
+        if layer.w13_weight.weight_loader is self.loader and not self.is_dummy:
+            names = (
+                f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
+                for expert in range(layer.w13_weight.shape[0])
+                for shard in ("w1", "w2", "w3")
+            )
+            refuse_missing(names, self.arrived)
+        self.arrived.clear()
 
     def compute(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from llm_quant_rocm.kernels import wire
+from llm_quant_rocm.kernels import wire_units
 
 
 @triton.jit
@@ -87,12 +87,13 @@ def there_and_back(
     x_ptr, buffers_ptr, y_ptr, PIECE_BYTES: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
     CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Encodes a buffer of GROUPS groups for each program, and decodes it after the program has read it again."""
-    piece = tl.program_id(0)
-    place = piece * GROUPS * 32 + tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    buffer = buffers_ptr.to(tl.int64, bitcast=True) + piece * PIECE_BYTES
-    parts = wire.encode(tl.load(x_ptr + place), KIND, LIMIT, CAP, LOW, HIGH)
-    wire.store_parts(buffer, parts, LOW, HIGH, GROUPS)
+    """Encodes a buffer of GROUPS groups for each program, and decodes it, rounded to T, once it is stored."""
+    UNIT: tl.constexpr = wire_units.unit_values(LOW)
+    words = tl.program_id(0) * GROUPS * 16
+    buffer = buffers_ptr.to(tl.int64, bitcast=True) + tl.program_id(0) * PIECE_BYTES
+    x = wire_units.load_words(x_ptr.to(tl.pointer_type(tl.int32)) + words, GROUPS * 32 // UNIT, UNIT // 2)
+    parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
+    wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
     tl.debug_barrier()
-    value, _ = wire.decode(wire.load_parts(buffer, T, LOW, HIGH, GROUPS), KIND, LIMIT, LOW, HIGH)
-    tl.store(y_ptr + place, value)
+    pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, T, GROUPS)
+    wire_units.store_words(y_ptr.to(tl.pointer_type(tl.int32)) + words, pairs, GROUPS * 4)

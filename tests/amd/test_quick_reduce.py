@@ -32,11 +32,11 @@ def set_flags_at_once(
     peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
 ):  # fmt: skip
     """Awaits none of the stores of other waves."""
-    place = quick_reduce.flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * 4
+    place = quick_reduce.flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * quick_reduce.FLAG_BYTES
     peer = tl.arange(0, triton.next_power_of_2(WORLD))
     flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
     told = (peer < WORLD) & (patience >= 0)
-    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), call, mask=told, sem="release", scope="sys")
+    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
 
 
 @triton.jit

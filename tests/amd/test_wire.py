@@ -6,7 +6,7 @@ import torch
 
 from llm_quant_rocm.formats import wire
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, GROUP, Codec
-from llm_quant_rocm.kernels.wire import constants
+from llm_quant_rocm.kernels.wire_units import constants
 from tests.amd import kernels
 from tests.amd.budget import LDS
 from tests.amd.launcher import run_on
@@ -45,7 +45,7 @@ def groups(dtype: torch.dtype) -> torch.Tensor:
 def test_bytes_and_numbers(arch: str, codec: Codec, dtype: torch.dtype) -> None:
     x = groups(dtype).view(-1, GROUPS * GROUP)
     found = torch.zeros(x.shape[0], GROUPS * codec.group_bytes, dtype=torch.uint8)
-    numbers = torch.zeros(x.shape)
+    numbers = torch.zeros_like(x)
     run_on(
         arch, kernels.there_and_back, (x.shape[0],), x, found, numbers, PIECE_BYTES=found.shape[1], GROUPS=GROUPS,
         **constants(codec, dtype), num_warps=2, enable_fp_fusion=False,
@@ -53,4 +53,4 @@ def test_bytes_and_numbers(arch: str, codec: Codec, dtype: torch.dtype) -> None:
     expected = wire.encode(x, codec)
     wrong = (found != expected).nonzero()
     assert not len(wrong), f"{len(wrong)} bytes differ, first at {wrong[0].tolist()}"
-    assert_same(numbers + 0.0 if codec.integer else numbers, wire.decode(expected, codec, dtype))
+    assert_same(numbers, wire.decode(expected, codec, dtype).to(dtype))

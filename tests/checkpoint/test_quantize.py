@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
 from llm_quant_rocm.checkpoint import output as output_module
+from llm_quant_rocm.checkpoint.quantize import _siblings
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from tests.inputs import assert_same
@@ -129,6 +130,20 @@ def test_layers_that_engines_fuse_share_the_largest_global_scale(tmp_path: Path)
             assert [apart[f"{module}.weight_scale_2"] for module in modules] == own
             assert len(own) == 1 or len(set(map(float, own))) == len(own)
             assert {float(shared[f"{module}.weight_scale_2"]) for module in modules} == {float(max(own))}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("o_proj",), ("w2",), ("down_proj",),
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_what_engines_fuse(group: tuple[str, ...]) -> None:
+    names = [f"model.layers.3.block.{member}.weight" for member in group]
+    for name in names:
+        assert list(_siblings(name)) == names
 
 
 def test_ignore(tmp_path: Path) -> None:

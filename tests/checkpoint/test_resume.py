@@ -70,6 +70,17 @@ def test_the_command_killed_from_outside_goes_on(tmp_path: Path) -> None:
         assert contents(target)[name] == content, name
 
 
+def test_a_file_that_was_cut_off_since_is_made_again(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target)
+    expected = contents(target)
+    cut = sorted(target.glob("*.safetensors"))[1]
+    with cut.open("r+b") as file:
+        file.truncate(cut.stat().st_size - 1)
+    quantize_checkpoint(source, target)
+    assert contents(target) == expected
+
+
 def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
     first = quantize_checkpoint(source, tmp_path / "target")
     times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("target/*.safetensors")}

@@ -12,8 +12,9 @@ import torch
 from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from llm_quant_rocm.checkpoint import PTPC_LAYOUTS, quantize_checkpoint
-from llm_quant_rocm.checkpoint.schemes import relative_error
+from llm_quant_rocm.checkpoint import LAYOUTS, PTPC_LAYOUTS, quantize_checkpoint
+from llm_quant_rocm.checkpoint.reader import TensorInfo
+from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, relative_error
 from llm_quant_rocm.formats import fp8
 from tests.checkpoint.test_quantize import DEMO_MODEL, read, tensors_of_a_model, weight_of, write
 from tests.inputs import assert_same
@@ -38,6 +39,20 @@ def test_ptpc_holds_the_codes_of_the_format(tmp_path: Path, layout: str, dtype: 
         assert_same(found[f"{module}.weight_scale"], scale if layout == "compressed-tensors" else scale.flatten())
     for name in original.keys() - {f"{module}.weight" for module in report.quantized}:
         assert_same(found[name], original[name])
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "nvfp4"])
+def test_what_the_disk_needs_is_foretold(scheme: str) -> None:
+    """Room for a checkpoint is asked for before it is written: every byte but a scalar's or two."""
+    w = torch.randn(48, 96).bfloat16()
+    method = (
+        Ptpc(PTPC_LAYOUTS["modelopt"])
+        if scheme == "ptpc_fp8"
+        else NvFp4(LAYOUTS["modelopt"], False, lambda name: [name], lambda name: w, None)
+    )
+    tensors, _ = method.quantize("q_proj.weight", w)
+    whole = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim())
+    assert method.nbytes(TensorInfo("model.safetensors", "BF16", (48, 96))) == whole
 
 
 def test_compressed_tensors_decompresses_ptpc(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,13 @@ def compile_two_and_three(self: search.Compiler, configs: list[Config]) -> list[
     return []
 
 
+def made_up_tuner() -> Tuner:
+    return Tuner(
+        "ptpc_gemm", (1, 16), lambda device, m, *shape: [Config(1), Config(2), Config(3)], print,
+        lambda *shape: None, Workload, lambda m, us: "triton",
+    )  # fmt: skip
+
+
 @pytest.fixture
 def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows that were timed. The GPU, Triton and the times are made up; tile 1 does not compile."""
@@ -61,14 +68,10 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
         assert Config(1) not in candidates
         return min(candidates, key=lambda config: config.tile), {"ours": 1.0}
 
-    made_up = Tuner(
-        "ptpc_gemm", (1, 16), lambda device, m, n, k: [Config(1), Config(2), Config(3)], print,
-        lambda n, k: None, Workload, lambda m, us: "triton",
-    )  # fmt: skip
-    monkeypatch.setattr(tuners, "tuner", lambda name: made_up)
+    monkeypatch.setattr(tuners, "tuner", lambda name: made_up_tuner())
     monkeypatch.setattr(search, "fastest", fastest)
     monkeypatch.setattr(search.Compiler, "_try", compile_two_and_three)
-    monkeypatch.setattr(command, "require_gpu", lambda: None)
+    monkeypatch.setattr(command, "require_gpu", lambda count=1: None)
     monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
     monkeypatch.setattr(provenance, "environment", lambda: dict(MEASURED_ON))
     monkeypatch.setattr(provenance, "triton_version", lambda: "3")
@@ -141,6 +144,55 @@ def test_a_folder_that_cannot_be_written(timed: list[int], tmp_path: Path) -> No
     assert "what was measured cannot be kept (" in result.stderr and "name another folder by --out" in result.stderr
 
 
+def test_experts_are_kept_by_their_slots(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuners, "tuner", lambda name: replace(made_up_tuner(), operator=name, experts=True))
+    result = CliRunner().invoke(app, ["tune", "nvfp4_moe", "--layers", "qwen3-*", "--ms", "4", "--json"])
+    assert result.exit_code == 0, result.output
+    (shape,) = json.loads(result.stdout)["nvfp4_moe"]["shapes"]
+    assert {name: shape[name] for name in ("experts", "hidden", "inner", "slots")} == {
+        "experts": 128, "hidden": 2048, "inner": 768, "slots": 32,
+    }  # fmt: skip
+    assert tuning.lookup("nvfp4_moe", "sm_90", 32 / 128, 128, 2048, 768).config == {"tile": 2}
+
+
+def test_a_dense_model_has_no_experts_to_tune(
+    timed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tuners, "tuner", lambda name: replace(made_up_tuner(), operator=name, experts=name.endswith("moe"))
+    )
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(app, ["tune", "nvfp4_moe", "--model", str(tmp_path)])
+    assert result.exit_code == 1 and f"{tmp_path} has no routed experts" in result.stderr.replace("\n", "")
+    result = CliRunner().invoke(app, ["tune", "--model", str(tmp_path), "--ms", "1"])
+    assert result.exit_code == 0, result.output
+    for name in ("ptpc_moe", "nvfp4_moe", "quick_reduce"):
+        assert f"{name} is left out: " in result.stderr
+    assert "nvfp4_gemm_fp8: all shapes" in result.stderr
+
+
+def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from llm_quant_rocm.comm.policy import cached_crossovers
+    from llm_quant_rocm.measure import all_reduce
+
+    def measure(world: int, heard: Any, sizes: tuple[int, ...], seconds: float) -> None:
+        assert world == 2
+        for size in sizes:
+            heard("row", {"bytes": size, "us": {"NCCL": 10.0, "INT4": 5.0}})
+
+    monkeypatch.setattr(all_reduce, "measure", measure)
+    result = CliRunner().invoke(app, ["tune", "quick_reduce", "--tp", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert (
+        "quick_reduce: all sizes" in result.stderr and "4096 bytes, microseconds: NCCL 10.0, INT4 5.0" in result.stderr
+    )
+    (entry,) = json.loads(result.stdout)["quick_reduce"]["crossovers"]
+    assert (entry["world_size"], entry["codec"], len(entry["steps"])) == (2, "INT4", 1)
+    assert cached_crossovers("sm_90").is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -149,9 +201,10 @@ def test_a_folder_that_cannot_be_written(timed: list[int], tmp_path: Path) -> No
         (["--layers", "nothing"], "--layers matches none of llama-qkv, "),
         (["--model", "/nowhere"], "/nowhere has no config.json: name a checkpoint's folder."),
         (["--tp", "2"], "--tp cuts a model's layers: name the model by --model."),
-        (["gemm"], "gemm is not one of ptpc_gemm, nvfp4_gemm."),
+        (["gemm"], "gemm is not one of ptpc_gemm, nvfp4_gemm, nvfp4_gemm_fp8, ptpc_moe, nvfp4_moe, quick_reduce."),
+        (["quick_reduce"], "quick_reduce is between 2 to 8 GPUs, not 1: say how many by --tp."),
     ],
-    ids=["ms", "zero", "layers", "model", "tp", "operator"],
+    ids=["ms", "zero", "layers", "model", "tp", "operator", "ranks"],
 )
 def test_one_sentence_for_what_is_wrong(timed: list[int], arguments: list[str], message: str) -> None:
     result = run(*arguments)

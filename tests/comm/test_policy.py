@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm_quant_rocm.comm import policy as policy_module
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings, cached_crossovers
 from llm_quant_rocm.formats.wire import CODECS
 
@@ -110,6 +111,15 @@ def test_upstreams_thresholds(world: int, codec: str, mib: int) -> None:
     assert policy.choose(64 * MIB, torch.float32) == ENGINE
 
 
+@pytest.mark.parametrize(("peers", "mib"), [(True, 2048), (False, 4096)], ids=["kernels", "process_group"])
+def test_the_largest_message(peers: bool, mib: int) -> None:
+    """Kernels count in 32 bits, whatever the user allows."""
+    policy = Policy(settings(QUANTIZATION="FP4", MAX_SIZE_BYTES_MB="4096"), 2, "unheard_of", peer_memory=peers)
+    assert policy.choose(mib * MIB, torch.bfloat16).codec == FP4
+    assert policy.choose(mib * MIB + 2, torch.bfloat16) == ENGINE
+    assert f"engine above {mib * MIB} bytes" in policy.describe()
+
+
 @pytest.mark.parametrize("world", [1, 9, 16])
 def test_groups_that_are_not_served(world: int) -> None:
     policy = Policy(settings(QUANTIZATION="FP4"), world, "gfx942")
@@ -165,6 +175,17 @@ def test_measured_steps(dtype: torch.dtype) -> None:
         "quantized all-reduce: engine from 0 bytes, one_shot FP from 1000 bytes, two_shot INT4 from 5000 bytes, "
         f"engine from 2097152 bytes, engine above 2147483648 bytes (measured: {cached_crossovers('sm_90')})"
     )
+
+
+def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured("sm_90", steps=[{"from_bytes": 0, "algorithm": "two_shot", "codec": "INT4"}])
+    shipped = tmp_path / "package" / "configs" / "quick_reduce" / "sm_90.json"
+    shipped.parent.mkdir(parents=True)
+    cached_crossovers("sm_90").rename(shipped)
+    monkeypatch.setattr(policy_module.resources, "files", lambda package: tmp_path / "package")
+    assert Policy(settings(QUANTIZATION="INT4"), 4, "sm_90").choose(2, torch.bfloat16).codec == INT4
+    measured("sm_90", steps=[{"from_bytes": 0, "algorithm": "engine"}])
+    assert Policy(settings(QUANTIZATION="INT4"), 4, "sm_90").choose(2, torch.bfloat16) == ENGINE
 
 
 def test_what_was_not_measured_follows_upstream() -> None:

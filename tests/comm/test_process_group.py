@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce, all_reduce, two_level_all_reduce, two_level_groups
-from llm_quant_rocm.formats.wire import CODECS, DTYPES
+from llm_quant_rocm.formats.wire import CODECS, DTYPES, GROUP, Codec
 from llm_quant_rocm.reference import quick_reduce
 from tests.comm.processes import run_ranks
 from tests.inputs import assert_same, nasty_rows
 
-SHAPES = ((1,), (32,), (255,), (3, 5, 7), (257, 33), (2, 8192))
+SHAPES = ((1,), (31,), (33,), (3, 5, 7), (4097,), (257, 33), (2, 8192))
 
 
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -39,6 +39,70 @@ def compare_with_reference(rank: int, world: int) -> None:
         found = all_reduce(inputs[rank], CODECS["FP4"], cast_bf16_to_fp16=True)
         assert_same(found, quick_reduce.two_shot(inputs, CODECS["FP4"], cast_bf16_to_fp16=True))
     assert all_reduce(torch.zeros(0, 5, dtype=torch.float16), CODECS["FP4"]).shape == (0, 5)
+    for values in distributions(world):
+        for codec in CODECS.values():
+            found = all_reduce(values[rank], codec)
+            assert_same(found, quick_reduce.two_shot(values, codec))
+            assert_near(found, values, codec)
+    if world > 2:  # 1 is lost beside 2**30, unless that is taken away first
+        last = [0.0] * (world - 3) + [2.0**30, -(2.0**30)]
+        found = all_reduce(torch.full((64,), [1.0, *last][rank], dtype=torch.bfloat16), CODECS["FP"])
+        assert not found.any()
+    if world in (2, 4, 8):
+        upstreams_bodies(world)
+
+
+def distributions(world: int) -> list[list[torch.Tensor]]:
+    """Every rank's bf16 values: denormals, some near the largest, signs that alternate and so cancel, one infinity."""
+    draw = torch.Generator().manual_seed(world)
+    normal = [torch.randn(1000, generator=draw) for _ in range(world)]
+    signs = torch.tensor([1.0, -1.0]).repeat(500)
+    alternating = [values.abs() * signs * (-1) ** rank for rank, values in enumerate(normal)]
+    infinity = [values.clone() for values in normal]
+    infinity[-1][700] = float("inf")
+    every = [[values * 2.0**-131 for values in normal], [values * 2.0**123 for values in normal], alternating, infinity]
+    return [[values.bfloat16() for values in ranks] for ranks in every]
+
+
+def assert_near(found: torch.Tensor, values: list[torch.Tensor], codec: Codec) -> None:
+    """Within the error that the codec states, against the sum in fp64; what shares a group with an infinity is NaN."""
+    exact = torch.stack(values).double()
+    total = exact.sum(0)
+    groups = exact.abs().nan_to_num(posinf=0.0)
+    largest = torch.nn.functional.pad(groups, (0, -groups.shape[1] % GROUP)).unflatten(1, (-1, GROUP)).amax(2)
+    largest = largest.repeat_interleave(GROUP, 1)[:, : groups.shape[1]]
+    # One pass for each rank and one for the sum, scales rounded up; then the sum's own roundings.
+    one = {"FP": 0.0, "FP8": 1 / 16, "FP4": 1 / 6}.get(codec.name, 1 / codec.limit if codec.quantizes else 0.0)
+    bound = largest.sum(0) * one * (2 + one) * 1.01 + total.abs() * 2.0**-7 + 2.0**-132
+    infinite = total.isinf()
+    if not infinite.any():
+        assert ((found.double() - total).abs() <= bound).all()
+        return
+    lost = (
+        infinite
+        if codec.name == "FP" or len(values) == 1
+        else infinite.nonzero()[0] // GROUP == torch.arange(found.numel()) // GROUP
+    )
+    assert (found[infinite] == float("inf")).all()
+    assert torch.equal(found.isfinite(), ~lost)
+    assert ((found.double() - total).abs() <= bound)[~lost].all()
+
+
+def upstreams_bodies(world: int) -> None:
+    """What vLLM's tests/distributed/test_quick_all_reduce.py compares, with its tolerances and, for time, fewer values:
+    between 2 random whole numbers, there too the same on both, and a ramp; between 4 and 8 zeros and ones in turn."""
+    if world == 2:
+        draw = torch.Generator().manual_seed(42)
+        for name, dtype in itertools.product(("FP", "INT8", "INT6", "INT4"), DTYPES):
+            for low, high in ((1, 23), (-23, 1)):
+                x = torch.randint(low, high, (80_008,), generator=draw).to(dtype)
+                torch.testing.assert_close(all_reduce(x, CODECS[name]), x * world, atol=2.5, rtol=0.1)
+            x = (torch.arange(1 << 16) % 23).to(dtype)
+            torch.testing.assert_close(all_reduce(x, CODECS[name]), x * world, atol=2.5, rtol=0.1)
+    else:
+        for call in range(20):
+            x = torch.full((64, (1024, 2048)[call % 2]), call % 2, dtype=torch.float16)
+            assert (all_reduce(x, CODECS["INT4"], cast_bf16_to_fp16=True) == call % 2 * world).all()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])

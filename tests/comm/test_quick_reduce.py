@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
+import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -12,7 +13,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from llm_quant_rocm.comm import quick_reduce as comm
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
-from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import amd, nvidia
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config
@@ -108,8 +109,8 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         regions.append(torch.full((size,), 255, dtype=dtype))
         return regions[-1]
 
-    def barrier() -> None:
-        assert not regions[0].any()
+    def barrier(timeout_ms: int) -> None:
+        assert not regions[0].any() and timeout_ms in (3000, 10_000_000)
 
     met = MagicMock(side_effect=barrier)
 
@@ -122,14 +123,34 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(comm, "seconds_of_a_look", return_value=2e-6),
     ):
-        found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16, timeout=3)
-    assert met.called
+        for timeout, spins in ((10_000, 2**31 - 2), (3, 1_500_000)):
+            regions.clear()
+            found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16, timeout=timeout)
+            assert found.max_spins == spins
+    assert met.call_count == 2
     box = found._mailbox
     assert box.peers.dtype == torch.int64 and box.peers.tolist() == [4352, 65792, regions[0].data_ptr()]
     assert (box.rank, box.world, box.state.tolist()) == (2, 3, [0] * kernels.STATE_WORDS)
     assert regions[0].numel() == box.region_bytes()
     assert box.report.dtype == torch.int64 and box.lost() is None
-    assert found.max_spins == 1_500_000
+
+
+def test_how_long_a_look_takes() -> None:
+    """A call of one tile, on this GPU alone, in which no other rank comes."""
+    looks: list[int] = []
+
+    def one_shot(
+        x: torch.Tensor, out: torch.Tensor, box: kernels.Mailbox, codec: Codec, config: Config, most: int
+    ) -> None:
+        assert (box.world, box.rank, box.cut(1, codec, config, 1)) == (3, 0, kernels.Cut(1, 1, 1))
+        assert box.peers.diff().unique().tolist() == [box.region_bytes()] and box.report.is_pinned() is False
+        looks.append(most)
+        time.sleep(0.05 if most > 1 else 1)
+        box.report[0] = 1 << 33
+
+    with patch.object(kernels, "one_shot", one_shot), patch.object(torch.cuda, "synchronize"):
+        seconds = comm.seconds_of_a_look(torch.device("cpu"), 3)
+    assert looks == [1, 50_000] and 1e-6 < seconds < 2e-5  # the first one compiles
 
 
 @pytest.mark.parametrize("shots", [1, 2])
@@ -176,6 +197,8 @@ def test_errors() -> None:
         ValueError, match="inboxes of 512 bytes with flags of 1 tiles do not serve 64 values of FP between 2 ranks"
     ):
         QuickReduce(small, torch.zeros(1, dtype=torch.uint8), config=SMALL).all_reduce(x, CODECS["FP"])
+    with pytest.raises(ValueError, match=r"2147483648 values are too many .* 32 bits: split them"):
+        kernels.Mailbox(box.peers, box.state, box.report, 0, 1 << 25, 1 << 15).cut(2**31, FP4, SMALL, 2)
     with (
         patch.object(dist, "get_world_size", return_value=9),
         pytest.raises(ValueError, match="serves 2 to 8 ranks, the group has 9"),

@@ -2,7 +2,9 @@
 """reduce_norm_quant between gloo processes, the names of ranks, and the kernels behind them on a virtual GPU."""
 
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +13,19 @@ import torch.distributed as dist
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
-from llm_quant_rocm.comm.reduce_norm_quant import FP, Plan, Ranks, connect, disconnect, ranks_named
+from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice
+from llm_quant_rocm.comm.reduce_norm_quant import FP, Plan, Ranks, connect, disconnect, predicted, ranks_named
+from llm_quant_rocm.formats.fp8 import OCP
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, ScaleLayout, Target
-from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.formats.wire import CODECS, Codec
 from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.comm.processes import run_ranks
 from tests.inputs import nasty_rows, random_rows
 
 CPU = torch.device("cpu")
+INT4 = CODECS["INT4"]
+ONE_SHOT, TWO_SHOT = Plan.always(Algorithm.ONE_SHOT), Plan.always(Algorithm.TWO_SHOT)
 TARGETS = (
     Target(Quantization.FP8_PER_TOKEN, normed=False),
     Target(Quantization.NVFP4, layout=ScaleLayout.SWIZZLED_128X4),
@@ -40,14 +46,21 @@ def x_of(rank: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([nasty_rows(width, dtype).roll(5 * rank, 0), random_rows(rows, width, dtype, rank)])[:rows]
 
 
+def shots_and_codec(plan: Plan, x: torch.Tensor) -> tuple[Codec, int]:
+    """The last arguments of the reference."""
+    choice = plan.choose(x.numel() * x.element_size())
+    assert choice.codec is not None
+    return choice.codec, 2 if choice.algorithm is Algorithm.TWO_SHOT else 1
+
+
 def every_call(rank: int, world: int) -> None:
     from tests.amd.operators.reduce_norm_quant import assert_results
 
     group = dist.group.WORLD
     assert group is not None
-    ranks = connect("tp:0", group, CPU, CODECS["INT4"])
+    ranks = connect("tp:0", group, CPU, INT4)
     assert ranks.memory is None and ranks.obstacle == "cpu has no peer memory"
-    plans = (ranks.plan, Plan(0, CODECS["INT4"], 0), Plan(0))
+    plans = (ranks.plan, *(Plan.always(shots, INT4) for shots in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)), TWO_SHOT)
     for (index, (rows, width)), plan in itertools.product(enumerate(((1, 32), (40, 272), (7, 2880))), plans):
         ranks_of._NAMED["tp:0"] = Ranks(world, plan, group, None, "this is a test")
         target, dtype = TARGETS[index], (torch.bfloat16, torch.float16)[index % 2]
@@ -58,9 +71,8 @@ def every_call(rank: int, world: int) -> None:
             xs[rank], weight, residual, group="tp:0", eps=1e-5, weight_bias=1.0, quantization=target.quantization,
             scale=scale, layout=target.layout, normed=target.normed,
         )  # fmt: skip
-        shots, codec = plan.choose(xs[0].numel() * 2)
         norm = Norm(weight, 1e-5, 1.0, scale)
-        assert_results(found, reference.reduce_norm_quant(xs, residual, norm, target, codec, shots))
+        assert_results(found, reference.reduce_norm_quant(xs, residual, norm, target, *shots_and_codec(plan, xs[0])))
     disconnect("tp:0")
 
 
@@ -87,53 +99,125 @@ def messages_of_several_kernels() -> None:
     norm = norm_of(64, torch.bfloat16, target.quantization)
     xs = [x_of(rank, 21, 64, torch.bfloat16) for rank in range(2)]
     residual = random_rows(21, 64, torch.bfloat16, 9)
-    for plan, kernel_calls in ((Plan(1 << 20), 3), (Plan(0), 2)):
+    for plan in (ONE_SHOT, TWO_SHOT):
         before = len(virtual.gpu.launches)
         outs = []
         with virtual.gpu.together():
             for rank, box in enumerate(virtual.boxes):
                 virtual.gpu.stream = rank
                 memory = SimpleNamespace(mailbox=box, device=CPU, max_spins=1_000_000)
-                ranks = Ranks(2, plan, None, memory, None, SMALL)  # type: ignore[arg-type]
+                ranks = Ranks(2, plan, None, memory, config=SMALL)  # type: ignore[arg-type]
                 outs.append(ranks.reduce_norm_quant(xs[rank], residual, norm, target))
-        assert len(virtual.gpu.launches) - before == 2 * kernel_calls
-        shots, codec = plan.choose(xs[0].numel() * 2)
+        assert len(virtual.gpu.launches) - before == 2 * 3
         for out in outs:
-            assert_results(out, reference.reduce_norm_quant(xs, residual, norm, target, codec, shots))
+            assert_results(out, reference.reduce_norm_quant(xs, residual, norm, target, *shots_and_codec(plan, xs[0])))
     with pytest.raises(ValueError, match=r"inboxes of 65536 bytes do not hold 4 rows of 16384 columns in FP from each"):
-        kernels.programs_of(9, 16384, FP, virtual.boxes[0], SMALL)
+        kernels.cut(9, 16384, FP, virtual.boxes[0], SMALL, 1)
     memory = SimpleNamespace(mailbox=virtual.boxes[0], device=torch.device("meta"))
     with pytest.raises(ValueError, match="x is on cpu, the group's memory on meta"):
-        Ranks(2, Plan(0), None, memory).reduce_norm_quant(xs[0], None, norm, target)  # type: ignore[arg-type]
+        Ranks(2, TWO_SHOT, None, memory).reduce_norm_quant(xs[0], None, norm, target)  # type: ignore[arg-type]
     tall = Target(Quantization.NVFP4, layout=ScaleLayout.SWIZZLED_128X4, normed=False)
     memory = SimpleNamespace(mailbox=virtual.boxes[0], device=CPU, max_spins=1)
     with pytest.raises(ValueError, match="flags of 8 tiles do not serve 128 rows"):
-        Ranks(2, Plan(1 << 20), None, memory, None, SMALL).reduce_norm_quant(xs[0], None, norm, tall)  # type: ignore[arg-type]
+        Ranks(2, ONE_SHOT, None, memory, config=SMALL).reduce_norm_quant(xs[0], None, norm, tall)  # type: ignore[arg-type]
 
 
 def test_messages_of_several_kernels() -> None:
     call(tritons.VERSIONS[-1], in_the_way_of, "messages_of_several_kernels")
 
 
+def what_is_not_aligned_and_what_the_engine_adds_up() -> None:
+    """Rows that do not begin at multiples of 16 bytes are copied; the engine's all-reduce has our kernel behind it."""
+    from tests.amd.operators.reduce_norm_quant import SMALL, assert_results, norm_of
+    from tests.amd.operators.reduce_norm_quant import Ranks as VirtualRanks
+
+    virtual, target = VirtualRanks(2), Target(Quantization.FP8_PER_TOKEN, OCP)
+    norm = norm_of(64, torch.bfloat16, target.quantization)
+    wide = [random_rows(5, 68, torch.bfloat16, rank) for rank in range(2)]
+    views = [lambda x: x[:, :64], lambda x: x.flatten()[4:324].view(5, 64), lambda x: x[:, 4:]]
+    for view, shots in itertools.product(views, (1, 2)):
+        xs = [view(x) for x in wide]
+        outs, plan = [], (ONE_SHOT, TWO_SHOT)[shots - 1]
+        with virtual.gpu.together():
+            for rank, box in enumerate(virtual.boxes):
+                virtual.gpu.stream = rank
+                memory = SimpleNamespace(mailbox=box, device=CPU, max_spins=1_000_000)
+                ranks = Ranks(2, plan, None, memory, config=SMALL)  # type: ignore[arg-type]
+                outs.append(ranks.reduce_norm_quant(xs[rank], None, norm, target))
+        for out in outs:
+            assert_results(out, reference.reduce_norm_quant(xs, None, norm, target, FP, shots))
+    virtual.gpu.stream = 0
+    memory = SimpleNamespace(mailbox=virtual.boxes[0], device=CPU)
+    engine = Plan(((0, ENGINE),))
+    ranks = Ranks(2, engine, None, memory, engine=lambda x: x + x)  # type: ignore[arg-type]
+    x, residual = wide[0][:, :64], wide[1][:, :64]
+    assert_results(
+        ranks.reduce_norm_quant(x, residual, norm, target), reference.norm_quant(x + x, residual, norm, target)
+    )
+
+
+def test_what_is_not_aligned_and_what_the_engine_adds_up() -> None:
+    call(tritons.VERSIONS[-1], in_the_way_of, "what_is_not_aligned_and_what_the_engine_adds_up")
+
+
 @pytest.mark.parametrize("columns", [16, 2880, 8192, 12800])
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_slots_fit_the_inboxes(columns: int, codec: str) -> None:
+    """No row of a rank has the place of another one that is on its way."""
     from llm_quant_rocm.kernels import reduce_norm_quant as kernels
     from llm_quant_rocm.kernels.quick_reduce import SLOTS, Mailbox
 
-    for world, mib, tiles in itertools.product((2, 5, 8), (1, 32), (1, 40, 65, 5000)):
+    for world, mib, rows in itertools.product(range(2, 9), (4, 32), (1, 40, 65, 5000)):
         box = Mailbox(torch.zeros(world, dtype=torch.int64), torch.zeros(4), torch.zeros(1), 0, mib << 20, 1 << 15)
-        programs = kernels.programs_of(tiles, columns, CODECS[codec], box, kernels.Config(512, 132))
-        assert 1 <= programs <= min(tiles, 132)
-        slots = min(tiles, SLOTS.value * programs)
-        assert slots * world * kernels.piece_bytes(columns, CODECS[codec]) <= box.phase_bytes
+        for shots in (1, 2):
+            cut = kernels.cut(rows, columns, CODECS[codec], box, kernels.Config(512, 132), shots)
+            assert 1 <= cut.programs <= min(rows, 132)
+            pieces = cut.programs * cut.ring * (world if shots == 1 else 1)
+            if shots == 2:
+                pieces += -pieces % world
+            assert pieces * kernels.piece_bytes(columns, CODECS[codec]) <= box.phase_bytes
+            turns = -(-rows // cut.programs)
+            assert cut.ring >= SLOTS.value if turns > 1 else cut.ring == 1
+            if shots == 2:
+                places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+                for turn, program in itertools.product(range(min(turns, 9)), range(cut.programs)):
+                    place = (program * cut.ring + turn % cut.ring) // world
+                    places.setdefault(((turn + program) % world, place), []).append((program, turn))
+                for users in places.values():
+                    assert len({program for program, _ in users}) == 1
+                    assert all(b - a >= SLOTS.value for (_, a), (_, b) in itertools.pairwise(users))
 
 
 def test_plans() -> None:
-    plan = Plan(1000, CODECS["FP4"], 5000)
+    """Sizes from which on something else serves, as predicted: docs/fusion.md has the reasons."""
+    fp4 = CODECS["FP4"]
+    one, two, mib = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT, 1 << 20
+    assert predicted(2).steps == ((0, Choice(one, FP)),)
+    assert predicted(2, fp4).steps == ((0, Choice(one, FP)), (mib, Choice(one, fp4)))
+    assert predicted(4).steps == ((0, Choice(one, FP)), (760_000, Choice(two, FP)))
+    assert [choice for _, choice in predicted(4, fp4).steps] == [
+        Choice(one, FP), Choice(two, FP), Choice(one, fp4), Choice(two, fp4)]  # fmt: skip
+    assert [choice for _, choice in predicted(8, fp4).steps] == [Choice(one, FP), Choice(two, FP), Choice(two, fp4)]
+    plan = Plan(((0, Choice(one, FP)), (1001, Choice(two, FP)), (5000, Choice(two, fp4))))
     assert [plan.choose(n) for n in (0, 1000, 1001, 4999, 5000)] == [
-        (1, FP), (1, FP), (2, FP), (2, FP), (2, CODECS["FP4"])]  # fmt: skip
-    assert Plan.of(2).one_shot_bytes > Plan.of(8).one_shot_bytes > 0
+        Choice(one, FP), Choice(one, FP), Choice(two, FP), Choice(two, FP), Choice(two, fp4)]  # fmt: skip
+
+
+def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "llm-quant-rocm" / "reduce_norm_quant" / "sm_90.json"
+    file.parent.mkdir(parents=True)
+    steps = [{"from_bytes": 0, "algorithm": "one_shot", "codec": "FP"}, {"from_bytes": 4096, "algorithm": "engine"}]
+    entry = {"world_size": 2, "dtype": "bfloat16", "codec": "FP", "steps": steps}
+    file.write_text(json.dumps({"measured_on": {}, "crossovers": [entry]}))
+    one = (0, Choice(Algorithm.ONE_SHOT, FP))
+    assert Plan.of(2, FP, "sm_90", engine=True).steps == (one, (4096, ENGINE))
+    assert Plan.of(2, FP, "sm_90").steps == (one, (4096, Choice(Algorithm.TWO_SHOT, FP)))
+    assert "one_shot FP from 0 bytes, engine from 4096 bytes (measured:" in Plan.of(2, FP, "sm_90", True).describe()
+    assert Plan.of(4, FP, "sm_90") == predicted(4) and Plan.of(2, INT4, "sm_90") == predicted(2, INT4)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="is no file of crossovers"):
+        Plan.of(2, FP, "sm_90")
 
 
 def test_names(forgotten: None) -> None:

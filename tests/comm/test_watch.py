@@ -73,3 +73,27 @@ time.sleep(60 if not {stops} else 1)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert ended.returncode == (0 if stops else -signal.SIGTERM)
     assert MESSAGE in ended.stderr
+
+
+def test_the_end_of_a_process_is_no_lost_rank() -> None:
+    """What the check needs may be gone by then."""
+    program = """
+import atexit, time
+from llm_quant_rocm.comm.watch import Watch
+
+gone = []
+
+def take_away():
+    gone.append(True)
+    time.sleep(1)
+
+atexit.register(take_away)  # what was registered first is called last
+
+def check():
+    if gone:
+        raise RuntimeError("it is gone")
+
+watch = Watch(check, interval=0.01, grace=0.1)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

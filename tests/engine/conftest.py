@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from llm_quant_rocm.environment import ERRORS
+
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 if find_spec("vllm"):
     import checkpoints
     import engines
     import nvfp4_checkpoints
+
+
+@pytest.fixture(autouse=True)
+def plugin_leaves_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM loads the plugin into this process, it sets a variable, which other tests would find."""
+    monkeypatch.setenv(ERRORS, "")
 
 
 @pytest.fixture(scope="session")

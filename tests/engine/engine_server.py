@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from typing import Any
 
 
@@ -28,8 +27,8 @@ def wait(pid: int, limit: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def child(request: dict[str, Any]) -> int:
-    """One engine, as `python engine_process.py` in that environment would run it."""
+def child(request: dict[str, Any]) -> None:
+    """One engine, as `python engine_process.py` in that environment would run it: what it raises ends the process."""
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
@@ -37,15 +36,10 @@ def child(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     torch._dynamo.config.disable = "TORCH_COMPILE_DISABLE" in os.environ  # which PyTorch reads when it is imported
-    try:
-        engine_process.main(*request["arguments"])
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+    engine_process.main(*request["arguments"])
 
 
-def main() -> int:
+def main() -> None:
     """Ends when stdin does, and in each child when its engine has answered."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -54,9 +48,9 @@ def main() -> int:
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            return child(request)
+            child(request)
+            return
         print(wait(pid, request["limit"]), file=replies, flush=True)
-    return 0
 
 
 if __name__ == "__main__":
@@ -68,4 +62,4 @@ if __name__ == "__main__":
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     torch.set_num_threads(1)  # a child of fork has none of its parent's threads
-    sys.exit(main())
+    main()

@@ -25,8 +25,6 @@ PROMPTS = (
 )
 
 SETTINGS = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "max_model_len": 128, "max_num_seqs": 4}
-
-
 LIMIT = 900  # seconds for one engine: two ranks take 20 on a machine with nothing else to do
 
 
@@ -111,6 +109,24 @@ def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **se
         [answer["token_ids"] for answer in answers],
         [torch.load(file) for file in sorted(folder.glob("weights-*.pt"))],
     )
+
+
+def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, str]:
+    """What vLLM says to each of several requests (arguments of vllm.LLM but for SETTINGS), one after the other in one
+    process; "" where it loads the checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    requests_file, answers_file = folder / "requests.json", folder / "answers.json"
+    requests_file.write_text(json.dumps({name: {**SETTINGS, **settings} for name, settings in requests.items()}))
+    process = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("refusal_process.py")), requests_file, answers_file],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(answers_file.read_text())
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.ir import ops as ir
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks, connect, disconnect
+from llm_quant_rocm.comm import norm_ranks
+from llm_quant_rocm.comm.reduce_norm_quant import Ranks, connect, disconnect, predicted
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 from llm_quant_rocm_vllm import fusion, reduce_norm
 from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
@@ -457,7 +458,7 @@ class Group:
 
     def __init__(self, world_size: int = 2, device: str = "cpu", transport: Any = None) -> None:
         self.world_size, self.device, self.rank_in_group = world_size, torch.device(device, 0), 0
-        self.unique_name, self.cpu_group = "tp:0", None
+        self.unique_name, self.cpu_group, self.device_group = "tp:0", None, None
         self.device_communicator = SimpleNamespace(quantized=SimpleNamespace(transport=transport))
 
 
@@ -467,20 +468,22 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     host, and one rank that speaks for all."""
     given: list[Any] = []
 
-    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any) -> Ranks:
+    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any, engine: Any) -> Ranks:
         given.append(memory)
-        return Ranks(2, Plan.of(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+        return Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
 
-    monkeypatch.setattr(reduce_norm.comm, "connect", connect)
-    monkeypatch.setattr(reduce_norm, "hosts_of", lambda group: [[0, 1]])
-    monkeypatch.setattr(reduce_norm, "first_refusal", lambda refusal, group: refusal)
-    monkeypatch.setattr(reduce_norm, "unreachable", lambda device, facts: None)
-    monkeypatch.setattr(reduce_norm.dist, "all_gather_object", lambda everyone, fact, group: None)
+    monkeypatch.setattr(norm_ranks.reduce_norm_quant, "connect", connect)
+    monkeypatch.setattr(norm_ranks, "hosts_of", lambda group, same_host: [[0, 1]])
+    monkeypatch.setattr(norm_ranks, "first_refusal", lambda refusal, group: refusal)
+    monkeypatch.setattr(norm_ranks, "unreachable", lambda *facts: None)
+    monkeypatch.setattr(norm_ranks.dist, "all_gather_object", lambda everyone, fact, group: None)
+    monkeypatch.setattr(norm_ranks.dist, "get_rank", lambda group: 0)
     return given
 
 
 def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str | None:
     monkeypatch.setattr(reduce_norm, "get_tp_group", lambda: group)
+    monkeypatch.setattr(norm_ranks.dist, "get_world_size", lambda _: group.world_size)
     return reduce_norm.connect(SimpleNamespace(**{"use_ubatching": False, **settings}))
 
 
@@ -501,7 +504,7 @@ def test_one_rank_needs_no_group(
 
 
 def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce_norm, "Watch", None)  # its own communicator watches it
+    monkeypatch.setattr(norm_ranks, "Watch", None)  # its own communicator watches it
     memory = SimpleNamespace(mailbox=...)
     assert connect_as_vllm(Group(2, "cuda", memory), monkeypatch) == "tp:0"
     assert connect_as_vllm(Group(2, "cpu", object()), monkeypatch) == "tp:0"
@@ -513,7 +516,7 @@ def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monk
     [
         (Group(9), {}, "it has 9 ranks, and up to 8 are served"),
         (Group(2), {"use_ubatching": True}, "halves of a batch run at once"),
-        (Group(2), {"hosts_of": lambda group: [[0], [1]]}, "its ranks are on several hosts"),
+        (Group(2), {"hosts_of": lambda group, same_host: [[0], [1]]}, "its ranks are on several hosts"),
         (Group(2, "cuda"), {"unreachable": lambda *facts: "GPU 1 is far away"}, "GPU 1 is far away"),
         (Group(2, "cuda"), {"obstacle": "no memory"}, "no memory"),
     ],
@@ -524,9 +527,9 @@ def test_groups_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if "obstacle" in change:
-        reduce_norm.comm.connect.obstacle = change["obstacle"]
+        norm_ranks.reduce_norm_quant.connect.obstacle = change["obstacle"]
     for name in {"hosts_of", "unreachable"} & change.keys():
-        monkeypatch.setattr(reduce_norm, name, change[name])
+        monkeypatch.setattr(norm_ranks, name, change[name])
     settings = {name: value for name, value in change.items() if name == "use_ubatching"}
     assert [connect_as_vllm(group, monkeypatch, **settings) for _ in range(2)] == [None, None]
     assert len(log.records) == 1

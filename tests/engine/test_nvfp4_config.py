@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 
-from llm_quant_rocm.checkpoint.files import refuse_truncated
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, checkpoint_kind
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
@@ -204,6 +205,18 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ignore", "algorithm"),
+    [([], "W4A16_NVFP4"), (["lm_head"], None), (["re:.*lm_head"], None), (["other"], "W4A16_NVFP4")],
+)
+def test_an_output_head_is_a_linear_to_compressed_tensors(ignore: list[str], algorithm: str | None) -> None:
+    head = ParallelLMHead.__new__(ParallelLMHead)  # enough of one to be recognized
+    assert NvFp4Config.from_config({**COMPRESSED, "ignore": ignore}).algorithm(head, "lm_head") == algorithm
+    # Who keeps it may not call it as vLLM does.
+    kept = NvFp4Config.from_config({**COMPRESSED, "ignore": ["lm_head"]})
+    assert kept.algorithm(head, "language_model.lm_head") is None
+
+
+@pytest.mark.parametrize(
     ("config", "name"),
     [
         (FLAT, "modelopt_fp4"),
@@ -237,22 +250,40 @@ def test_names_of_shards() -> None:
 
 
 def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> None:
-    refuse_truncated(tmp_path / "absent")
+    refuse_broken_files(tmp_path / "absent")
     file = tmp_path / "model-00001-of-00002.safetensors"
     save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, file)
-    refuse_truncated(tmp_path)
+    refuse_broken_files(tmp_path)
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
     with pytest.raises(
         ValueError, match=rf"{file.name} is truncated: it has \d+ of \d+ bytes, and b is the first of 1"
     ):
-        refuse_truncated(tmp_path)
+        refuse_broken_files(tmp_path)
     file.write_bytes(whole[:20])
     with pytest.raises(ValueError, match="is truncated in its header, after 20 bytes"):
-        refuse_truncated(tmp_path)
+        refuse_broken_files(tmp_path)
     file.write_bytes(struct.pack("<Q", 8) + b"no JSON!")
     with pytest.raises(ValueError, match=rf"{file.name} is broken, its header is no JSON"):
-        refuse_truncated(tmp_path)
+        refuse_broken_files(tmp_path)
     file.write_bytes(struct.pack("<Q", 8)[:4])
     with pytest.raises(ValueError, match="is truncated in its header, after 4 bytes"):
-        refuse_truncated(tmp_path)
+        refuse_broken_files(tmp_path)
+
+
+def test_files_are_those_of_the_index(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
+    refuse_broken_files(tmp_path)  # the weights are elsewhere, or not wanted
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")  # the same weights once more, half downloaded
+    save_file({"a": torch.zeros(1)}, tmp_path / "1.safetensors")
+    with pytest.raises(ValueError, match=r"2.safetensors is missing, but model.safetensors.index.json names it: down"):
+        refuse_broken_files(tmp_path)
+    save_file({"b": torch.zeros(1)}, tmp_path / "2.safetensors")
+    refuse_broken_files(tmp_path)
+    (tmp_path / "2.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"2.safetensors is truncated"):
+        refuse_broken_files(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="index.json has no weight_map: download it again"):
+        refuse_broken_files(tmp_path)

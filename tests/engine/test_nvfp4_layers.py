@@ -185,7 +185,7 @@ def fp8_layer(codes: torch.Tensor, scales: torch.Tensor) -> tuple[Fp8LinearMetho
     """A layer of FP8 shards a and b, 2 rows each, as loading leaves it."""
     with set_current_vllm_config(VllmConfig()):
         served = Fp8LinearMethod(NvFp4Config.from_config(MODELOPT), "ab")
-    served.checkpoint = SimpleNamespace(
+    served.linear.checkpoint = SimpleNamespace(
         refuse_missing=lambda: None, pieces=lambda: [("a.weight", slice(0, 2)), ("b.weight", slice(2, 4))]
     )
     layer = torch.nn.Module()

@@ -13,49 +13,66 @@ import torch
 from conftest import succeed
 from safetensors.torch import load_file, save_file
 
-
-def changed(checkpoint: Path, folder: Path, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of the checkpoint in `folder` with one tensor changed."""
-    shutil.copytree(checkpoint, folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors[tensor] = change(tensors[tensor])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+DENSE, EXPERT = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
-def broken(weight: torch.Tensor) -> torch.Tensor:
+def put_nan(weight: torch.Tensor) -> torch.Tensor:
     weight[1, 3] = float("nan")
     return weight
 
 
-def refusal(folder: Path, checkpoint: Path, **settings: object) -> str:
-    result = engines.run(folder, checkpoint, quantization="ptpc_fp8", **settings)
-    assert result.returncode != 0
-    return result.log
+# name: (checkpoint, tensor, what becomes of it, what the user reads)
+BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "NaN": ("dense", DENSE, put_nan, f"{DENSE} holds NaN or inf (in 1 rows)"),
+    "NaN in an expert": ("moe", EXPERT, put_nan, f"{EXPERT} holds NaN or inf (in 1 rows)"),
+    "integers": ("dense", DENSE, lambda weight: weight.to(torch.int8), f"{DENSE} is torch.int8 in the checkpoint"),
+    # vLLM looks for what is missing in quantized checkpoints alone, and would quantize what was in memory.
+    "missing": ("dense", DENSE, lambda weight: None, f"{DENSE} is missing from the checkpoint"),
+    "missing in an expert": ("moe", EXPERT, lambda weight: None, f"{EXPERT} is missing from the checkpoint"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "tensor"),
-    [
-        ("dense", "model.layers.1.self_attn.k_proj.weight"),
-        ("moe", "model.layers.1.mlp.experts.3.up_proj.weight"),
-    ],
-)
-def test_nan_names_the_tensor(kind: str, tensor: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    checkpoint = changed(request.getfixturevalue(f"{kind}_checkpoint"), tmp_path / "checkpoint", tensor, broken)
-    assert f"{tensor} holds NaN or inf (in 1 rows)" in refusal(tmp_path, checkpoint)
+@pytest.fixture(scope="module")
+def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[str, str]:
+    """What vLLM says to each checkpoint, by name; "" where it serves it."""
+    sound = {"dense": dense_checkpoint, "moe": moe_checkpoint}
+    models = {}
+    for name, (kind, tensor, change, _) in BROKEN.items():
+        models[name] = Path(shutil.copytree(sound[kind], folder / f"bf16 {name}"))
+        tensors = load_file(models[name] / "model.safetensors")
+        changed = change(tensors.pop(tensor))
+        tensors |= {} if changed is None else {tensor: changed}
+        save_file(tensors, models[name] / "model.safetensors", metadata={"format": "pt"})
+    models["truncated"] = Path(shutil.copytree(dense_checkpoint, folder / "bf16 truncated"))
+    file = models["truncated"] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    models["quantized"] = Path(shutil.copytree(dense_checkpoint, folder / "fp8"))
+    checkpoints.edit_config(
+        models["quantized"], quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}
+    )
+    requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
+    requests |= {f"{kind} without weights": {"model": str(sound[kind]), "load_format": "dummy"} for kind in sound}
+    return engines.refusals(
+        folder / "refusals", {name: {**request, "quantization": "ptpc_fp8"} for name, request in requests.items()}
+    )
 
 
-def test_integers_are_not_taken_for_weights(dense_checkpoint: Path, tmp_path: Path) -> None:
-    tensor = "model.layers.0.mlp.up_proj.weight"
-    checkpoint = changed(dense_checkpoint, tmp_path / "checkpoint", tensor, lambda weight: weight.to(torch.int8))
-    assert f"{tensor} is torch.int8 in the checkpoint" in refusal(tmp_path, checkpoint)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_tensors_are_named(answers: dict[str, str], name: str) -> None:
+    assert BROKEN[name][3] in answers[name]
 
 
-def test_a_quantized_checkpoint_is_refused(dense_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = shutil.copytree(dense_checkpoint, tmp_path / "checkpoint")
-    checkpoints.edit_config(checkpoint, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
-    assert "the checkpoint is already quantized (fp8)" in refusal(tmp_path, checkpoint)
+def test_broken_files_are_named(answers: dict[str, str]) -> None:
+    assert "model.safetensors is truncated: " in answers["truncated"]
+
+
+def test_a_quantized_checkpoint_is_refused(answers: dict[str, str]) -> None:
+    assert "the checkpoint is already quantized (fp8)" in answers["quantized"]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_random_weights_are_served(answers: dict[str, str], kind: str) -> None:
+    assert answers[f"{kind} without weights"] == ""
 
 
 def test_ignored_layers_stay_unquantized(dense_checkpoint: Path, tmp_path: Path) -> None:

@@ -61,13 +61,14 @@ def environment(**variables: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         **({} if torch.cuda.is_available() else {"SGLANG_PLATFORM": "llm_quant_rocm_test"}),
-        "SGLANG_DISABLED_MODEL_ARCHS": _other_models(),
+        "SGLANG_DISABLED_MODEL_ARCHS": other_models(),
         **variables,
     }
 
 
 @cache
-def _other_models() -> str:
+def other_models() -> str:
+    """Modules of models that the tests do not serve, for SGLANG_DISABLED_MODEL_ARCHS."""
     spec = find_spec("sglang.srt.models")
     assert spec is not None
     modules = pkgutil.iter_modules(spec.submodule_search_locations)

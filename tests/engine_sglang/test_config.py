@@ -2,6 +2,7 @@
 """Which method a checkpoint and a user's wish come to, by SGLang's own ModelConfig; no model is built."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,40 @@ def test_a_checkpoint_may_ask_for_ptpc() -> None:
 def test_a_quantized_checkpoint_is_not_quantized_again(checkpoints_by_kind: dict[str, Path], kind: str) -> None:
     with pytest.raises(ValueError, match="already quantized .*: serve it without --quantization ptpc_fp8"):
         method(checkpoints_by_kind[kind], "ptpc_fp8")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quant_algo": "NVFP4_SVD"}, "quant_algo NVFP4_SVD is not known: nvfp4_triton serves"),
+        ({"group_size": 32}, "has group_size 32, and NVFP4 has blocks of 16"),
+        ({"activations": "nvfp5"}, "is 16bit or nvfp4, not 'nvfp5'"),
+    ],
+    ids=["algorithm", "group size", "option"],
+)
+def test_a_wrong_configuration_is_refused_before_a_process_starts(
+    nvfp4_moe: nvfp4_checkpoints.Quantized, change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    file = nvfp4_moe.write_modelopt(tmp_path / "wrong") / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= change
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        method(file.parent)
+
+
+def test_a_wrong_codec_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROCM_QUICK_REDUCE_QUANTIZATION", "INT5")
+    with pytest.raises(ValueError, match="^ROCM_QUICK_REDUCE_QUANTIZATION=INT5: it must be one of FP, "):
+        method(DEMO)
+
+
+def test_a_truncated_file_of_bf16_is_refused(tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(DEMO, tmp_path / "cut"))
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="is truncated: it has"):
+        method(copy, "ptpc_fp8")
 
 
 def test_a_truncated_file_is_refused_before_the_model_is_built(

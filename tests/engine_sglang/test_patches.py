@@ -26,7 +26,9 @@ def patch(target: str) -> patches.Patch:
 
 @pytest.mark.parametrize("target", [patch.target for patch in patches.PATCHES])
 def test_the_target_is_as_it_was(target: str) -> None:
-    assert patches._trouble(patch(target)) is None
+    found, trouble = patches._find(patch(target))
+    assert trouble is None
+    assert found in (target, *patch(target).formerly)
 
 
 def test_registering_twice() -> None:
@@ -36,7 +38,8 @@ def test_registering_twice() -> None:
         assert QUANTIZATION_CHOICES.count(name) == 1
         assert quantization.QUANTIZATION_METHODS[name].__module__.startswith("llm_quant_rocm_sglang")
     for one in patches.PATCHES:
-        assert [hook for _, hook, _ in HookRegistry._hooks[one.target]].count(one.hook) == 1
+        target, _ = patches._find(one)
+        assert [hook for _, hook, _ in HookRegistry._hooks[target]].count(one.hook) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,12 @@ def test_a_hook_that_fits_no_more_is_one_line(
     assert words in record.getMessage()
     assert "Without it does not work: the thing it is for." in record.getMessage()
     assert moved.hook not in [hook for _, hook, _ in HookRegistry._hooks.get(target, [])]
+
+
+def test_a_target_of_an_older_name() -> None:
+    for newer, older in ((f"{GROUP}.gone", f"{GROUP}.all_reduce"), (f"{GROUP}.all_reduce", f"{GROUP}.gone")):
+        moved = patches.Patch(newer, ("self",), MagicMock(), "", "", formerly=(older,))
+        assert patches._find(moved) == (f"{GROUP}.all_reduce", None)
 
 
 def test_tokenizers_load_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

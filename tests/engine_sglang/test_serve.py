@@ -42,6 +42,8 @@ def test_bf16_with_the_plugin_installed(folder: Path, bf16: torch.Tensor) -> Non
 def test_ptpc(folder: Path, bf16: torch.Tensor) -> None:
     served = servers.run(folder / "demo-ptpc", DEMO, "--quantization=ptpc_fp8", "--kv-cache-dtype=fp8_e4m3")
     assert "ptpc_fp8: quantizing 12 linear layers to E4M3" in served.log
+    assert "norm fusion: on for 7 norms, with quantization, where an FP8 layer reads them; " in served.log
+    assert "reduce_norm_quant runs on" in served.log
     # The bytes of every layer are those of the format, whoever loads it.
     weights, model = served.weights[0], fake_quantized.load(DEMO)
     for layer, block in enumerate(model.model.layers):
@@ -80,6 +82,7 @@ def test_two_ranks_with_the_quantized_all_reduce(folder: Path, bf16: torch.Tenso
     assert "nvfp4_triton: 12 linear layers" in served.log
     transport = "two_shot" if torch.cuda.is_available() else "process_group"
     assert f"quantized all-reduce: {transport} FP4 from 0 bytes" in served.log
+    assert "norm fusion: on for 7 norms, with the all-reduce" in served.log  # which this Llama does not leave to them
     assert (served.logprobs - bf16).abs().mean() < 0.6
 
 
@@ -100,6 +103,10 @@ def test_experts_quantized_on_two_ranks(folder: Path, moe_checkpoint: Path) -> N
     arguments = ("--quantization=ptpc_fp8", "--tp-size=2", "--dtype=float16")
     served = servers.run(folder / "moe-ptpc", moe_checkpoint, *arguments, **binding)
     assert "ptpc_fp8: quantizing 4 linear layers and 2 mixture-of-experts layers" in served.log
+    # This model leaves its all-reduces to the norms.
+    assert "where an FP8 layer reads them and the all-reduce, where the model leaves it to them; " in served.log
+    if not torch.cuda.is_available():
+        assert "reduce_norm_quant runs on reference; passed over fused: cpu has no peer memory" in served.log
     # Codes and scales are those of whole rows, whatever the number of ranks that share them.
     for number, layer in enumerate(fake_quantized.load(moe_checkpoint).model.layers):
         gate_up, down = layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data

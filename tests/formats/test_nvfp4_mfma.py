@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_packing
-from tests.inputs import assert_same
+from tests.inputs import assert_same, temporaries
 from tests.nvfp4_inputs import nasty_weight
 
 LAYOUTS = pytest.mark.parametrize("layout", [nvfp4_mfma.LAYOUT, nvfp4_mfma.LAYOUT_FP4])
@@ -93,6 +93,16 @@ def test_the_layout_of_an_architecture() -> None:
     )
 
 
+def test_temporaries_stay_small() -> None:
+    """Of a weight four times the packed slices, which grow to 32 bits a code on the way."""
+    codes = torch.zeros(4096, 4096, dtype=torch.uint8)
+    scales = torch.zeros(4096, 512, dtype=torch.float8_e4m3fn)
+    with temporaries(codes, scales) as sizes:
+        nvfp4_mfma.pack(codes, scales, nvfp4_mfma.LAYOUT)
+    assert max(sizes) <= 4 * nvfp4_packing._ELEMENTS <= 32 * 2**20
+
+
 def test_gate_and_up_take_turns() -> None:
-    order = nvfp4_mfma.gate_up_order(64, torch.device("cpu"))
-    assert order.tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
+    order = nvfp4_mfma.gate_up_order(96, torch.device("cpu"))
+    assert order.tolist() == [*range(16), *range(48, 64), *range(16, 32), *range(64, 80), *range(32, 48),
+                              *range(80, 96)]  # fmt: skip

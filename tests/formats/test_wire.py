@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llm_quant_rocm.formats import wire
 from llm_quant_rocm.formats.wire import BLOCK, CODECS, GROUP, Codec
-from tests.inputs import assert_same, broken_rows, finite_rows, nasty_rows, random_rows
+from tests.inputs import assert_same, broken_rows, finite_rows, nasty_rows, random_rows, temporaries
 
 NUMPY = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
 BOTH = pytest.mark.parametrize("dtype", wire.DTYPES, ids=["bf16", "fp16"])
@@ -264,3 +264,13 @@ def test_wrong_arguments() -> None:
         wire.decode(torch.zeros(143, dtype=torch.uint8), CODECS["FP4"], torch.bfloat16)
     with pytest.raises(TypeError, match=r"not torch\.float32"):
         wire.decode(torch.zeros(144, dtype=torch.uint8), CODECS["FP4"], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["INT6", "FP8", "FP4"])
+def test_temporaries_stay_small(name: str) -> None:
+    """A message of 6 MiB: beyond it, its bytes and what is decoded, fp64 chunks of 8 MiB."""
+    x, codec = torch.ones(4, 3 * 2**18, dtype=torch.bfloat16), wire.CODECS[name]
+    sent = wire.encode(x, codec)
+    with temporaries(x, sent, torch.empty(x.shape)) as sizes:
+        wire.decode(wire.encode(x, codec), codec, x.dtype)
+    assert max(sizes) <= 8 * 2**20

@@ -29,11 +29,14 @@ CONFIGS = [
     (128, 64, 64, 11, 2, 3, 4),
     (128, 128, 64, 132, 2, 3, 8),
     (256, 64, 64, 0, 2, 3, 4),
+    (256, 128, 64, 0, 2, 3, 8),
     # The kernel for many tokens.
-    (256, 128, True),
-    (256, 128, False),
-    (128, 256, True),
-    (128, 128, True),
+    (256, 128, 2),
+    (256, 128, 1),
+    (256, 128, 0),
+    (128, 256, 2),
+    (128, 128, 2),
+    (128, 128, 2, 96),
 ]
 
 
@@ -44,7 +47,7 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
 def config_of(values: tuple[int, ...]) -> Any:
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
 
-    return nvfp4_wgmma_large.Config(*values) if len(values) == 3 else nvfp4_wgmma.Config(*values)
+    return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 
 
 def run(config: tuple[int, ...], x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:

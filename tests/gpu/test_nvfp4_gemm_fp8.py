@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FP8 prefill of the NVFP4 GEMM on Hopper, against float64 and the reference."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,25 +17,43 @@ from tests.nvfp4_inputs import nasty_weight, weight64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-# The large kernel's three shapes of tiles, with and without sums of parts, and cuBLAS with the weight in memory.
-CONFIGS = [(256, 128), (256, 128, False), (128, 128), (128, 256), "expanded"]
+# The large kernel's three shapes of tiles, whole, cut at the end, and cut by a number of programs; and cuBLAS with the
+# weight in memory, so many values at a time.
+CONFIGS = [(256, 128), (256, 128, 1), (256, 128, 0), (128, 128, 2, 96), (128, 256), {"values": 2**26}]
 
 
-def run(config: tuple[Any, ...] | str, x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of tensors of the CPU in FP8, one way or the other."""
+def chosen(config: tuple[int, ...] | dict[str, int]) -> Any:
     from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma_large
-    from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+
+    return nvfp4_hopper.fp8_config_of(config) if isinstance(config, dict) else nvfp4_wgmma_large.Config(*config)
+
+
+def run(
+    config: tuple[int, ...] | dict[str, int], x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The product of tensors of the CPU in FP8, one way or the other."""
+    from llm_quant_rocm.kernels.nvfp4_hopper import gemm_fp8
 
     prepared = ops.prepare_nvfp4_weight(cuda(weight))
     bias = None if bias is None else bias.cuda()
-    operands = (prepared.codes, prepared.scales, prepared.global_scale, bias)
-    codes, scale = per_token_quant_fp8(x.cuda(), fp8.OCP, interleave=True)
-    out = torch.empty((x.shape[0], prepared.n), dtype=x.dtype, device="cuda")
-    device = hardware.detect(out.device)
-    if isinstance(config, str):
-        return nvfp4_hopper._gemm_expanded(codes, scale, *operands, out, device).cpu()
-    chosen = nvfp4_wgmma_large.Config(*config)
-    return nvfp4_wgmma_large.gemm_large_fp8(codes, scale, *operands, out, device, chosen).cpu()
+    operands = (prepared.codes, prepared.scales, prepared.global_scale, bias, prepared.n)
+    return gemm_fp8(x.cuda(), *operands, hardware.detect(torch.device("cuda")), chosen(config)).cpu()
+
+
+@pytest.fixture
+def in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if FP8 were the fastest of all shapes: decoded on the way, from 2000 rows on expanded in memory."""
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    found = lambda device, m, n, k: chosen({"values": 2**26} if m >= 2000 else (256, 128, 0))  # noqa: E731
+    monkeypatch.setattr(module, "_fp8_config", found)
+    module._choose.cache_clear()
+
+
+def test_shapes_that_fp8_does_not_speed_up_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("llm_quant_rocm.ops.nvfp4_gemm"), "_fp8_config", lambda *shape: None)
+    weight = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(320, 512))))
+    x = torch.randn(200, 512, device="cuda", dtype=torch.bfloat16)
+    assert_same(ops.nvfp4_gemm(x, weight, prefill="fp8"), ops.nvfp4_gemm(x, weight))
 
 
 def tolerance(k: int, dtype: torch.dtype) -> float:
@@ -79,7 +98,7 @@ SHAPES = [(1, 1, 16), (3, 5, 48), (20, 67, 528), (300, 130, 272), (70, 320, 2064
 @HALF
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS[:-1], ids=str)
-def test_exact_on_powers_of_two(config: tuple[Any, ...], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_exact_on_powers_of_two(config: tuple[int, ...], shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight, bias = exact_operands(*shape, dtype)
     product = product64(x, weight)
     assert_same(run(config, x, weight, None), product.float().to(dtype))
@@ -89,19 +108,16 @@ def test_exact_on_powers_of_two(config: tuple[Any, ...], shape: tuple[int, int, 
 
 
 @pytest.mark.parametrize("shape", [(16, 16, 16), (20, 80, 528), (300, 144, 272), (70, 1040, 2064)], ids=str)
-def test_exact_on_powers_of_two_expanded(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm_quant_rocm.kernels import nvfp4_slices
-
+def test_exact_on_powers_of_two_expanded(shape: tuple[int, int, int]) -> None:
     x, weight, bias = exact_operands(*shape, torch.bfloat16)
     product, bias = product64(x, weight), bias.bfloat16()
-    for size in (nvfp4_slices.EXPANDED_VALUES, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
-        monkeypatch.setattr(nvfp4_slices, "EXPANDED_VALUES", size)
-        assert_same(run("expanded", x, weight, None), product.float().bfloat16())
-        assert_same(run("expanded", x, weight, bias), (product + bias.double()).float().bfloat16())
+    for size in (2**26, 200 * shape[2]):  # the whole weight, and slices of 128 rows or more
+        assert_same(run({"values": size}, x, weight, None), product.float().bfloat16())
+        assert_same(run({"values": size}, x, weight, bias), (product + bias.double()).float().bfloat16())
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_all_codes_times_all_scales(config: tuple[Any, ...] | str) -> None:
+def test_all_codes_times_all_scales(config: tuple[int, ...] | dict[str, int]) -> None:
     """x picks single weights, so the E4M3 that the kernel makes are seen: those of `to_fp8`, but ties among denormals
     may fall either way."""
     codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(128, 8))
@@ -116,6 +132,7 @@ def test_all_codes_times_all_scales(config: tuple[Any, ...] | str) -> None:
 
 
 @HALF
+@pytest.mark.usefixtures("in_fp8")
 @pytest.mark.parametrize("rows", [65, 128, 129, 300, 1000, 3000])
 def test_operator_against_the_reference(rows: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, 2064).to(dtype), nvfp4.quantize(torch.randn(336, 2064) / 45)
@@ -129,6 +146,7 @@ def test_operator_against_the_reference(rows: int, dtype: torch.dtype) -> None:
     assert 0.02 < (found.double() - exact).norm() / exact.norm() < 0.035
 
 
+@pytest.mark.usefixtures("in_fp8")
 def test_decode_stays_exact() -> None:
     weight = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(320, 512))))
     x = torch.randn(DECODE_ROWS + 1, 512, device="cuda", dtype=torch.bfloat16)
@@ -137,6 +155,7 @@ def test_decode_stays_exact() -> None:
     assert not torch.equal(ops.nvfp4_gemm(x, weight, prefill="fp8"), ops.nvfp4_gemm(x, weight))
 
 
+@pytest.mark.usefixtures("in_fp8")
 def test_global_scales_of_shards_are_their_own() -> None:
     x, weight = torch.randn(100, 256).bfloat16(), nasty_weight(30, 256)
     expected = reference.nvfp4_gemm_fp8(x, weight, None, torch.float32, fp8.OCP)
@@ -146,6 +165,7 @@ def test_global_scales_of_shards_are_their_own() -> None:
     assert error.max() <= tolerance(256, torch.bfloat16)
 
 
+@pytest.mark.usefixtures("in_fp8")
 def test_nan_and_infinity_stay_in_their_row() -> None:
     x, weight = torch.randn(90, 64).bfloat16(), ops.prepare_nvfp4_weight(cuda(nasty_weight(30, 64)))
     clean = ops.nvfp4_gemm(x.cuda(), weight, prefill="fp8")
@@ -157,6 +177,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     assert_same(found[others], clean[others])
 
 
+@pytest.mark.usefixtures("in_fp8")
 @pytest.mark.parametrize("rows", [100, 1000, 2000])
 def test_the_same_bits_every_run(rows: int) -> None:
     weight = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(10240, 2048))))
@@ -166,6 +187,7 @@ def test_the_same_bits_every_run(rows: int) -> None:
         assert torch.equal(ops.nvfp4_gemm(x, weight, prefill="fp8"), first)
 
 
+@pytest.mark.usefixtures("in_fp8")
 def test_strides_of_x() -> None:
     x, weight, bias = exact_operands(100, 24, 64, torch.float16)
     prepared, bias = ops.prepare_nvfp4_weight(cuda(weight)), bias.cuda()

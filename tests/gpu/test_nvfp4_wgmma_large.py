@@ -16,7 +16,9 @@ HOPPER = torch.cuda.is_available() and hardware.detect(torch.device("cuda")).arc
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-CONFIGS = pytest.mark.parametrize("config", [(256, 128), (128, 256), (128, 128), (256, 128, False)], ids=str)
+CONFIGS = pytest.mark.parametrize(
+    "config", [(256, 128), (128, 256), (128, 128), (256, 128, 0), (256, 128, 1), (128, 128, 2, 96)], ids=str
+)
 
 
 def product(

@@ -222,6 +222,16 @@ def test_a_view_of_a_larger_weight_and_input() -> None:
         assert_same(found, product64(*part, bias).float().bfloat16())
 
 
+def test_one_row_over_and_over() -> None:
+    """Rows that overlap, which tensor descriptors refuse."""
+    (xq, xscale, wq, wscale), bias = integers(1, 64, 512)
+    once = (xq.cuda(), xscale.cuda(), wq.cuda(), wscale.cuda())
+    repeated = (once[0].expand(40, 512), once[1].expand(40, 1), *once[2:])
+    for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+        expected = product64(*once, bias).float().to(out_dtype).expand(40, 64)
+        assert_same(ops.ptpc_gemm(*repeated, bias.bfloat16().cuda(), out_dtype), expected.contiguous())
+
+
 def test_bias_at_an_odd_address() -> None:
     operands, bias = integers(20, 64, 512)
     padded = torch.cat([bias[:1], bias]).bfloat16().cuda()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized all-reduce between the GPUs of this host: the reference's bits, also in graphs and with late ranks."""
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -27,21 +28,32 @@ WORLD = min(torch.cuda.device_count(), 8)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")]
 SHOTS = (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT)
 TIMEOUT_SECONDS = 1.0
+# Of fp16 one codec of each kind: to compile a kernel takes seconds.
+OF_FP16 = ("FP", "INT8", "FP4")
+TYPES = [(codec, dtype) for codec in CODECS for dtype in DTYPES if dtype == torch.bfloat16 or codec in OF_FP16]
+# Other ways of a kernel, with FP4.
+WAYS: list[dict[str, bool]] = [
+    {"flags_at_once": True},
+    {"flags_together": True},
+    {"flags_at_once": True, "flags_together": True, "own_first": True},
+]
 
 
-def config(at_once: bool = False) -> Config:
-    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), flags_at_once=at_once)
+def config(way: dict[str, bool]) -> Config:
+    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), **way)
 
 
-def compile_kernel(shots: int, codec: str, dtype: torch.dtype, at_once: bool) -> None:
-    kernels.warm_up(shots, dtype, CODECS[codec], config(at_once), WORLD)
+def compile_kernel(shots: int, codec: str, dtype: torch.dtype, way: dict[str, bool]) -> None:
+    kernels.warm_up(shots, dtype, CODECS[codec], config(way), WORLD)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Compiles side by side what the ranks would compile one after another."""
-    jobs = [(shots, codec, dtype, False) for codec in CODECS for dtype in DTYPES for shots in (1, 2)]
-    jobs += [(shots, "FP4", torch.bfloat16, True) for shots in (1, 2)]
+    jobs: list[tuple[int, str, torch.dtype, dict[str, bool]]] = [
+        (shots, codec, dtype, {}) for codec, dtype in TYPES for shots in (1, 2)
+    ]
+    jobs += [(shots, "FP4", torch.bfloat16, way) for way in WAYS for shots in (1, 2)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), context) as pool:
         for job in [pool.submit(compile_kernel, *job) for job in jobs]:
@@ -75,11 +87,19 @@ def sleep(delays: random.Random, most: int = 100_000) -> None:
 def every_codec(rank: int) -> None:
     """Ragged sizes, both shots, late ranks: the reference's bits."""
     device, reduce = connect(rank, timeout=20)
-    at_once = QuickReduce(reduce.mailbox, reduce.region, reduce.max_spins, config(at_once=True))
+    ways = [  # with many tiles, of several buffers, for each program
+        QuickReduce(reduce.mailbox, reduce.region, reduce.max_spins, replace(config(way), programs=3, rounds=3))
+        for way in WAYS
+    ]
     delays = random.Random(rank)
-    cases = [(codec, dtype, shot, count, reduce) for codec in CODECS for dtype in DTYPES for shot in SHOTS
-             for count in (1, 3001, 20_003)]  # fmt: skip
-    cases += [("FP4", torch.bfloat16, shot, count, at_once) for shot in SHOTS for count in (1, 20_003)]
+    cases = [
+        (codec, dtype, shot, count, reduce)
+        for (codec, dtype), shot, count in itertools.product(TYPES, SHOTS, (1, 31, 33, 4097, 20_003))
+    ]
+    cases += [
+        ("FP4", torch.bfloat16, shot, count, way)
+        for way, shot, count in itertools.product(ways, SHOTS, (1, 20_003, 100_000 * WORLD))
+    ]
     for seed, (codec, dtype, shot, count, using) in enumerate(cases):
         inputs = draw(count, dtype, seed)
         sleep(delays, 1_000_000)
@@ -92,7 +112,8 @@ def every_codec(rank: int) -> None:
 
 
 def graphs(rank: int) -> None:
-    """A thousand replays with other inputs each, between calls of other sizes, and with late ranks."""
+    """A thousand replays of two graphs in turn, with other inputs each, between calls of other sizes that now and then
+    come from another stream, and with late ranks."""
     device, reduce = connect(rank, timeout=20)
     delays = random.Random(rank)
     calls = (("FP4", Algorithm.TWO_SHOT, 8003), ("FP", Algorithm.ONE_SHOT, 513), ("INT4", Algorithm.TWO_SHOT, 30_011))
@@ -107,46 +128,56 @@ def graphs(rank: int) -> None:
         expected.append([total.to(device).view(torch.int16) for total in sums])
     x = [torch.zeros_like(values) for values in inputs[0]]
 
-    def all_calls() -> list[torch.Tensor]:
-        return [
-            reduce.all_reduce(values, CODECS[codec], shot) for values, (codec, shot, _) in zip(x, calls, strict=True)
-        ]
+    def in_order(order: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        return {call: reduce.all_reduce(x[call], CODECS[calls[call][0]], calls[call][1]) for call in order}
 
-    all_calls()
+    in_order((0, 1, 2))
     torch.cuda.synchronize()
     dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outs = all_calls()
+    graphs_of: list[tuple[torch.cuda.CUDAGraph, dict[int, torch.Tensor]]] = []
+    for order in ((0, 1, 2), (2, 0)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outs = in_order(order)
+        graphs_of.append((graph, outs))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
+    aside, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     for replay in range(1000):
         turn = replay % 4
         for values, new in zip(x, inputs[turn], strict=True):
             values.copy_(new)
         sleep(delays)
+        graph, outs = graphs_of[replay // 3 % 2]
         graph.replay()
-        for out, right in zip(outs, expected[turn], strict=True):
-            wrong += (out.view(torch.int16) != right).sum()
+        for call, out in outs.items():
+            wrong += (out.view(torch.int16) != expected[turn][call]).sum()
         if replay % 10 == 0:
-            other = reduce.all_reduce(inputs[turn][0][: 1 + replay], CODECS["FP"])
-            wrong += other.isnan().sum()
+            aside.wait_stream(main)
+            with torch.cuda.stream(aside if replay % 20 else main):
+                other = reduce.all_reduce(inputs[turn][0][: 1 + replay], CODECS["FP"])
+                wrong += other.isnan().sum()
+            main.wait_stream(aside)
     assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong values in 1000 replays"
     reduce.check()
 
 
 def random_sizes(rank: int) -> None:
-    """Small whole numbers, whose sums are exact."""
+    """Ten thousand calls, of zeros and one number each, which every codec carries exactly, as it does the sums."""
     device, reduce = connect(rank, timeout=20)
-    sizes, delays = random.Random(0), random.Random(rank)
+    calls, delays = random.Random(0), random.Random(rank)
     places = torch.arange(200_000, device=device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for call in range(2000):
-        count, shot = int(2 ** sizes.uniform(0, 17.6)), sizes.choice(SHOTS)
-        every = [((places[:count] * (source + 1) + call) % 17 - 8) for source in range(WORLD)]
+    for call in range(10_000):
+        count, shot, codec = int(2 ** calls.uniform(0, 17.6)), calls.choice(SHOTS), calls.choice(list(CODECS))
+        # Six times a whole number of few bits, negative where FP4 and INT codecs have the largest code that is.
+        ones = (places[:count] * calls.randrange(1, 1000) + call) % 7 < 3
+        number = -6 * calls.randrange(1, 5)
         sleep(delays)
-        out = reduce.all_reduce(every[rank].to(torch.bfloat16), CODECS["FP"], shot)
-        wrong += (out != sum(every)).sum()
-    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong values in 2000 calls"
+        out = reduce.all_reduce((ones * (number * (rank + 1))).to(torch.bfloat16), CODECS[codec], shot)
+        wrong += (out != ones * (number * (WORLD * (WORLD + 1) // 2))).sum()
+        if call % 1000 == 999:
+            reduce.check()
+    assert int(wrong) == 0, f"rank {rank}: {int(wrong)} wrong values in 10000 calls"
     reduce.check()
 
 
@@ -156,8 +187,9 @@ def results(rank: int) -> None:
         dist.barrier()  # memory of a rank that is done may still be written to
 
 
-def a_rank_does_not_come(rank: int) -> None:
-    """The last one leaves out the second call. The others say so, within the time, without a synchronization."""
+def lose_a_rank(rank: int, dies: bool) -> None:
+    """The last one leaves out the second call, or dies before it. The others say so, within the time, without a
+    synchronization."""
     device, reduce = connect(rank, TIMEOUT_SECONDS)
     x = torch.ones(5000, dtype=torch.bfloat16, device=device)
     reduce.all_reduce(x, CODECS["FP4"])
@@ -165,6 +197,8 @@ def a_rank_does_not_come(rank: int) -> None:
     reduce.check()
     dist.barrier()
     torch.cuda.synchronize()
+    if rank == WORLD - 1 and dies:
+        os._exit(0)
     if rank < WORLD - 1:
         watch = Watch(reduce.check, interval=0.01, grace=60)
         begin = time.monotonic()
@@ -180,6 +214,9 @@ def a_rank_does_not_come(rank: int) -> None:
         reduce.all_reduce(x, CODECS["FP4"])
         torch.cuda.synchronize()  # later calls end at once
         assert time.monotonic() - begin < TIMEOUT_SECONDS
+    if dies:
+        time.sleep(TIMEOUT_SECONDS)  # nobody leaves before all have noticed
+        os._exit(0)  # NCCL would wait for the dead one
     dist.barrier()
     torch.cuda.synchronize()
 
@@ -188,5 +225,6 @@ def test_results() -> None:
     run_ranks(WORLD, results, backend="nccl", preload=["llm_quant_rocm.comm.quick_reduce"])
 
 
-def test_a_lost_rank() -> None:
-    run_ranks(WORLD, a_rank_does_not_come, backend="nccl", preload=["llm_quant_rocm.comm.quick_reduce"])
+@pytest.mark.parametrize("dies", [False, True], ids=["is_late", "dies"])
+def test_a_lost_rank(dies: bool) -> None:
+    run_ranks(WORLD, lose_a_rank, dies, backend="nccl", preload=["llm_quant_rocm.comm.quick_reduce"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused all-reduce, norm and quantization between GPUs: every bit of the reference on every rank, in graphs too."""
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.multiprocessing as multiprocessing
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
+from llm_quant_rocm.comm.policy import Algorithm, Choice
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks
 from llm_quant_rocm.formats import fp8
@@ -36,7 +38,7 @@ TARGETS = (
     ("nvfp4", "8x4", True),
 )
 WIDTHS = (16, 2880, 3072, 4096, 5120, 7168, 8208, 12800, 16384)
-ONE_SHOT, TWO_SHOT = Plan(1 << 40), Plan(0)
+ONE_SHOT, TWO_SHOT = Plan.always(Algorithm.ONE_SHOT), Plan.always(Algorithm.TWO_SHOT)
 
 
 def options(quantization: str, layout: str, normed: bool) -> dict[str, object]:
@@ -63,9 +65,13 @@ def expect(
         ScaleLayout(kind["layout"]),
         kind["normed"],
     )
-    scale = None if kind["scale"] is None else kind["scale"].cpu()
-    shots, codec = plan.choose(xs[0].numel() * 2)
-    return reference.reduce_norm_quant(xs, residual, Norm(weight, kind["eps"], bias, scale), target, codec, shots)
+    scale = None if kind["scale"] is None else kind["scale"].to(xs[0].device)
+    choice = plan.choose(xs[0].numel() * 2)
+    assert choice.codec is not None
+    shots = 2 if choice.algorithm is Algorithm.TWO_SHOT else 1
+    return reference.reduce_norm_quant(
+        xs, residual, Norm(weight, kind["eps"], bias, scale), target, choice.codec, shots
+    )
 
 
 def assert_results(found: Result, expected: Result, what: str) -> None:
@@ -81,14 +87,15 @@ def assert_results(found: Result, expected: Result, what: str) -> None:
 class Members:
     """This rank's peer memory, under one name with one plan after the other."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         torch.cuda.set_device(rank)
-        self.rank, self.world = rank, dist.get_world_size()
-        self.memory = QuickReduce.over(dist.group.WORLD, torch.device("cuda", rank), inbox_bytes=8 << 20)
+        self.group = group or dist.group.WORLD
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.memory = QuickReduce.over(self.group, torch.device("cuda", rank), inbox_bytes=8 << 20)
 
     def use(self, plan: Plan, config: Config | None = None) -> None:
         ranks_of.disconnect("tp")
-        ranks = Ranks(self.world, plan, dist.group.WORLD, self.memory, None, config)
+        ranks = Ranks(self.world, plan, self.group, self.memory, config=config)
         ranks_of._NAMED["tp"] = ranks
 
     def check(
@@ -124,8 +131,8 @@ def every_target_and_codec(rank: int) -> None:
         members.check(7, 4096, ONE_SHOT, kind, seed=index)
         members.check(40, 4096, TWO_SHOT, kind, seed=index)
     for index, codec in enumerate(CODECS.values()):
-        plan = Plan(0, codec, 0)
-        members.check(40, 2880, plan, TARGETS[1], seed=index)
+        for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
+            members.check(40, 2880, Plan.always(algorithm, codec), TARGETS[1], seed=index)
     members.memory.check()
 
 
@@ -140,11 +147,43 @@ def every_launch(rank: int) -> None:
     members.memory.check()
 
 
+def many_rows(rank: int) -> None:
+    """flashinfer's token counts, to the bit: rows that programs take several of, and a single one. The reference runs
+    on the GPU, whose bits are the CPU's."""
+    members = Members(rank)
+    for width, dtype, kind, bias in (
+        (1024, torch.float16, TARGETS[2], 1.0), (7168, torch.bfloat16, TARGETS[4], 0.0),
+    ):  # fmt: skip
+        weight, chosen = torch.randn(width, generator=torch.Generator().manual_seed(1)).to(dtype).cuda(), options(*kind)
+        chosen["eps"] = 1e-3
+        for rows, plan in itertools.product((1, 15, 128, 256, 998, 2048), (ONE_SHOT, TWO_SHOT)):
+            generator = torch.Generator("cuda").manual_seed(rows)
+            *xs, residual = torch.randn(
+                members.world + 1, rows, width, device="cuda", generator=generator
+            ).to(dtype).unbind()  # fmt: skip
+            members.use(plan)
+            found = ops.reduce_norm_quant(xs[rank], weight, residual, group="tp", weight_bias=bias, **chosen)
+            whole = expect(xs, residual, weight, bias, plan, chosen)
+            assert_results(found, whole, f"{rows} rows of {width}, {plan}, rank {rank}")
+    members.memory.check()
+
+
+def two_groups(rank: int) -> None:
+    """Two tensor-parallel groups side by side, each with memory of its own."""
+    groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))]
+    members = Members(rank, groups[rank // 2])
+    for index, (rows, width) in enumerate(((1, 1024), (40, 7168), (200, 1024))):
+        for plan in (ONE_SHOT, TWO_SHOT):
+            members.check(rows, width, plan, TARGETS[1], seed=index + 6 * (rank // 2))
+    members.memory.check()
+
+
 def graphs(rank: int) -> None:
     """Graphs of several calls, replayed with changing inputs, between eager calls of other sizes."""
     members, width = Members(rank), 4096
-    members.use(Plan(64 * 1024, CODECS["FP4"], 1 << 20))
-    plan = ranks_of.ranks_named("tp").plan
+    steps = ((0, Algorithm.ONE_SHOT, "FP"), (65537, Algorithm.TWO_SHOT, "FP"), (1 << 20, Algorithm.TWO_SHOT, "FP4"))
+    plan = Plan(tuple((start, Choice(algorithm, CODECS[codec])) for start, algorithm, codec in steps))
+    members.use(plan)
     kind, weight = options(*TARGETS[1]), 1 + random_rows(1, width, torch.bfloat16, 7)[0].clamp(-4, 4) / 8
     on_gpu = weight.cuda()
 
@@ -183,8 +222,10 @@ def graphs(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, graphs])
+@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs])
 def test_ranks(world: int, function: Callable[[int], None]) -> None:
+    if function is two_groups and world != 4:
+        pytest.skip("two groups of two")
     # Spawned: the driver does not survive a fork of a process that asked for GPUs, as this module does.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, Path(folder) / "rendezvous", "nccl", function, ())

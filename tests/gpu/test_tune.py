@@ -17,22 +17,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 N, K, M = 1024, 2048, 16
 
 
+SHAPE = {False: (N, K), True: (8, 2, 512, 256)}
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_shape_is_measured_and_used(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device, method = detect(torch.device("cuda")), tuner(operator)
-    configs = method.candidates(device, M, N, K)[:6]
+    shape, m = SHAPE[method.experts], 128 if operator == "nvfp4_gemm_fp8" else M
+    configs = method.candidates(device, m, *shape)[:6]
     with Compiler(method.compile) as compiler:
         fit = compiler.fit(configs)
     assert configs[0] in fit, "the default"
-    workload = method.workload(method.weights(N, K), M)
+    workload = method.workload(method.weights(*shape), m)
     winner, us = fastest({config: workload.ours(config) for config in fit}, workload.peers())
     assert winner in fit and all(0 < time < 1e4 for time in us.values()), us
     record = Record(tuning.cache_file(operator, device.arch), provenance.environment())
-    record.add(N, K, M, method.backend(M, us), winner)
+    record.add(method.key(shape, m), method.backend(m, us), winner)
     tuning.shapes.cache_clear()
     tuning.lookup.cache_clear()
-    found = tuning.lookup(operator, device.arch, M, N, K)
+    rows, weight = (m * shape[1] / shape[0], (shape[0], *shape[2:])) if method.experts else (m, shape)
+    found = tuning.lookup(operator, device.arch, rows, *weight)
     tuning.shapes.cache_clear()
     tuning.lookup.cache_clear()
-    assert found is not None and (found.n, found.k, found.m) == (N, K, M)
+    assert found is not None and (found.weight, found.rows) == (weight, rows)

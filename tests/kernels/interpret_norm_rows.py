@@ -40,14 +40,22 @@ PHASE_BYTES, MAX_TILES, ROWS = 1 << 18, 16, 3
 
 @triton.jit
 def set_no_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr, only=-1
 ):  # fmt: skip
     pass
 
 
 @triton.jit
 def await_no_flags(
-    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles,
+    WORLD: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    return patience
+
+
+@triton.jit
+def await_no_sum(
+    peers_ptr, mine, owner, state_ptr, report_ptr, tile, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
 ):  # fmt: skip
     return patience
 
@@ -112,6 +120,7 @@ def check(columns: int, threads: int, programs: int, target: Target, shot: str, 
         writes.counted(),
         patch.object(kernels, "set_flags", set_no_flags),
         patch.object(kernels, "await_flags", await_no_flags),
+        patch.object(kernels, "await_sum", await_no_sum),
     ):
         if shot == "alone":
             kernels.norm_quant(x, x, norm, target, out)
@@ -122,11 +131,16 @@ def check(columns: int, threads: int, programs: int, target: Target, shot: str, 
     for name, counts in writes.counts.items():
         if name != "inboxes":
             found += not_once(counts, 1, name)
+    # The first call is number 1. There is one rank, so slots are pieces.
     phases = writes.counts["inboxes"].reshape(2, 2, PHASE_BYTES)
-    used = {"alone": 0, "one_shot": 1, "two_shot": 2}[shot]
     expected = np.zeros((2, 2, PHASE_BYTES), np.int32)
-    rows = np.tile(row_bytes(columns, codec), ROWS)
-    expected[1, :used, : rows.size] = rows  # the first call is number 1, and each tile has a slot
+    shots = {"alone": 0, "one_shot": 1, "two_shot": 2}[shot]
+    for phase in range(shots):
+        cut = kernels.cut(ROWS, columns, CODECS[codec], box, kernels.Config(threads, programs), shots)
+        for row in range(ROWS):
+            slot = row % cut.programs * cut.ring + row // cut.programs % cut.ring
+            size = kernels.piece_bytes(columns, CODECS[codec])
+            expected[1, phase, slot * size : (slot + 1) * size] = row_bytes(columns, codec)
     return found + not_once(phases, expected, "inboxes")
 
 

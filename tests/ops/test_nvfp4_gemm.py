@@ -3,12 +3,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from llm_quant_rocm import hardware, ops, reference, tuning
+from llm_quant_rocm import environment, hardware, ops, reference, tuning
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS, VENDOR_ROWS, GemmCall, _choose
 from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS
@@ -103,6 +104,10 @@ def test_prefill_in_fp8_begins_above_decode(dtype: torch.dtype) -> None:
         assert torch.equal(found, exact) != in_fp8
 
 
+def test_users_are_told_what_is_decode() -> None:
+    assert f"of more than {DECODE_ROWS} tokens" in environment.VARIABLES[f"{environment.NVFP4}_PREFILL"].meaning
+
+
 def test_the_result_owns_its_memory() -> None:
     x, weight, bias = exact_operands(3, 5, 16, torch.bfloat16)
     copies = [t.clone() for t in (x, weight.codes, weight.scales, weight.global_scale, bias)]
@@ -190,6 +195,9 @@ def with_triton() -> Iterator[None]:
         # The vendor's FP8 product has neither fp16 results nor such rows.
         ({"fp8": True, "dtype": torch.float16, "bias": None}, "torch", None),
         ({"fp8": True, "n": 100}, "torch", None),
+        # Nor do rows so wide fit in registers to be quantized.
+        ({"fp8": True, "k": 65536}, "triton", "prefill='fp8' is another product"),
+        ({"fp8": True, "k": 65552}, "torch", None),
         ({"bias": torch.float32}, "triton", "its bias is of x's dtype, torch.bfloat16, not torch.float32"),
         ({"runs": 0}, "triton", "it takes up to 8 runs of rows under one global scale"),
         ({"captured": True}, "triton", "the CUDA graph would keep today's global scales"),
@@ -212,6 +220,31 @@ def test_what_was_measured_counts_before_what_was_derived(monkeypatch: pytest.Mo
         measured = tuning.Measured(96, 64, m, backend, {})
         monkeypatch.setattr(tuning, "lookup", lambda *shape, measured=measured: measured)
         assert _choose(replace(MANY, m=m)).backend.name == backend
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the measurement where there is one, else by the kernels' estimate."""
+    pytest.importorskip("triton")
+    from llm_quant_rocm.kernels.nvfp4_slices import Expanded
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    hopper = replace(MANY, hardware=hardware.nvidia(9, 0), layout="wgmma", fp8=True)
+    measured: list[tuning.Measured] = []
+    monkeypatch.setattr(tuning, "lookup", lambda *shape: measured[-1] if measured else None)
+    chosen = module._fp8_config.__wrapped__
+    monkeypatch.setattr(module, "_fp8_config", chosen)
+    # Of Llama-3-70B: o with few rows, two full waves of tiles, and rows enough to expand the weight.
+    estimates = [chosen(hopper.hardware, m, 8192, 8192) for m in (128, 1024, 4096)]
+    assert estimates == [None, Config(256, 128, 0), Expanded()]
+    assert not module._in_fp8(replace(hopper, m=128)) and module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    measured.append(tuning.Measured(8192, 8192, 4096, "exact", {"values": 2**24}))
+    assert not module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    measured.append(tuning.Measured(8192, 8192, 128, "triton", {"values": 2**24}))
+    assert chosen(hopper.hardware, 128, 8192, 8192) == Expanded(2**24)
+    measured.append(tuning.Measured(8192, 8192, 128, "triton", {"block_m": 256, "block_n": 128, "cut": 1}))
+    assert chosen(hopper.hardware, 128, 8192, 8192) == Config(256, 128, 1)
 
 
 @pytest.mark.usefixtures("with_triton")

@@ -67,6 +67,28 @@ def test_no_expert_here() -> None:
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("mapped", [False, True], ids=["ids", "mapped"])
+def test_ids_of_nobody_add_nothing(mapped: bool, dtype: torch.dtype) -> None:
+    """Routers give any id to a row of NaN; the kernels pass over the same ones (`tests/routing_inputs.py`)."""
+    arguments = experts(8, 4, 2, 64, 32)
+    expert_map = torch.tensor([3, 1, 0, 2], dtype=dtype) if mapped else None
+    nothing = arguments["topk_weights"].clone()
+    ids = arguments["topk_ids"].to(dtype)
+    for token, nobody in enumerate((-1, -7, torch.iinfo(dtype).min, 4, 99, torch.iinfo(dtype).max)):
+        ids[token, token % 2] = nobody
+        nothing[token, token % 2] = 0
+    found = ops.nvfp4_moe(**arguments | {"topk_ids": ids}, expert_map=expert_map)
+    expected = ops.nvfp4_moe(**arguments | {"topk_weights": nothing}, expert_map=expert_map)
+    assert torch.equal(found, expected)
+
+
+def test_unsigned_ids() -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    found = ops.nvfp4_moe(**arguments | {"topk_ids": arguments["topk_ids"].to(torch.uint32)})
+    assert_same(found, ops.nvfp4_moe(**arguments))
+
+
 def test_ranks_of_expert_parallelism_add_up() -> None:
     arguments = experts(16, 6, 3, 64, 32, torch.float16)
     expected = moe64(arguments)
@@ -121,7 +143,12 @@ def other(**sizes: int) -> Any:
         ({"w2": replace(other(), scales=torch.zeros(4, 64, 2))}, TypeError, "w2.scales is torch.float32"),
         ({"w2": replace(other(), codes=torch.zeros(4, 64, 8).byte())}, ValueError, r"w2.codes has shape \(4, 64, 8\)"),
         ({"x": torch.zeros(7, 64).half()}, ValueError, "topk_ids"),
-        ({"topk_ids": torch.zeros(8, 2)}, TypeError, "topk_ids are integers"),
+        ({"topk_ids": torch.zeros(8, 2)}, TypeError, "topk_ids are integers of 32 or 64 bits .* got torch.float32,"),
+        # A masked load of bytes gives 255 for -1, which is an expert where there are 256.
+        ({"topk_ids": torch.zeros(8, 2, dtype=torch.uint8)}, TypeError, "topk_ids are .* got torch.uint8,"),
+        ({"topk_ids": torch.zeros(8, 2, dtype=torch.bool)}, TypeError, "topk_ids are .* got torch.bool,"),
+        ({"expert_map": torch.zeros(4)}, TypeError, r"expert_map has one int32 .* got torch.float32 \(4,\)"),
+        ({"expert_map": torch.zeros(2, 2).int()}, TypeError, r"expert_map has one int32 .* torch.int32 \(2, 2\)"),
         ({"activation": "relu"}, ValueError, "activation 'relu' is not one of silu"),
         ({"apply_router_weight_on_input": True}, ValueError, "one expert a token"),
         ({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "expert_map is on meta"),

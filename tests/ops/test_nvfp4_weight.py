@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from llm_quant_rocm import backends, hardware, ops
-from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
+from llm_quant_rocm.ops._row_call import rows_of
 from llm_quant_rocm.ops.nvfp4_weight import MAX_RUNS, runs_of
 from tests.nvfp4_inputs import nasty_weight
 
@@ -70,3 +71,37 @@ def test_runs_of_another_weight_are_refused() -> None:
     object.__setattr__(prepared, "runs", other.runs)
     with pytest.raises(ValueError, match=r"runs \[\(6, 1.0\)\] do not have the weight's 5 rows; make it with"):
         runs_of(prepared)
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_runs_that_went_to_the_gpu_are_not_read() -> None:
+    """To read them there would wait for the GPU; what the host does not know, it does not use."""
+    prepared = ops.prepare_nvfp4_weight(with_scales(torch.ones(5)))
+    assert prepared.runs is not None
+    object.__setattr__(prepared, "runs", prepared.runs.to("meta"))
+    assert runs_of(prepared) == []
+
+
+@pytest.mark.usefixtures("gfx942")
+def test_gate_and_up_go_in_turns_with_their_scales() -> None:
+    weight = nasty_weight(64, 32, 2)
+    order = nvfp4_mfma.gate_up_order(64, torch.device("cpu"))
+    in_turns = nvfp4.NvFp4Weight(
+        weight.codes[:, order],
+        weight.scales.view(torch.uint8)[:, order].view(torch.float8_e4m3fn),
+        weight.global_scale[:, order],
+    )
+    found, expected = ops.prepare_nvfp4_weight(weight, gate_up=True), ops.prepare_nvfp4_weight(in_turns)
+    assert (found.layout, expected.layout) == ("mfma_gate_up", "mfma")
+    for part in ("codes", "scales", "global_scale"):
+        assert torch.equal(getattr(found, part), getattr(expected, part))
+    assert found.global_scale.is_contiguous()
+
+
+def test_rows_as_the_kernels_read_them() -> None:
+    wide = torch.randn(4, 6, 40)
+    for x in (wide, wide[..., ::2], wide.transpose(0, 2), wide[:, 1:3, 3:9], wide[0, 0], wide[:1].expand(5, -1, -1)):
+        rows = rows_of(x)
+        assert rows.stride(-1) == 1
+        assert torch.equal(rows, x.reshape(-1, x.shape[-1]))
+    assert rows_of(wide).data_ptr() == wide.data_ptr(), "copied only where it must be"

@@ -31,7 +31,7 @@ def test_any_codes(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
     words = petit_shim.repack_nvfp4(codes.view(torch.int32), n, k)
     processed = petit_shim.process_nvfp4_scales(scales, n, k)
-    for solution in petit_shim.get_fp4_solutions(None, m, n, k):
+    for solution in petit_shim.get_fp4_solutions(m, n, k, dtype, dtype):
         result = petit_shim.mul_nvfp4_a16(a, words, processed, global_scale, m, n, k, solution)
         expected = a.double() @ decode(codes.view(torch.int32), scales).t() * global_scale.double()
         # Petit allows 2e-2 of each. Sums in fp32 and one rounding need less.

@@ -78,3 +78,27 @@ def test_fp8_costs_what_two_roundings_to_e4m3_cost() -> None:
     expected = x.double() @ weight64(weight).t()
     found = reference.nvfp4_gemm_fp8(x, weight, None, torch.bfloat16, fp8.OCP).double()
     assert 0.01 < (found - expected).norm() / expected.norm() < 0.033
+
+
+@HALF
+def test_experts_round_where_they_say(dtype: torch.dtype) -> None:
+    """Every sum has one term, so the definition's own steps give the bits."""
+    generator = torch.Generator().manual_seed(0)
+    x, router = torch.randn(50, 16, generator=generator).to(dtype), torch.rand(50, 2, generator=generator)
+
+    def diagonal(code: int, scale: float, global_scale: float) -> nvfp4.NvFp4Weight:
+        codes = nvfp4.pack(torch.eye(16, dtype=torch.uint8) * code).expand(2, -1, -1)
+        scales = torch.full((2, 16, 1), scale).to(torch.float8_e4m3fn)
+        return nvfp4.NvFp4Weight(codes, scales, torch.tensor([[1.0], [3.1]]).expand(2, 16) * global_scale)
+
+    gate_part, up_part, w2 = diagonal(3, 1.0, 0.3), diagonal(5, 1.0, 0.6), diagonal(3, 1.25, 0.7)
+    names = ("codes", "scales", "global_scale")
+    w13 = nvfp4.NvFp4Weight(*(torch.cat([getattr(part, n) for part in (gate_part, up_part)], 1) for n in names))
+    found = reference.nvfp4_moe(x, w13, w2, router, torch.tensor([[0, 1]]).expand(50, 2), "silu")
+    total = torch.zeros(50, 16)
+    for expert in range(2):
+        gate = (x.float() * 1.5 * gate_part.global_scale[expert]).to(dtype).float()
+        up = (x.float() * 3.0 * up_part.global_scale[expert]).to(dtype).float()
+        inner = (torch.nn.functional.silu(gate) * up).to(dtype).float()
+        total += ((inner * 1.875 * w2.global_scale[expert]) * router[:, expert, None]).to(dtype).float()
+    assert_same(found, total.to(dtype))

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The references against float64."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.fp8 import FNUZ, OCP, Fp8Format
-from llm_quant_rocm.reference.rms_norm_quant import rms_norm
+from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Target
+from llm_quant_rocm.reference.rms_norm_quant import mean_square, rms_norm
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, integer_product, nasty_rows, product64, random_rows
 
 FORMATS = pytest.mark.parametrize("fmt", [OCP, FNUZ], ids=["ocp", "fnuz"])
@@ -35,6 +39,13 @@ def test_ptpc_gemm_errs_no_more_than_a_sum_in_fp32(fmt: Fp8Format, k: int) -> No
     assert ((found - product64(xq, xscale, wq, wscale, bias)).abs() <= (k + 2) * 2**-24 * terms).all()
 
 
+def test_ptpc_gemm_applies_one_scale_after_the_other() -> None:
+    """Scales whose product overflows leave a sum of zero what it is."""
+    codes, large = torch.tensor([[1.0, 1.0]]).to(OCP.dtype), torch.full((1, 1), 1e30)
+    found = reference.ptpc_gemm(codes, large, torch.tensor([[2.0, -2.0]]).to(OCP.dtype), large, None, torch.float32)
+    assert found.item() == 0
+
+
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_ptpc_gemm_rounds_once(out_dtype: torch.dtype) -> None:
     operands = (*fp8.quantize_rows(torch.randn(20, 64), OCP), *fp8.quantize_rows(torch.randn(30, 64), OCP))
@@ -56,6 +67,43 @@ def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:
     # One rounding to the dtype, after a few in fp32.
     half_unit = expected.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
     assert ((normed.double() - expected).abs() <= half_unit + expected.abs() * 1e-6).all()
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 333, 4096])
+def test_the_mean_square_is_a_sum_of_eights(width: int) -> None:
+    """Bit by bit what the docstring says, which is what the kernels compute: three rounds of neighbours in fp32, the
+    rest in fp64."""
+    x = random_rows(200, width, torch.float32)
+    squares = np.zeros((200, -(-width // 8) * 8), np.float32)
+    squares[:, :width] = np.square(x.numpy())
+    for _ in range(3):
+        squares = squares[:, 0::2] + squares[:, 1::2]
+    sums = np.array([math.fsum(row) for row in squares.tolist()]).astype(np.float32)
+    assert_same(mean_square(x)[:, 0], torch.from_numpy(sums / np.float32(width)))
+
+
+def test_rms_norm_rounds_where_it_says() -> None:
+    """Bit by bit in numpy's fp32: a root, its reciprocal, and two products."""
+    x, weight = random_rows(300, 77, torch.float32), torch.linspace(-2, 2, 77)
+    inverse = np.float32(1) / np.sqrt((mean_square(x) + 1e-5).numpy())
+    assert_same(rms_norm(x, weight, 1e-5, None)[0], torch.from_numpy(x.numpy() * inverse * weight.numpy()))
+
+
+@FORMATS
+def test_static_fp8_multiplies_by_the_reciprocal(fmt: Fp8Format) -> None:
+    """Ties of E4M3 times 41, exact in fp16: a quotient would be the tie again, but 41 * (1 / 41) is not 1 in fp32."""
+    numbers = torch.arange(8, 0x7E, dtype=torch.uint8).view(fmt.dtype).float()
+    ties = (numbers[:-1] + numbers[1:]) / 2
+    ties = ties[ties < min(fmt.max, 65504 / 41)]
+    normed, scale = (ties * 41).half(), torch.tensor([41.0])
+    assert (normed.float() / 41 == ties).all()
+    target = Target(Quantization.FP8_STATIC, fmt)
+    found = reference.norm_quant(torch.ones(1, len(ties)).half(), None, Norm(normed, 0.0, scale=scale), target)
+    expected = torch.from_numpy(normed.float().numpy() * (np.float32(1) / np.float32(41))).to(fmt.dtype)
+    assert found.normed is not None and found.codes is not None
+    assert_same(found.normed[0], normed)
+    assert_same(found.codes[0], expected)
+    assert not torch.equal(found.codes[0].float(), ties.to(fmt.dtype).float())
 
 
 @FORMATS

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tuner would try, without a GPU: the shipped winners, and nothing twice."""
 
+from dataclasses import asdict
+
 import pytest
 
 pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
+from llm_quant_rocm.kernels import nvfp4_hopper
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded
+from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS, kernels_of
+from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
+from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
+from llm_quant_rocm.tune.routed import heights_for
+from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
 HOPPER = hardware.nvidia(9, 0)
 DEVICES = [HOPPER, *(hardware.amd(arch) for arch in ("gfx90a", "gfx942", "gfx950"))]
@@ -22,21 +30,77 @@ SHAPES = [
 ]
 
 
+EXPERTS = [(m, *shape) for shape in WELL_KNOWN_EXPERTS.values() for m in (1, 3, 64, 4096)]
+MAKE = {
+    "ptpc_gemm": lambda fields: GemmConfig(**fields),
+    "nvfp4_gemm": lambda fields: nvfp4_hopper.config_of(fields),
+    "nvfp4_gemm_fp8": lambda fields: nvfp4_hopper.fp8_config_of(fields),
+    "ptpc_moe": lambda fields: MoeConfig(**fields),
+    "nvfp4_moe": lambda fields: nvfp4_hopper.config_of(fields),
+}
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
 def test_there_are_candidates_for_every_shape(operator: str, device: hardware.Hardware) -> None:
-    for m, n, k in SHAPES:
-        found = tuner(operator).candidates(device, m, n, k)
-        assert 1 <= len(found) == len(set(found)) <= 200, (m, n, k)
+    method = tuner(operator)
+    for shape in EXPERTS if method.experts else SHAPES:
+        found = method.candidates(device, *shape)
+        assert 1 <= len(found) == len(set(found)) <= 200, shape
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_candidate_comes_back_from_its_file(operator: str) -> None:
+    method = tuner(operator)
+    shapes = EXPERTS if method.experts else [*SHAPES, (1024, 2048, 4096)]
+    for config in {config for shape in shapes for config in method.candidates(HOPPER, *shape)}:
+        assert MAKE[operator](asdict(config)) == config
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_shipped_winners_are_candidates(operator: str) -> None:
-    make = (lambda fields: GemmConfig(**fields)) if operator == "ptpc_gemm" else kernels_of("sm_90").config_of
-    known = tuning._read(tuning.resources.files("llm_quant_rocm") / "configs" / operator / "sm_90.json")[1]
-    assert known
-    for shape in known:
-        assert make(shape.config) in tuner(operator).candidates(HOPPER, shape.m, shape.n, shape.k), shape
+    method = tuner(operator)
+    for shape in tuning._read(tuning.resources.files("llm_quant_rocm") / "configs" / operator / "sm_90.json")[1]:
+        # A number of slots is that of as many tokens with one expert each.
+        dims = (
+            (shape.slots, shape.experts, 1, shape.hidden, shape.inner) if method.experts else (shape.m, *shape.weight)
+        )
+        assert MAKE[operator](shape.config) in method.candidates(HOPPER, *dims), shape
+
+
+def test_tiles_that_just_fill_the_gpu_are_among_them() -> None:
+    """1024 rows of Qwen3's o: 128 tiles of 128 x 128; with 256 x 128 half of the GPU, unless each is cut in two."""
+    found = tuner("nvfp4_gemm").candidates(HOPPER, 1024, 2048, 4096)
+    assert {Large(128, 128, 0), Large(256, 128, 2, 128)} <= set(found)
+
+
+def test_fp8_is_decoded_on_the_way_or_expanded_in_slices() -> None:
+    found = tuner("nvfp4_gemm_fp8").candidates(HOPPER, 1024, 10240, 8192)
+    assert {Large(256, 128, cut) for cut in (0, 1, 2)} | {Large(128, 128, 0)} <= set(found)
+    slices = sorted(config.values for config in found if isinstance(config, Expanded))
+    assert len(slices) >= 4 and slices[0] < 10240 * 8192 <= slices[-1]
+    assert not [config for config in found if isinstance(config, Large) and config.block_n == 256], "it would spill"
+
+
+def test_fp8_of_a_ragged_weight_is_not_expanded() -> None:
+    found = tuner("nvfp4_gemm_fp8").candidates(HOPPER, 1024, 8200, 8192)
+    assert found and not [config for config in found[1:] if isinstance(config, Expanded)]
+
+
+@pytest.mark.parametrize(
+    ("us", "winner"), [({"ours": 9.0, "exact": 10.0}, "triton"), ({"ours": 10.0, "exact": 10.0}, "exact")], ids=str
+)
+def test_the_exact_product_serves_what_fp8_does_not_speed_up(us: dict[str, float], winner: str) -> None:
+    assert tuner("nvfp4_gemm_fp8").backend(1024, us) == winner
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts", "heights"),
+    [(1, 128, [16, 32]), (8, 8, [16, 32]), (512, 8, [32, 64, 128]), (10**6, 8, [64, 128])],
+    ids=str,
+)
+def test_tiles_of_experts_are_as_high_as_their_rows(slots: int, experts: int, heights: list[int]) -> None:
+    assert heights_for(slots, experts) == heights
 
 
 @pytest.mark.parametrize(

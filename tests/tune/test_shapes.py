@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from llm_quant_rocm.tune.shapes import WELL_KNOWN, of_model
+from llm_quant_rocm.tune.shapes import WELL_KNOWN, WELL_KNOWN_EXPERTS, experts_of_model, of_model
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -37,6 +37,19 @@ def test_ranks_cut_columns_or_rows() -> None:
     assert of_model(LLAMA, 16)["qkv"] == ((4 + 2) * 128, 8192)
     assert of_model(DEEPSEEK, 8)["qkv_a"] == (2112, 7168), "every rank has it whole"
     assert of_model(DEEPSEEK, 8)["o"] == (7168, 2048)
+
+
+def test_experts_are_cut_over_all_ranks() -> None:
+    experts = {"num_experts_per_tok": 8}
+    assert experts_of_model(QWEN_MOE | experts, 1) == {"experts": WELL_KNOWN_EXPERTS["qwen3-30b-a3b"]}
+    assert experts_of_model(DEEPSEEK | experts, 8) == {"experts": WELL_KNOWN_EXPERTS["deepseek-v3/8"]}
+    mixtral = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert experts_of_model({"text_config": mixtral}, 1) == {"experts": WELL_KNOWN_EXPERTS["mixtral-8x7b"]}
+    assert experts_of_model(LLAMA, 1) == {}
+    with pytest.raises(ValueError, match="3 ranks cannot share 2048 columns of the experts"):
+        experts_of_model(DEEPSEEK | experts, 3)
+    with pytest.raises(ValueError, match="config.json has no num_experts_per_tok"):
+        experts_of_model(QWEN_MOE, 1)
 
 
 def test_a_model_within_a_model() -> None:

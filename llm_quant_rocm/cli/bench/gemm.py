@@ -14,6 +14,7 @@ from rich.table import Table
 from llm_quant_rocm.cli._arguments import layers as layers_of
 from llm_quant_rocm.cli._arguments import numbers, require_gpu
 from llm_quant_rocm.cli._errors import reported
+from llm_quant_rocm.cli.bench._output import times
 
 if TYPE_CHECKING:
     import torch
@@ -157,16 +158,5 @@ def _vllm_fp8(vllm_ops: Any, codes: "torch.Tensor", scale: "torch.Tensor", x: "t
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Microseconds and, in brackets, how many times faster than bf16; a row a layer and number of tokens."""
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    rendered = Table(title=f"microseconds a call (times faster than {BASE})")
-    for heading in ("layer", "N", "K", "M", *names):
-        rendered.add_column(heading, justify="left" if heading == "layer" else "right")
-    for row in rows:
-        us = row["us"]
-        cells = []
-        for name in names:
-            ratio = f" ({us[BASE] / us[name]:.2f})" if name in us and name != BASE and BASE in us else ""
-            cells.append(f"{us[name]:.1f}{ratio}" if name in us else "")
-        rendered.add_row(row["layer"], str(row["n"]), str(row["k"]), str(row["m"]), *cells)
-    return rendered
+    """A row a layer and number of tokens."""
+    return times("linear layers", {"layer": "layer", "n": "N", "k": "K", "m": "M"}, rows, BASE)

@@ -2,6 +2,7 @@
 """All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from llm_quant_rocm.kernels import quick_reduce, reduce_norm_quant
 from llm_quant_rocm.kernels.quick_reduce import CALL, Mailbox
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
 from tests.amd import isa, kernels, tritons
-from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.budget import FP8_CAST, WIDE_SHARE, Budget
 from tests.amd.operators.quick_reduce import stores_awaited
 from tests.inputs import assert_same, nasty_rows, random_rows
 
@@ -51,11 +52,23 @@ def conversions(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any])
     return [f"{quantization} without {opcode}"] * (opcode is not None and not found)
 
 
-def flags_and_conversions(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
-    return stores_awaited(assembly, arch, constants) + conversions(assembly, arch, constants)
+def accesses(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with rows that travel in 16 bits: they are read and sent 16 bytes at a time."""
+    if constants["LOW"] != 0:
+        return []
+    loaded = [instruction.loaded_bytes for instruction in assembly.instructions]
+    sent = Counter(i.opcode for i in assembly.instructions if re.match(r"(global|flat)_store_(short|dword$)", i.opcode))
+    found = [f"its loads bring {Counter(loaded)} bytes a lane"] * (loaded.count(16) * 16 < WIDE_SHARE * sum(loaded))
+    return found + [f"it stores {dict(sent)} beside scales and calls"] * (sum(sent.values()) > NARROW_STORES)
 
 
-_REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=100, more=flags_and_conversions)
+def reduces(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    return [wrong for look in (stores_awaited, conversions, accesses) for wrong in look(assembly, arch, constants)]
+
+
+# Scales of a row and of padding, the call's number and the count of programs that are done.
+NARROW_STORES = 16
+_REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=100, more=reduces)
 BUDGETS = {
     "reduce_norm_one_shot_kernel": _REDUCES,
     "reduce_norm_two_shot_kernel": _REDUCES,
@@ -86,7 +99,7 @@ class Ranks:
         """One call on every rank that has an input, on a stream of its own; the outputs, written when it is over."""
         outs = []
         for rank, (x, box) in enumerate(zip(inputs, self.boxes, strict=False)):
-            assert x.shape[0] <= reduce_norm_quant.max_rows(box, 1 + (shot == "two_shot"))
+            assert x.shape[0] <= box.max_tiles
             outs.append(target.empty(x))
             self.gpu.stream = rank
             KERNELS[shot](x, residual, norm, target, outs[-1], box, codec, config, patience)
@@ -146,7 +159,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks = Ranks(world, 1 << 22)
         x = torch.empty(4, width, dtype=torch.bfloat16)
         norm = norm_of(width, torch.bfloat16, target.quantization)
-        config = reduce_norm_quant.default_config(width, hardware)
+        config = reduce_norm_quant.default_config(*x.shape, CODECS[codec], hardware)
         ranks.launch(shot, [x], torch.empty_like(x), norm, target, CODECS[codec], config)
 
     def alone(width: int, target: Target) -> None:
@@ -220,14 +233,28 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
                 assert_same(total, reference.reduce_rows(inputs, CODECS["FP"], 2))
 
     def lost(shot: str) -> None:
-        """Rank 2 does not come: the others say so and end, and later calls end at once."""
-        ranks, norm = Ranks(3), norm_of(256, torch.bfloat16, Quantization.NONE)
-        inputs = draw(3, 5, 256, torch.bfloat16)
-        for patience in (100, 2**31 - 1):
-            with ranks.gpu.together():
-                ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], patience=patience)
-            for box in ranks.boxes[:2]:
-                assert box.lost() == (1, 2, 0)
+        """Rank 2 does not come: the others say so and end, and later calls end at once. Of one row rank 1 owns nothing,
+        and rank 0 is the one that it waits for."""
+        norm = norm_of(256, torch.bfloat16, Quantization.NONE)
+        for rows in (5, 1):
+            ranks, inputs = Ranks(3), draw(3, rows, 256, torch.bfloat16)
+            for patience in (100, 2**31 - 1):
+                with ranks.gpu.together():
+                    ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], patience=patience)
+                for box in ranks.boxes[:2]:
+                    assert box.lost() == (1, 2, 0)
+
+    def hidden_sizes() -> None:
+        """Of models, which blocks of a power of two do not fill, by either shot and codecs of every kind of plane."""
+        for index, (width, shot, codec) in enumerate(
+            ((2880, "one_shot", "FP"), (3072, "two_shot", "FP4"), (5120, "two_shot", "FP"), (6144, "one_shot", "INT8"),
+             (7168, "two_shot", "INT6"), (12800, "one_shot", "FP"))
+        ):  # fmt: skip
+            target, ranks = list(every.values())[index], Ranks(2, 1 << 19)
+            norm = norm_of(width, torch.bfloat16, target.quantization)
+            residual = random_rows(3, width, torch.bfloat16, index)
+            inputs = draw(2, 3, width, torch.bfloat16, index)
+            ranks.call(shot, inputs, residual, norm, target, CODECS[codec], Config(256, programs=2))
 
     bf16, fp16 = torch.bfloat16, torch.float16
     cases: dict[str, Callable[[], object]] = {
@@ -242,6 +269,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         cases |= {"late ranks": partial(late, every["per token"])}
         cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
+        cases["hidden sizes of models"] = hidden_sizes
         for index, codec in enumerate(CODECS):
             world, width, name = 2 + (index == 3), (512, 16, 784, 272)[index % 4], list(every)[index]
             cases[f"{codec} of {world} ranks, {width} columns, {name}"] = partial(

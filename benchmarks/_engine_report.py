@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's sections on whole engines: time and accuracy in vLLM and SGLang, and the demo model on a CPU."""
+
+from typing import Any
+
+from benchmarks import _lines as lines
+from benchmarks._markdown import measured_on, table
+
+DEMO = "The demo model over its held-out text, in windows of 200 tokens:"
+LLAMA = "The shape of Llama-3-70B cut to eight layers, dummy weights, CUDA graphs, 1024 tokens in and 129 out:"
+
+
+def vllm(name: str, result: dict[str, Any]) -> str:
+    return _engine(name, f"A whole vLLM {result['vllm']}", result)
+
+
+def sglang(name: str, result: dict[str, Any]) -> str:
+    return _engine(name, f"A whole SGLang {result.get('sglang', '')}".strip(), result)
+
+
+def _engine(name: str, title: str, result: dict[str, Any]) -> str:
+    text = f"## {title}\n\n{measured_on(result)}"
+    times = {method: found for method, found in result.get("llama_3_70b_8_layers", {}).items() if "failed" not in found}
+    demo = {method: found for method, found in result.get("demo_model", {}).items() if "failed" not in found}
+    panels = {
+        f"{count}: total, s": {method: found[count]["total_s"] for method, found in times.items() if count in found}
+        for count in dict.fromkeys(count for found in times.values() for count in found if "prompt" in count)
+    }
+    if demo:
+        panels["demo model: change of perplexity, %"] = _changes(demo)
+        text += f"\n\n{DEMO}\n\n{accuracy_table(demo)}"
+    if panels:
+        lines.bars(name, f"{title}\n{measured_on(result)}", panels)
+        text += f"\n\n![time and accuracy]({name}.png)"
+    return text + (f"\n\n{LLAMA}\n\n{engine_table(times)}" if times else "")
+
+
+def _changes(demo: dict[str, Any]) -> dict[str, float]:
+    """By method, the change of perplexity from the first one's in %."""
+    base = next(iter(demo.values()))["perplexity"]
+    return {method: 100 * (found["perplexity"] / base - 1) for method, found in demo.items()}
+
+
+def accuracy_table(demo: dict[str, Any]) -> str:
+    base = next(iter(demo.values()))["perplexity"]
+    rows = [
+        [method, f"{found['perplexity']:.3f}", f"{100 * (found['perplexity'] / base - 1):+.2f}%"]
+        + [f"{100 * found['agreement']:.1f}%"]
+        for method, found in demo.items()
+    ]
+    return table(["quantization", "token perplexity", "change", "most likely token as in bf16"], rows)
+
+
+def engine_table(times: dict[str, Any]) -> str:
+    rows = [
+        [method, prompts, *(str(found[prompts][key]) for key in ("prefill_s", "ms_a_step", "total_s"))]
+        for method, found in times.items()
+        for prompts in (key for key in found if "prompt" in key)
+    ]
+    return table(["quantization", "batch", "prefill, s", "ms a step", "total, s"], rows)
+
+
+def quick_reduce(name: str, result: dict[str, Any]) -> str:
+    codecs = {codec: found for codec, found in result["codecs"].items() if "perplexity" in found}
+    lines.bars(
+        name, f"The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n{measured_on(result)}",
+        {"change of perplexity, %": _changes(codecs)},
+    )  # fmt: skip
+    timed = {codec: found["time"] for codec, found in codecs.items() if found.get("time")}
+    text = (
+        f"## The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n\n{measured_on(result)}\n\n"
+        f"![perplexity by codec]({name}.png)\n\n{DEMO}\n\n{accuracy_table(codecs)}"
+    )
+    return text + (f"\n\n{LLAMA}\n\n{engine_table(timed)}" if timed else "")
+
+
+def words(name: str, result: dict[str, Any]) -> str:
+    """Perplexity of words, as `llm-quant-rocm demo` and `eval` say it."""
+    methods = result["methods"]
+    lines.bars(
+        name, f"The demo model\n{measured_on(result)}",
+        {"loss of word perplexity, %": {method: found["loss_percent"] for method, found in methods.items()}},
+    )  # fmt: skip
+    rows = [
+        [method, f"{found['word_perplexity']:.2f}", f"{found['loss_percent']:+.2f}%"]
+        + [f"{found['greedy_agreement_percent']:.1f}%"]
+        for method, found in methods.items()
+    ]
+    title = "Ways to quantize to NVFP4" if name.startswith("quantize") else "Accuracy of the demo model"
+    return (
+        f"## {title}, on a CPU\n\n{measured_on(result)}\n\n`{result['environment'].get('command', '')}`\n\n"
+        f"![loss]({name}.png)\n\n"
+        f"{table(['quantization', 'word perplexity', 'loss', 'most likely token as in bf16'], rows)}"
+    )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's sections on PTPC FP8: GEMM, rows, routed experts, and what stands around experts."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks import _lines as lines
+from benchmarks._markdown import RESULTS, measured_on, table
+
+GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
+OURS = ("triton", "ptpc_gemm", "ptpc_linear")
+
+
+def plot_gemm(name: str, result: dict[str, Any]) -> None:
+    """Speed-up over cuBLAS bf16 against M, a panel a layer."""
+    layers = list(dict.fromkeys(row["layer"] for row in result["rows"]))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharex=True, sharey=True)
+    for axis, layer in zip(axes.flat, layers, strict=True):
+        rows = [row for row in result["rows"] if row["layer"] == layer]
+        for who in GEMMS:
+            if who in rows[0]["us"]:
+                ratios = [row["us"]["bf16"] / row["us"][who] for row in rows]
+                style = {"linewidth": 2.2} if who in OURS else {"linewidth": 1.2, "linestyle": "--"}
+                axis.plot([row["m"] for row in rows], ratios, marker=".", label=who, **style)
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}")
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(fontsize=8)
+    for axis in axes[1]:
+        axis.set_xlabel("M (tokens)")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("speed-up over cuBLAS bf16")
+    figure.suptitle(f"PTPC GEMM, Llama-3-70B layers\n{measured_on(result)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def plot_rows(name: str, result: dict[str, Any]) -> None:
+    """Time over the limit of memory traffic against M, a panel an operator."""
+    operators = ("quant", "norm_quant", "add_norm_quant")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
+    for axis, operator in zip(axes, operators, strict=True):
+        for k in dict.fromkeys(row["k"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if row["k"] == k and row["m"] >= 64]
+            ms = [row["m"] for row in rows]
+            axis.plot(ms, [row["us"][operator] for row in rows], marker=".", label=f"K={k}")
+            axis.plot(ms, [row["limit_us"][operator] for row in rows], color="grey", linewidth=0.8, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(operator)
+        axis.set_xlabel("M (tokens)")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("microseconds (dotted: memory traffic at copy bandwidth)")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(f"Per-token FP8 quantization, alone and with RMSNorm\n{measured_on(result)}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def gemm_table(result: dict[str, Any]) -> str:
+    names = [name for name in ("bf16", *GEMMS) if name in result["rows"][0]["us"]]
+    rows = []
+    for row in result["rows"]:
+        us = row["us"]
+        ratios = [us["torch_rowwise"] / us["triton"], us["naive"] / us["ptpc_gemm"], us["bf16"] / us["ptpc_linear"]]
+        rows.append(
+            [row["layer"], str(row["m"]), *(f"{us[name]:.1f}" for name in names), *(f"{ratio:.2f}" for ratio in ratios)]
+        )
+    derived = ["torch_rowwise / triton", "naive / ptpc_gemm", "bf16 / ptpc_linear"]
+    return table(["layer", "M", *names, *derived], rows)
+
+
+def row_table(result: dict[str, Any]) -> str:
+    names = list(result["rows"][0]["us"])
+    rows = [
+        [str(row["k"]), str(row["m"])]
+        + [f"{row['us'][name]:.1f}" for name in names]
+        + [f"{row['limit_us']['norm_quant']:.1f}", f"{row['limit_us']['add_norm_quant']:.1f}"]
+        for row in result["rows"]
+    ]
+    return table(["K", "M", *names, "limit norm_quant", "limit add_norm_quant"], rows)
+
+
+def moe_table(result: dict[str, Any]) -> str:
+    rows = [
+        [row["model"], str(row["tokens"]), f"{us['ptpc_moe']:.1f}", f"{us['bf16_grouped']:.1f}"]
+        + [f"{us['bf16_grouped'] / us['ptpc_moe']:.2f}"]
+        for row in result["rows"]
+        for us in [row["us"]]
+    ]
+    return table(["model", "tokens", "ptpc_moe", "bf16_grouped", "bf16_grouped / ptpc_moe"], rows)
+
+
+def gemm(name: str, result: dict[str, Any]) -> str:
+    plot_gemm(name, result)
+    return (
+        f"## PTPC GEMM and linear layer\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`triton` is "
+        "our kernel, `ptpc_gemm` what the operator dispatches to, `ptpc_linear` the whole layer with the quantization "
+        f"of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n{gemm_table(result)}"
+    )
+
+
+def rows(name: str, result: dict[str, Any]) -> str:
+    plot_rows(name, result)
+    return (
+        f"## Quantization of rows\n\n{measured_on(result)}; copy bandwidth {result['copy_gb_s']} GB/s in the same run"
+        f"\n\n![times and limits]({name}.png)\n\n{row_table(result)}"
+    )
+
+
+def experts(name: str, result: dict[str, Any]) -> str:
+    panels = {
+        model: lines.speed_up([row for row in result["rows"] if row["model"] == model], "tokens", "bf16_grouped")
+        for model in dict.fromkeys(row["model"] for row in result["rows"])
+    }
+    lines.plot(name, f"Routed experts in FP8\n{measured_on(result)}", panels, "tokens", "speed-up over bf16_grouped")
+    return (
+        f"## Routed experts\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`bf16_grouped` is torch's "
+        f"grouped product in bf16 with its groups already sorted.\n\n{moe_table(result)}"
+    )
+
+
+def routing(name: str, result: dict[str, Any]) -> str:
+    steps = list(dict.fromkeys(row["step"] for row in result["rows"]))
+    panels = {
+        f"{model}: {step}": lines.speed_up(
+            [row for row in result["rows"] if (row["model"], row["step"]) == (model, step)], "tokens", "torch"
+        )
+        for model in dict.fromkeys(row["model"] for row in result["rows"])
+        for step in steps
+    }
+    lines.plot(name, f"Around routed experts\n{measured_on(result)}", panels, "tokens", "speed-up over torch")
+    tables = []
+    for step in steps:
+        here = [row for row in result["rows"] if row["step"] == step]
+        names = list(dict.fromkeys(who for row in here for who in row["us"]))
+        cells = [
+            [row["model"], str(row["tokens"]), *(f"{row['us'][who]:.1f}" if who in row["us"] else "" for who in names)]
+            for row in here
+        ]
+        tables.append(f"`{step}`:\n\n{table(['model', 'tokens', *names], cells)}")
+    return f"## Around routed experts\n\n{measured_on(result)}\n\n![speed-up over torch]({name}.png)\n\n" + "\n\n".join(
+        tables
+    )

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the routed experts in FP8 are tuned. One configuration serves both of their products."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import torch
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config, ptpc_moe
+from llm_quant_rocm.tune.ptpc_gemm import random_codes
+from llm_quant_rocm.tune.routed import RoutedWorkload, backend, heights_for
+from llm_quant_rocm.tune.workload import Tuner
+
+_COMPILED = (4, 2, 1024, 512)
+Weights = tuple[int, int, int, list[Any]]
+
+
+def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[MoeConfig]:
+    """Configurations worth trying for m tokens, the default among them."""
+    heights = heights_for(m * topk, experts)
+    # Two buffers in 64 KiB of local memory where there is no bulk copy, on CDNA.
+    most, depths, stages = (200, (128, 256), (3, 4, 5)) if device.tma else (64, (64, 128), (2,))
+    found = []
+    for block_m, block_n, block_k, count in itertools.product(heights, (64, 128, 256), depths, stages):
+        if (block_m + block_n) * block_k * count <= most * 1024 and block_m * block_n < 128 * 256:
+            found += [MoeConfig(block_m, block_n, block_k, count, warps) for warps in (4, 8)]
+    return list(dict.fromkeys([default_config(device, m * topk, experts), *found]))
+
+
+def weights(experts: int, topk: int, hidden: int, inner: int) -> Weights:
+    """Two sets of experts: a layer's exceed the L2 cache."""
+    sets = [
+        [
+            part
+            for n, k in ((2 * inner, hidden), (hidden, inner))
+            for part in (random_codes((experts, n, k)), torch.rand(experts, n, 1, device="cuda") * 1e-3 + 1e-4)
+        ]
+        for _ in range(2)
+    ]
+    return experts, topk, hidden, sets
+
+
+def run(
+    weights: list[torch.Tensor],
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    config: MoeConfig,
+) -> torch.Tensor:
+    """The experts' output [T, H]."""
+    device, fmt = hardware.detect(x.device), fp8.for_device(x.device)
+    w13, w13_scale, w2, w2_scale = weights
+    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, "silu", fmt, device, config)
+
+
+def compile_one(config: MoeConfig) -> None:
+    """Compiles for the cache on disk, and runs."""
+    RoutedWorkload(run, weights(*_COMPILED), 4 * config.block_m).ours(config)[0]()
+
+
+TUNER = Tuner(
+    "ptpc_moe",
+    (1, 4, 16, 64, 256, 1024, 4096),
+    candidates,
+    compile_one,
+    weights,
+    partial(RoutedWorkload, run),
+    backend,
+    experts=True,
+)

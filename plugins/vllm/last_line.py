@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why vLLM does not serve, once more, as the last line that its user reads.
+
+What is wrong with a checkpoint shows in a worker, which logs the error and ends. The engine's process then logs that a
+worker failed, and the front end that the engine did: the sentence that matters stands a hundred lines above the end.
+Here the process in which it was raised leaves it in a file, and the front end repeats it below its own traceback.
+
+Python's own hooks serve for both: a handler of logging, as vLLM logs what ends a process, and `sys.excepthook`.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from traceback import format_exception_only, walk_tb
+from types import TracebackType
+
+from llm_quant_rocm.environment import ERRORS, read
+
+# The parent of the loggers of vLLM's processes. "vllm" itself loses handlers when vLLM configures its logging anew.
+_PROCESSES = logging.getLogger("vllm.v1")
+_PACKAGES = ("llm_quant_rocm", "llm_quant_rocm_vllm")
+
+
+def install() -> None:
+    """Let this process leave or repeat what our code raises. May be called any number of times."""
+    if not any(isinstance(handler, _Leave) for handler in _PROCESSES.handlers):
+        _PROCESSES.addHandler(_Leave(logging.ERROR))
+    if multiprocessing.parent_process() is None and not isinstance(sys.excepthook, _Repeat):
+        # A name alone: there is a file where something went wrong.
+        file = Path(tempfile.gettempdir(), f"llm-quant-rocm-{os.getpid()}-{secrets.token_hex(8)}.errors")
+        os.environ[ERRORS] = str(file)
+        atexit.register(file.unlink, missing_ok=True)
+        sys.excepthook = _Repeat(file, sys.excepthook)
+
+
+class _Leave(logging.Handler):
+    """Leaves the errors that vLLM logs and our code raised in the file of `ERRORS`, one a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        file = read(ERRORS)
+        error = record.exc_info[1] if record.exc_info else None
+        if not file or error is None or not _is_ours(error):
+            return
+        try:
+            with open(file, "a", encoding="utf-8") as stream:
+                stream.write(_in_a_line(error) + "\n")
+        except OSError:
+            self.handleError(record)
+
+
+class _Repeat:
+    """A `sys.excepthook` that repeats what processes of the engine left in `file`, below what the one before prints."""
+
+    def __init__(self, file: Path, before: Callable[..., object]) -> None:
+        self._file, self._before = file, before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        left = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
+        for line in dict.fromkeys([*left, *_wrapped(error)]):  # ranks say the same
+            print(f"\nllm-quant-rocm: {line}", file=sys.stderr)
+
+
+def _wrapped(error: BaseException) -> list[str]:
+    """What our code raised while vLLM checked its configuration, which pydantic wraps into a text of its own."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return []
+    causes = [detail.get("ctx", {}).get("error") for detail in error.errors()]
+    return [_in_a_line(cause) for cause in causes if isinstance(cause, Exception) and _is_ours(cause)]
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error came through code of ours."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return any(module.partition(".")[0] in _PACKAGES for module in modules)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join("".join(format_exception_only(error)).split())

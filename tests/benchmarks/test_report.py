@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The measured page: a section and a plot for every file, in the page's order, whatever the architecture."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import _lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report
+from benchmarks.regenerate import STEPS
+
+RESULTS = Path(report.__file__).parent / "results"
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the JSON files, where the report draws."""
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    for module in (_lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_every_step_has_a_section() -> None:
+    names = [step.result.format(arch=arch) for step in STEPS for arch in ("sm_90", "gfx942")]
+    assert {name for _, name, _ in report.chosen(names)} == set(names)
+    with pytest.raises(ValueError, match="results/new_benchmark_sm_90.json has no section: give it one"):
+        list(report.chosen(["new_benchmark_sm_90"]))
+
+
+def test_the_order_of_the_page() -> None:
+    names = ["demo_cpu", "quick_reduce_sm_90_tp16", "quick_reduce_sm_90_tp2", "ptpc_gemm_sm_90"]
+    assert [name for _, name, _ in report.chosen(names)] == [names[3], names[2], names[1], names[0]]
+
+
+def test_the_committed_page_is_that_of_the_committed_figures(results: Path) -> None:
+    names = sorted(file.stem for file in results.glob("*.json"))
+    page = report.page(names)
+    assert page == (RESULTS / "README.md").read_text(), "run python -m benchmarks.report"
+    for name in names:
+        assert f"[{name}.json]({name}.json)" in page
+        if "fusion_demo" not in name:
+            assert f"({name}.png)" in page and (results / f"{name}.png").stat().st_size > 5000
+            assert (RESULTS / f"{name}.png").is_file(), "run python -m benchmarks.report"
+
+
+ENVIRONMENT = {"device": "2 x a GPU", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
+
+
+def rows(names: list[str], **values: list[Any]) -> list[dict[str, Any]]:
+    """A row for each pair of values, names' times 2, 3, ... microseconds."""
+    (first, second) = values
+    us = {name: 2.0 + place for place, name in enumerate(names)}
+    return [{first: a, second: b, "us": us} for a in values[first] for b in values[second]]
+
+
+NEW: dict[str, dict[str, Any]] = {
+    "routing_sm_90": {
+        "rows": [
+            row | {"step": step}
+            for step in ("schedule", "sum")
+            for row in rows(["ours", "torch"], model=["mixtral", "qwen3"], tokens=[1, 64])
+        ]
+    },
+    "nvfp4_moe_sm_90": {
+        "rows": [
+            row | {"router": "fair", "experts_chosen": 8.0, "limit_us": 1.0}
+            for row in rows(["bf16", "marlin", "nvfp4_moe"], model=["mixtral"], tokens=[1, 64])
+        ]
+    },
+    "reduce_norm_quant_tp2_sm_90": {
+        "world": 2,
+        "norm_and_quant": "ours",
+        "rows": rows(["separate", "two_kernels", "two_shot", "fused"], columns=[4096, 8192], rows=[1, 16]),
+    },
+    "quick_reduce_sm_90_tp2": {
+        "world": 2,
+        "rows": [{"bytes": size, "us": {"NCCL": 9.0, "FP4": 3.0}} for size in (4096, 1 << 20)],
+    },
+    "sglang_engine_sm_90": {
+        "demo_model": {"bf16": {"perplexity": 50.0, "agreement": 1.0}},
+        "llama_3_70b_8_layers": {"bf16": {"10 prompts": {"prefill_s": 1.0, "ms_a_step": 2.0, "total_s": 3.0}}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_figures_that_are_still_to_come(name: str, results: Path) -> None:
+    (results / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, "seconds": 12.0, **NEW[name]}))
+    page = report.page([name])
+    assert "2 x a GPU, torch 2, triton 3, commit abc, today | 12 |" in page
+    assert f"({name}.png)" in page and (results / f"{name}.png").stat().st_size > 5000

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Descriptions of NVFP4 checkpoints that only compressed-tensors writes. tests/engine has the others."""
+
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
+
+from llm_quant_rocm.checkpoint.nvfp4_kinds import check, checkpoint_kind
+
+
+def described(**groups: QuantizationScheme) -> dict[str, Any]:
+    config = QuantizationConfig(config_groups=groups, format="nvfp4-pack-quantized", ignore=["lm_head"])
+    return config.model_dump()
+
+
+@pytest.mark.parametrize("preset", [NVFP4, NVFP4A16], ids=["w4a4", "w4a16"])
+def test_what_compressed_tensors_dumps_is_taken(preset: dict[str, Any]) -> None:
+    config = described(group_0=QuantizationScheme(targets=["Linear"], **preset))
+    assert check(config) == checkpoint_kind(config) == "compressed-tensors"
+
+
+def test_a_group_without_weights_is_no_obstacle() -> None:
+    """The inputs of attention are quantized by a group of their own, whose weights are null."""
+    config = described(
+        group_0=QuantizationScheme(targets=["Linear"], **NVFP4A16),
+        attention=QuantizationScheme(targets=["LlamaAttention"], input_activations=NVFP4["input_activations"]),
+    )
+    assert config["config_groups"]["attention"]["weights"] is None
+    assert check(config) == "compressed-tensors"
+
+
+def test_other_blocks_are_refused_by_the_group() -> None:
+    config = described(group_0=QuantizationScheme(targets=["Linear"], **NVFP4A16))
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 32
+    with pytest.raises(ValueError, match=r"^group_0 \(Linear\) has group_size 32, and NVFP4 has blocks of 16"):
+        check(config)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our code raises in a process of vLLM's is the last line that the front end writes; without an engine.
+
+That a worker's error arrives there is seen where one is made: test_nvfp4_refusals.py.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import AfterValidator, TypeAdapter
+
+from llm_quant_rocm.environment import ERRORS
+from llm_quant_rocm_vllm import last_line
+from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
+
+BROKEN = {"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}
+SENTENCE = "llm-quant-rocm: ValueError: quant_algo NVFP4_SVD is not known"
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A process in which vLLM starts; the file in which its children leave errors."""
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("the traceback", file=sys.stderr))
+    last_line.install()
+    return Path(os.environ[ERRORS])
+
+
+def log(error: Exception) -> None:
+    """As vLLM's workers and engine processes log what ends them."""
+    logging.getLogger("vllm.v1.executor.multiproc_executor").error("WorkerProc failed to start.", exc_info=error)
+
+
+def end(error: Exception, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the front end writes when `error` ends it."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    return [line for line in capsys.readouterr().err.splitlines() if line]
+
+
+def refusal() -> ValueError:
+    with pytest.raises(ValueError, match="is not known") as caught:
+        NvFp4Config.from_config(BROKEN)
+    return caught.value
+
+
+def test_the_sentence_of_a_worker_comes_last_and_once(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # ranks
+        log(refusal())
+    log(RuntimeError("WorkerProc initialization failed"))
+    lines = end(RuntimeError("Engine core initialization failed"), capsys)
+    assert lines[-2] == "the traceback"
+    assert lines[-1].startswith(SENTENCE)
+    hook.unlink()
+
+
+def test_what_pydantic_wraps_comes_last_too(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="validation error") as caught:
+        TypeAdapter(Annotated[dict[str, str], AfterValidator(NvFp4Config.from_config)]).validate_python(BROKEN)
+    assert end(caught.value, capsys)[-1].startswith(SENTENCE)
+
+
+def test_other_errors_are_not_ours_to_repeat(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 // 0
+    log(caught.value)
+    assert not hook.exists()
+    assert end(caught.value, capsys) == ["the traceback"]
+
+
+def test_installed_once(hook: Path) -> None:
+    before = sys.excepthook, os.environ[ERRORS], list(logging.getLogger("vllm.v1").handlers)
+    last_line.install()
+    assert before == (sys.excepthook, os.environ[ERRORS], logging.getLogger("vllm.v1").handlers)
+
+
+def test_a_file_that_cannot_be_written_hurts_nobody(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERRORS, str(hook / "absent" / "file"))
+    log(refusal())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of tests/measure/test_ranks.py do; other processes import it."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from llm_quant_rocm.measure.ranks import Report, slowest
+
+
+def add_up(rank: int, report: Report, first: int, many: int) -> None:
+    for number in range(first, first + many):
+        total = torch.tensor([number + rank])
+        dist.all_reduce(total)
+        report("sum", int(total))
+    report("slowest", slowest(float(rank), torch.device("cpu")))
+
+
+def fail(rank: int, report: Report) -> None:
+    report("before", rank)
+    time.sleep(1)
+    if rank == 1:
+        raise RuntimeError("no peer access")
+    time.sleep(100)
+
+
+def hang(rank: int, report: Report) -> None:
+    report("before", rank)
+    time.sleep(100)
+
+
+def write(folder: str, name: str) -> None:
+    with open(f"{folder}/{name}", "x"):
+        pass

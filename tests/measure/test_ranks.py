@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a measurement, on the CPU: what they report, how they end."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm.measure.ranks import compile_together, on_every_rank
+from tests.measure import parts
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would want GPUs")
+
+
+def test_rank_0_reports_as_it_goes() -> None:
+    heard: list[tuple[str, Any]] = []
+    assert on_every_rank(parts.add_up, 2, (10, 3), lambda *what: heard.append(what))
+    assert heard == [("sum", 21), ("sum", 23), ("sum", 25), ("slowest", 1.0)]
+
+
+def test_a_rank_that_fails_ends_all_and_what_was_heard_stays() -> None:
+    heard: list[tuple[str, Any]] = []
+    begin = time.monotonic()
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="no peer access"):
+        on_every_rank(parts.fail, 2, (), lambda *what: heard.append(what))
+    assert heard == [("before", 0)] and time.monotonic() - begin < 80
+
+
+def test_ranks_are_ended_in_time() -> None:
+    heard: list[tuple[str, Any]] = []
+    begin = time.monotonic()
+    assert not on_every_rank(parts.hang, 2, (), lambda *what: heard.append(what), seconds=20)
+    assert heard == [("before", 0)] and time.monotonic() - begin < 80
+
+
+def test_all_is_compiled(tmp_path: Path) -> None:
+    names = [f"{number}" for number in range(5)]
+    assert compile_together(parts.write, [(str(tmp_path), name) for name in names]) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with pytest.raises(FileExistsError):
+        compile_together(parts.write, [(str(tmp_path), "0")])
