@@ -64,14 +64,14 @@ lint: venv
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
-# Engines take two cores and measure memory, so they run one after another; the rest runs in two workers of one thread.
+# Two workers of one thread. A file of engine tests stays with one worker, whose engines its tests share.
 test: venv
 	@SECONDS=0; \
 	stage() { title=$$1; shift; echo "== $$title"; "$$@" || \
 		{ echo "make test: FAILED in $$title after $$SECONDS s"; exit 1; }; }; \
 	stage "lint and types" $(MAKE) --no-print-directory lint; \
 	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/engine; \
-	stage "vLLM" $(BIN)/python -m pytest -q tests/engine; \
+	stage "vLLM" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/engine; \
 	[ ! -d $(VENV)/sglang ] || stage "SGLang" env PYTHONPATH=tests/engine_sglang/stand_ins:$(VENV)/sglang \
 		$(BIN)/python -m pytest -q tests/engine_sglang; \
 	echo "make test: all passed in $$SECONDS s"

@@ -7,6 +7,7 @@ Requests come on stdin and replies go to stdout, both pickled.
 """
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -89,6 +90,10 @@ def main() -> None:
     triton_key()  # reads all of Triton, once
     for module in ("torch._dynamo", "triton.experimental.gluon", "llm_quant_rocm.ops", "pytest"):
         importlib.import_module(module)
+    # All of the above stays, and compilers and the simulator make many objects that live long: with the collector's own
+    # thresholds the children spend a third of their time in it.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)

@@ -10,6 +10,7 @@ Everything here is global to the process: use it in a child of the fork server.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ class Launch:
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage that `tensor` views, as uint8 [bytes], without a copy."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+@lru_cache(maxsize=64)
+def _program(assembly: str) -> gcnsim.Program:
+    """One kernel is launched on many inputs, and by every rank."""
+    return gcnsim.parse(assembly)
 
 
 class _Unwritten(TorchDispatchMode):
@@ -192,7 +199,7 @@ class VirtualGpu:
             ]
             streams.setdefault(("own", number) if stream is None else stream, []).append(
                 gcnsim.Launch(
-                    gcnsim.parse(launch.assembly),
+                    _program(launch.assembly),
                     grid=launch.grid,
                     num_warps=launch.warps,
                     kernel_args=values,

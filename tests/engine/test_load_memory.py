@@ -26,7 +26,7 @@ def load(checkpoint: Path, method: str) -> dict[str, float]:
         env=engines.environment(),
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=engines.LIMIT,
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]

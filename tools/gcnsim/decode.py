@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gcnsim.atomics import global_atomic
 from gcnsim.convert import CONVERSIONS, small_conversion
@@ -81,6 +82,7 @@ class Code:
     run_end: tuple[int, ...]
 
 
+@lru_cache(maxsize=64)  # one kernel is launched on many inputs, and by every rank
 def decode(program: Program) -> Code:
     """Decodes a whole program, so that what is not implemented is found before anything runs."""
     if program.arch not in LDS_LIMIT:

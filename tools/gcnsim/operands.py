@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 # Architected scalar registers, by their number in the encoding. MODE has no number there; it takes a free one.
 VCC, M0, EXEC, MODE = 106, 124, 126, 128
@@ -57,6 +58,7 @@ VCC_PAIR = Operand("s", VCC, 2)
 OFF = Operand("off")
 
 
+@lru_cache(maxsize=1 << 15)
 def parse_operand(text: str, agpr_base: int) -> Operand:
     """One operand with its modifiers; AGPR n becomes vector plane agpr_base + n."""
     sign_extend = text.startswith("sext(")

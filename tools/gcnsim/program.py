@@ -13,6 +13,11 @@ FLAGS = words("offen idxen sc0 sc1 nt glc slc lds gds clamp row_mirror row_half_
 # Directives of the kernel descriptor that the launch needs; they are integers.
 DESCRIPTOR = re.compile(r"^\s*\.amdhsa_(\w+)\s+(\d+)\s*$", re.MULTILINE)
 LABEL = re.compile(r"([.\w$]+):")
+# What separators part: it has none outside brackets and parentheses.
+PIECE = {separator: re.compile(rf"(?:[^{separator}\[(]+|\[[^]]*]|\([^)]*\))+") for separator in ", "}
+# v7, v[4:7] and the same of AGPRs, but not the end of a longer name. The look behind stands after the letter, since a
+# pattern that begins with one cannot skip to where it may match.
+VECTOR_REGISTER = re.compile(r"([va])(?<![\w.$].)(?:\[\d+:)?(\d+)\b")
 ARGUMENT = re.compile(r"\.offset:\s*(\d+)\s+\.size:\s*(\d+)\s+\.value_kind:\s*(\w+)")
 
 
@@ -68,9 +73,9 @@ class Instruction:
         return values + default[len(values) :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel: its instructions, and what its descriptor and metadata say.
+    """A kernel: its instructions, and what its descriptor and metadata say. Two are equal if they are the same object.
 
     `labels` maps a label to the index of the instruction after it. `vector_registers` counts the register planes a
     wave needs: its VGPRs, then its AGPRs, which start at plane `agpr_base`.
@@ -92,7 +97,8 @@ def parse(text: str) -> Program:
     kernel = re.search(r"\.amdhsa_kernel\s+(\S+)", text)
     if not target or not kernel:
         raise AssemblyError("no .amdgcn_target or no .amdhsa_kernel: this is not the assembly of an AMDGPU kernel")
-    agpr_base = _highest_register(text, "v") + 1
+    highest = _highest_registers(text)
+    agpr_base = highest["v"] + 1
     instructions, labels = _body(text, kernel[1], agpr_base)
     return Program(
         arch=target[1],
@@ -101,15 +107,17 @@ def parse(text: str) -> Program:
         labels=labels,
         descriptor={name: int(value) for name, value in DESCRIPTOR.findall(text)},
         metadata=_metadata(text),
-        vector_registers=agpr_base + _highest_register(text, "a") + 1,
+        vector_registers=agpr_base + highest["a"] + 1,
         agpr_base=agpr_base,
     )
 
 
-def _highest_register(text: str, letter: str) -> int:
-    single = re.findall(rf"(?<![\w.$]){letter}(\d+)\b", text)
-    ranges = re.findall(rf"(?<![\w.$]){letter}\[\d+:(\d+)\]", text)
-    return max(map(int, single + ranges), default=-1)
+def _highest_registers(text: str) -> dict[str, int]:
+    """The highest number of a VGPR ("v") and of an AGPR ("a"); -1 where there is none."""
+    highest = {"v": -1, "a": -1}
+    for letter, number in set(VECTOR_REGISTER.findall(text)):
+        highest[letter] = max(highest[letter], int(number))
+    return highest
 
 
 def _body(text: str, kernel: str, agpr_base: int) -> tuple[list[Instruction], dict[str, int]]:
@@ -167,18 +175,8 @@ def parse_instruction(code: str, line: int, source: str | None, agpr_base: int) 
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits outside brackets, parentheses and quotes, and drops empty pieces."""
-    pieces, start, depth = [], 0, 0
-    for position, letter in enumerate(text):
-        if letter in "[(":
-            depth += 1
-        elif letter in "])":
-            depth -= 1
-        elif letter == separator and depth == 0:
-            pieces.append(text[start:position])
-            start = position + 1
-    pieces.append(text[start:])
-    return [piece.strip() for piece in pieces if piece.strip()]
+    """Splits outside brackets and parentheses, and drops empty pieces."""
+    return [word for piece in PIECE[separator].findall(text) if (word := piece.strip())]
 
 
 def _metadata(text: str) -> Metadata:
