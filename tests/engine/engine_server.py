@@ -6,6 +6,7 @@ Each line on stdin is a request in JSON: `arguments` of engine_process.main, the
 and the seconds it may take (`limit`). Each line on stdout is the exit status of one, negative for a signal.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ def wait(pid: int, limit: float) -> int:
 def child(request: dict[str, Any]) -> None:
     """One engine, as `python engine_process.py` in that environment would run it: what it raises ends the process."""
     os.setsid()
+    atexit.register(gc.unfreeze)  # nanobind looks for what is left at the end
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
         os.dup2(descriptor, stream)
@@ -43,7 +45,7 @@ def main() -> None:
     """Ends when stdin does, and in each child when its engine has answered."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    gc.freeze()
+    gc.freeze()  # vLLM collects garbage eight times an engine, and all of the imports stays
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()
