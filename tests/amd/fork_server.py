@@ -98,6 +98,7 @@ def main() -> None:
         try:
             request = pickle.load(sys.stdin.buffer)
         except EOFError:
+            gc.unfreeze()  # nanobind looks for what is left at the end
             return
         pickle.dump(answer(request), replies)
         replies.flush()
