@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from llm_quant_rocm.kernels import keys
+
 # A rank says (a word, what it is about).
 Report = Callable[[str, Any], None]
 # A rank's part: (rank, report, *arguments), a function of a module; the process group is there.
@@ -65,6 +67,7 @@ def _rank(rank: int, part: Part, world: int, rendezvous: str, sender: Connection
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+        keys.settle()
         dist.init_process_group("nccl", rendezvous, timedelta(seconds=60), world, rank, device_id=device)
     else:
         dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world, rank)
@@ -83,9 +86,14 @@ def compile_together(job: Callable[..., None], arguments: Iterable[tuple[Any, ..
     the kernels that the ranks will load. Returns how many there were."""
     jobs = list(arguments)
     with ProcessPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1, 16)), get_context("spawn")) as pool:
-        for submitted in [pool.submit(job, *each) for each in jobs]:
+        for submitted in [pool.submit(_settled, job, *each) for each in jobs]:
             submitted.result()
     return len(jobs)
+
+
+def _settled(job: Callable[..., None], *arguments: Any) -> None:
+    keys.settle()  # so that ranks find what is compiled here
+    job(*arguments)
 
 
 def time_together(call: Callable[[], object], calls: int, repeats: int, device: torch.device) -> float:

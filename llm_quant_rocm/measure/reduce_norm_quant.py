@@ -127,7 +127,7 @@ def _kernels(
     return sorted(found)
 
 
-class _CompileOnly:
+class CompileOnly:
     """Stands in for a Triton kernel: a launch compiles it and puts it into Triton's cache."""
 
     def __init__(self, kernel: Any) -> None:
@@ -147,7 +147,7 @@ def _compile(world: int, columns: int, shot: str, codec: str, threads: int) -> N
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
     config = kernels.Config(threads, programs=132)
-    with patch.object(kernels, name, _CompileOnly(getattr(kernels, name))):
+    with patch.object(kernels, name, CompileOnly(getattr(kernels, name))):
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from llm_quant_rocm import timing
+from llm_quant_rocm.kernels import keys
 from llm_quant_rocm.tune.workload import Calls
 
 # Rough timing of a candidate: the median of so few replays within so little time.
@@ -29,6 +30,7 @@ class Compiler:
     """
 
     def __init__(self, compile_one: Callable[[Any], None]) -> None:
+        keys.settle()  # here and in the pool, so that what is compiled there is found here
         self._attempt = _Attempt(compile_one)
         self._workers = max(1, (os.cpu_count() or 2) - 2)
         self._pool = self._new_pool(self._workers)
@@ -76,6 +78,7 @@ class _Attempt:
 
     def __call__(self, config: Any) -> str | None:
         try:
+            keys.settle()
             self.compile_one(config)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

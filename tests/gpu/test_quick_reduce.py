@@ -2,11 +2,9 @@
 """The quantized all-reduce between the GPUs of this host: the reference's bits, also in graphs and with late ranks."""
 
 import itertools
-import multiprocessing
 import os
 import random
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -18,8 +16,10 @@ from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.hardware import detect
+from llm_quant_rocm.kernels import keys
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config
+from llm_quant_rocm.measure.ranks import compile_together
 from llm_quant_rocm.reference import quick_reduce as reference
 from tests.comm.processes import run_ranks
 from tests.inputs import assert_same, nasty_rows, random_rows
@@ -54,15 +54,13 @@ def compiled() -> None:
         (shots, codec, dtype, {}) for codec, dtype in TYPES for shots in (1, 2)
     ]
     jobs += [(shots, "FP4", torch.bfloat16, way) for way in WAYS for shots in (1, 2)]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), context) as pool:
-        for job in [pool.submit(compile_kernel, *job) for job in jobs]:
-            job.result()
+    compile_together(compile_kernel, jobs)
 
 
 def connect(rank: int, timeout: float) -> tuple[torch.device, QuickReduce]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    keys.settle()
     group = dist.group.WORLD
     assert group is not None
     return device, QuickReduce.over(group, device, inbox_bytes=8 << 20, timeout=timeout)
