@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the routed experts in NVFP4 are tuned. One configuration serves both of their products."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +9,10 @@ from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from llm_quant_rocm.tune.nvfp4_gemm import random_weight
-from llm_quant_rocm.tune.routed import RoutedWorkload, backend, heights_for
-from llm_quant_rocm.tune.workload import Tuner
+from llm_quant_rocm.tune.routed import Weights, heights_for, tuner
 
 # What an H100's multiprocessor has for a program's groups of steps.
 _SHARED_BYTES = 227 * 1024
-_COMPILED = (4, 2, 1024, 512)
-Weights = tuple[int, int, int, list[Any]]
 
 
 def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[Any]:
@@ -75,18 +71,4 @@ def run(
     return nvfp4_moe(x, w13, w2, inner, topk_weights, topk_ids, None, "silu", device, grouped, config)
 
 
-def compile_one(config: Any) -> None:
-    """Compiles for the cache on disk, and runs."""
-    RoutedWorkload(run, weights(*_COMPILED), 4 * config.block_m).ours(config)[0]()
-
-
-TUNER = Tuner(
-    "nvfp4_moe",
-    (1, 4, 16, 64, 256, 1024, 4096),
-    candidates,
-    compile_one,
-    weights,
-    partial(RoutedWorkload, run),
-    backend,
-    experts=True,
-)
+TUNER = tuner("nvfp4_moe", candidates, weights, run)

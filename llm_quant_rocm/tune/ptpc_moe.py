@@ -2,8 +2,6 @@
 """How the routed experts in FP8 are tuned. One configuration serves both of their products."""
 
 import itertools
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -11,11 +9,7 @@ from llm_quant_rocm import hardware
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config, ptpc_moe
 from llm_quant_rocm.tune.ptpc_gemm import random_codes
-from llm_quant_rocm.tune.routed import RoutedWorkload, backend, heights_for
-from llm_quant_rocm.tune.workload import Tuner
-
-_COMPILED = (4, 2, 1024, 512)
-Weights = tuple[int, int, int, list[Any]]
+from llm_quant_rocm.tune.routed import Weights, heights_for, tuner
 
 
 def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[MoeConfig]:
@@ -56,18 +50,4 @@ def run(
     return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, "silu", fmt, device, config)
 
 
-def compile_one(config: MoeConfig) -> None:
-    """Compiles for the cache on disk, and runs."""
-    RoutedWorkload(run, weights(*_COMPILED), 4 * config.block_m).ours(config)[0]()
-
-
-TUNER = Tuner(
-    "ptpc_moe",
-    (1, 4, 16, 64, 256, 1024, 4096),
-    candidates,
-    compile_one,
-    weights,
-    partial(RoutedWorkload, run),
-    backend,
-    experts=True,
-)
+TUNER = tuner("ptpc_moe", candidates, weights, run)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tuners of routed experts share: calls whose tokens choose their experts anew every time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from llm_quant_rocm.measure.experts import choose
-from llm_quant_rocm.tune.workload import Calls
+from llm_quant_rocm.tune.workload import Calls, Tuner
 
 # Every call of a graph has a choice of its own: what it reads then differs from what the one before has left in L2.
 ROUTINGS = 8
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+# Experts, top-k, hidden and inner size of what is run once to compile.
+_COMPILED = (4, 2, 1024, 512)
+
+# Experts, top-k, hidden size, and sets of weights that take turns.
+Weights = tuple[int, int, int, list[Any]]
 
 # (weights, x [T, H], router weights fp32 [T, k], ids int32 [T, k], configuration) -> [T, H]
 Run = Callable[..., torch.Tensor]
@@ -27,11 +33,10 @@ class RoutedWorkload:
     """x [T, H] in bf16, a fair router's choices, and experts in sets that take turns.
 
     Args:
-        weights: (experts, top-k, hidden, sets of weights).
         run: what multiplies them.
     """
 
-    def __init__(self, run: Run, weights: tuple[int, int, int, list[Any]], tokens: int) -> None:
+    def __init__(self, run: Run, weights: Weights, tokens: int) -> None:
         experts, topk, hidden, self._sets = weights
         self._run = run
         self._x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
@@ -47,6 +52,24 @@ class RoutedWorkload:
         return {}
 
 
-def backend(m: int, us: Mapping[str, float]) -> str:
+def tuner(operator: str, candidates: Callable[..., Sequence[Any]], weights: Callable[..., Weights], run: Run) -> Tuner:
+    """How an operator of routed experts is tuned. All are functions of a module, so that processes can be sent them.
+
+    Args:
+        candidates: as `Tuner` takes it; configurations have `block_m`.
+        weights: of (experts, top-k, hidden, inner).
+    """
+    return Tuner(
+        operator, _TOKENS, candidates, partial(_compile, weights, run), weights, partial(RoutedWorkload, run), _backend,
+        experts=True,
+    )  # fmt: skip
+
+
+def _compile(weights: Callable[..., Weights], run: Run, config: Any) -> None:
+    """Compiles for the cache on disk, and runs."""
+    RoutedWorkload(run, weights(*_COMPILED), 4 * config.block_m).ours(config)[0]()
+
+
+def _backend(m: int, us: Mapping[str, float]) -> str:
     """Who serves the shape: nobody else does."""
     return "triton"
