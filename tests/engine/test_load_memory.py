@@ -20,10 +20,15 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 14
 }  # fmt: skip
 
 
+# What the C library keeps of freed memory differs from run to run by half a checkpoint: with these, every tensor
+# is mapped by itself and given back at once, so that the figures are what the load needs, the same to 3 MiB.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+
+
 def load(checkpoint: Path, method: str) -> dict[str, float]:
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("load_process.py")), str(checkpoint), method],
-        env=engines.environment(),
+        env=engines.environment(**EXACT),
         text=True,
         capture_output=True,
         timeout=engines.LIMIT,
@@ -43,6 +48,5 @@ def test_peak_is_no_higher_than_that_of_fp8_per_channel(tmp_path: Path) -> None:
     results = {method: load(checkpoint, method) for method in ("none", "fp8_per_channel", "ptpc_fp8")}
     print(f"checkpoint {size:.0f} MiB: {results}")
     ours = results["ptpc_fp8"]["peak_mib"]
-    # The C library keeps freed memory by chance: upstream's own peak varies by a tenth from run to run.
-    assert ours <= 1.1 * results["fp8_per_channel"]["peak_mib"]
-    assert ours < 0.85 * results["none"]["peak_mib"]
+    assert ours <= results["fp8_per_channel"]["peak_mib"]
+    assert ours < 0.6 * results["none"]["peak_mib"]  # half the bytes, a layer in BF16, and the embeddings
