@@ -162,5 +162,9 @@ def _plot(report: "Report", out: Path, title: str, messages: Console) -> Path | 
         return None
     from llm_quant_rocm.cli._error_plot import draw
 
-    draw(report.errors, out / PLOT, title)
+    try:
+        draw(report.errors, out / PLOT, title)
+    except OSError as error:  # the checkpoint is whole
+        messages.print(f"no plot: {error}", highlight=False, soft_wrap=True)
+        return None
     return out / PLOT
