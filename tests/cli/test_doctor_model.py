@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,18 @@ def test_experts_keep_their_router(tmp_path: Path) -> None:
         "16 bits",
         [128, 2048],
     )
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, False), (2, True), (4, None)])
+def test_whether_it_fits_the_gpus_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, fits: bool | None
+) -> None:
+    """Two GPUs, one of 100 MiB and one larger; a weight of 128 MiB."""
+    folder = write(tmp_path, {"model.a_proj.weight": ("BF16", (8192, 8192))}, config={})
+    sizes = [100 * 2**20, 200 * 2**20]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(sizes))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    assert plans(model.examine(folder, ranks))["16 bits"].fits is fits
 
 
 def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
