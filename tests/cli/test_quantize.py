@@ -131,10 +131,21 @@ def test_an_ignored_name_that_nothing_matches_is_said(tmp_path: Path, caplog: py
     assert said == {f"ignore names '*.o_porj', which no module of {DEMO_MODEL} matches"}
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4", "--device", "xpu:7")
+@pytest.mark.parametrize("device", ["xpu:7", "meta", "a GPU"])
+def test_a_device_that_is_not_there(tmp_path: Path, device: str) -> None:
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4", "--device", device)
     assert result.exit_code == 1
-    assert "--device xpu:7 cannot be used here" in result.stderr and result.stderr.count("\n") == 1
+    assert f"--device {device} cannot be used here" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("llm_quant_rocm.checkpoint.quantize_checkpoint", full)
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("quantize: FAILED. cpu is out of memory: end what fills it")
 
 
 def test_the_plot_has_a_line_a_kind_and_puts_experts_together() -> None:
