@@ -45,9 +45,9 @@ def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], size
 
 
 def bars(name: str, title: str, panels: Mapping[str, Mapping[str, float]]) -> None:
-    """results/NAME.png: a bar a case, a panel a number."""
+    """results/NAME.png: a bar a case, a panel a number; as wide as a title with a device and versions at least."""
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 3.6 * len(panels), 3.6), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(max(8.0, 1 + 3.6 * len(panels)), 3.6), squeeze=False, layout="constrained"
     )
     for axis, (label, values) in zip(axes.flat, panels.items(), strict=True):
         drawn = axis.bar(range(len(values)), list(values.values()))

@@ -65,7 +65,7 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     cutlass = load_vllm(args.vllm_ops)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts in FP8 against bf16, on the shapes of Qwen3-30B-A3B and of DeepSeek-V3 cut in eight.
 
-    python benchmarks/ptpc_moe.py
+    python benchmarks/ptpc_moe.py [--models PATTERN ...] [--tokens T ...]
 
 The peer is torch's grouped product in bf16 (CUTLASS) with the same sorting, activation and weighting around it, given
 its groups already sorted: what is timed of it is a lower bound.
 """
 
+import argparse
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -38,9 +40,16 @@ def variants(experts: int, topk: int, hidden: int, inner: int, tokens: int) -> d
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["*"], help="patterns of the models' names")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    args = parser.parse_args()
+    models = [name for name in MODELS if any(fnmatchcase(name, pattern) for pattern in args.models)]
+    if not models:
+        parser.error(f"--models names none of {', '.join(MODELS)}")
     rows = []
-    for name in MODELS:
-        for tokens in TOKENS:
+    for name in models:
+        for tokens in args.tokens:
             times = harness.time_variants(variants(*WELL_KNOWN_EXPERTS[name], tokens))
             rows.append({"model": name, "tokens": tokens, "us": {key: round(t, 1) for key, t in times.items()}})
             print(f"{name:14} T={tokens:5} " + "  ".join(f"{key} {t:.1f}" for key, t in times.items()), flush=True)

@@ -106,7 +106,7 @@ def variants(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _moe_C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     if args.vllm_ops:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 REPORT = "quantization_report.json"
@@ -63,10 +64,17 @@ class Output:
         return (self._folder / "config.json").exists()
 
     def save(self, file: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
-        """Write a weight file and record it."""
+        """Write a weight file and record it.
+
+        Raises:
+            OSError: the disk is full.
+        """
 
         def write(path: Path) -> None:
-            save_file(tensors, path, metadata={"format": "pt"})
+            try:
+                save_file(tensors, path, metadata={"format": "pt"})
+            except SafetensorError as error:  # which is no OSError
+                raise OSError(f"{path} cannot be written ({error}): make room, and the same call goes on") from error
             # safetensors lets the owner alone read it; the user's umask has decided on the report's mode.
             shutil.copymode(self._folder / REPORT, path)
 

@@ -16,6 +16,7 @@ in one of these layouts, which hold the same values:
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ FUSED = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
+
+logger = logging.getLogger("llm_quant_rocm")
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -117,6 +120,10 @@ def quantize_checkpoint(
     if layout == "modelopt-legacy" and input_amax is None:
         raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
     reader = Reader(source)
+    modules = [_module(name) for name in reader.tensors]
+    for pattern in ignore:
+        if pattern not in IGNORE and not any(_matches(module, [pattern]) for module in modules):
+            logger.warning("ignore names %r, which no module of %s matches", pattern, source)
     chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
     if not chosen:
         raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
-from llm_quant_rocm.checkpoint.nvfp4_kinds import modelopt_settings
+from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
-NVFP4, FP8, OTHER = "NVFP4", "FP8", "other"
+NVFP4, MXFP4, FP8, OTHER = "NVFP4", "MXFP4", "FP8", "other"
 _FLOATS = {"BF16", "F16", "F32"}
 # Of the last parts of names: modules that multiply nothing, and output heads, which engines keep.
 _NO_LINEAR = ("embed", "lm_head", "wte", "wpe", "norm", "conv")
@@ -24,6 +24,10 @@ _NVFP4_PARTS = {
     "weight": ("weight_scale", "weight_scale_2"),
     "weight_packed": ("weight_scale", "weight_global_scale"),
 }
+# gpt-oss has MXFP4 codes [E, N, K / 32, 16] and exponents [E, N, K / 32] beside each other, without a module.
+_MXFP4_PARTS = ("_blocks", "_scales")
+_EXPONENTS = {"U8", "F8_E8M0"}
+_EXPERT_BIASES = (".bias", "_proj_bias")
 _FETCH = "fetch or export the checkpoint again"
 
 
@@ -32,7 +36,7 @@ class Module:
     """A module with a weight.
 
     Attributes:
-        kind: NVFP4, FP8, OTHER (another quantization), or safetensors' name of a dtype ("BF16").
+        kind: NVFP4, MXFP4, FP8, OTHER (another quantization), or safetensors' name of a dtype ("BF16").
         shape: of the weight's values, [N, K] for a linear layer.
         nbytes: of all tensors of the module.
     """
@@ -44,7 +48,7 @@ class Module:
 
     @property
     def is_quantized(self) -> bool:
-        return self.kind in (NVFP4, FP8, OTHER)
+        return self.kind in (NVFP4, MXFP4, FP8, OTHER)
 
     @property
     def is_linear(self) -> bool:
@@ -62,12 +66,14 @@ class Survey:
         quantization: how the checkpoint says that it is quantized, from config.json or hf_quant_config.json; None
             where neither does.
         modules: those with a weight, in the order of their names.
+        has_expert_biases: whether routed experts add biases.
         faults: what is broken or missing, one sentence each, with the cure.
     """
 
     config: dict[str, Any]
     quantization: dict[str, Any] | None
     modules: list[Module]
+    has_expert_biases: bool
     faults: list[str]
 
 
@@ -84,7 +90,11 @@ def survey(folder: Path) -> Survey:
     faults: list[str] = []
     config = _json(folder / "config.json")
     tensors = _tensors(folder, faults)
-    return Survey(config, _quantization(folder, config), _modules(tensors, faults), faults)
+    quantization = _quantization(folder, config)
+    biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
+    # Another description's tensors need not be whole by NVFP4's names.
+    promised = quantization is None or checkpoint_kind(quantization) is not None
+    return Survey(config, quantization, _modules(tensors, promised, faults), biases, faults)
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -140,29 +150,39 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _modules(tensors: dict[str, Tensor], faults: list[str]) -> list[Module]:
+def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> list[Module]:
+    """The modules of all tensors; `promised` says whether codes in bytes have to be NVFP4's."""
     parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         # Experts in one tensor have no parts: experts.gate_up_proj is a module of its own.
-        if len(tensor.shape) == 3 and not part.startswith("weight"):
+        if tensor.dtype == "U8" and len(tensor.shape) > 2 and part.endswith(_MXFP4_PARTS):
+            module, _, part = name.rpartition("_")
+        elif len(tensor.shape) == 3 and not part.startswith("weight"):
             module, part = name, "weight"
         parts[module][part] = tensor
-    found = (_module(name, parts[name], faults) for name in sorted(parts))
+    found = (_module(name, parts[name], promised, faults) for name in sorted(parts))
     return [module for module in found if module]
 
 
-def _module(name: str, parts: dict[str, Tensor], faults: list[str]) -> Module | None:
+def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[str]) -> Module | None:
     nbytes = sum(tensor.nbytes for tensor in parts.values())
+    if "blocks" in parts:
+        *leading, blocks, size = parts["blocks"].shape
+        return Module(name, MXFP4, (*leading, 2 * blocks * size), nbytes)
     for codes, others in _NVFP4_PARTS.items():
         weight = parts.get(codes)
         if weight is None or weight.dtype != "U8" or len(weight.shape) < 2:
             continue
         shape = (*weight.shape[:-1], 2 * weight.shape[-1])
+        scales = parts.get("weight_scale")
+        if scales and scales.dtype in _EXPONENTS:
+            return Module(name, MXFP4, shape, nbytes)
         absent = [part for part in others if part not in parts]
+        if absent and not promised:
+            return Module(name, OTHER, weight.shape, nbytes)
         if absent:
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
-        scales = parts.get("weight_scale")
         expected = (*shape[:-1], shape[-1] // BLOCK)
         if scales and scales.shape != expected:
             faults.append(

@@ -35,9 +35,11 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(help="A text file; by default MODEL/heldout.txt.")] = None,
     tasks: Annotated[str | None, typer.Option(help="A list of lm-eval's tasks, for example gsm8k.")] = None,
     include: Annotated[Path | None, typer.Option(help="A folder of lm-eval tasks of your own.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples a task; all where left out.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a window of the text, and of the engine.")] = None,
-    tp: Annotated[int, typer.Option(help="GPUs the model is cut over.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples a task; all where left out.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a window of the text, and of the engine.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs the model is cut over.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:

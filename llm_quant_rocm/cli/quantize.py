@@ -91,6 +91,8 @@ def _run(
     if not model.is_dir():
         raise CommandError(f"{model} is no folder: download the checkpoint, and name the folder that has config.json.")
     _check_device(device)
+    import torch
+
     from llm_quant_rocm.checkpoint import IGNORE, quantize_checkpoint
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
@@ -108,6 +110,8 @@ def _run(
                 device=device,
                 on_progress=lambda done, whole: progress.update(task, completed=done, total=whole),
             )
+    except torch.OutOfMemoryError as error:
+        raise CommandError(f"{device} is out of memory: end what fills it, and the same command goes on.") from error
     except (ValueError, TypeError, OSError) as error:
         raise CommandError(f"{error}.") from error
 
@@ -116,7 +120,7 @@ def _check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(0, device=device)
+        torch.ones((), device=device).item()  # which a device without memory, as meta, cannot say
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise CommandError(f"--device {device} cannot be used here ({reason}): leave it out, or name cpu.") from error
@@ -162,5 +166,9 @@ def _plot(report: "Report", out: Path, title: str, messages: Console) -> Path | 
         return None
     from llm_quant_rocm.cli._error_plot import draw
 
-    draw(report.errors, out / PLOT, title)
+    try:
+        draw(report.errors, out / PLOT, title)
+    except OSError as error:  # the checkpoint is whole
+        messages.print(f"no plot: {error}", highlight=False, soft_wrap=True)
+        return None
     return out / PLOT

@@ -44,7 +44,8 @@ def tune(
         Path | None, typer.Option(help="A model's folder or config.json, for its layers; left out, well-known models'.")
     ] = None,
     tp: Annotated[
-        int, typer.Option(help="GPUs that the model will be cut over: one measures its layers, all the all-reduce.")
+        int,
+        typer.Option(min=1, help="GPUs that the model will be cut over: one measures its layers, all the all-reduce."),
     ] = 1,
     layers: Annotated[list[str] | None, typer.Option(help="Only layers of this name, * for anything.")] = None,
     ms: Annotated[str | None, typer.Option(help="Numbers of rows (of experts: tokens), for example 1,16,256.")] = None,

@@ -213,7 +213,7 @@ class Policy:
 
 def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce") -> Path:
     """Where the crossovers of an operator measured on this machine are kept."""
-    cache = read("XDG_CACHE_HOME", environment) or Path.home() / ".cache"
+    cache = read("XDG_CACHE_HOME", environment) or os.path.expanduser("~/.cache")  # Path.home() wants a user to exist
     return Path(cache) / "llm-quant-rocm" / operator / f"{arch}.json"
 
 

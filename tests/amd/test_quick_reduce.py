@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantized all-reduce on AMD: planted defects are found, and its order of memory is in the machine code."""
 
+import random
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -10,14 +12,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from gcnsim.scheduler import Execution
 
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels import quick_reduce
+from llm_quant_rocm.kernels.quick_reduce import Config
 from tests.amd import isa, tritons
 from tests.amd.budget import LDS
 from tests.amd.isolated import call
 from tests.amd.operators.quick_reduce import Ranks, draw, stores_awaited
 from tests.amd.virtual_gpu import activate
+from tests.inputs import random_rows
 
 
 @triton.jit
@@ -71,6 +76,43 @@ def test_a_flag_that_is_not_set_is_a_deadlock() -> None:
 def test_a_flag_that_is_not_awaited_gives_wrong_results() -> None:
     with pytest.raises(AssertionError):
         call(tritons.VERSIONS[-1], two_ranks, "gfx942", {"await_flags": "await_no_flags"}, True)
+
+
+ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2)
+TOGETHER = replace(ONE_PROGRAM, flags_together=True, own_first=True)
+
+
+def ranks_that_stall(shot: str, config: Config, slots: int, seed: int) -> None:
+    """One call of two ranks that run by turns of very different length, so that each is held up anywhere in the middle
+    of its work; one program of each takes nine tiles, and so every slot twice."""
+    draw = random.Random(seed)
+    turn = Execution.turn
+    activate("gfx942")
+    ranks = Ranks(2)
+    count = 9 * config.buffer_values * (2 if shot == "two_shot" else 1)
+    inputs = [random_rows(count // 64, 64, torch.bfloat16, seed * 10 + rank).flatten() for rank in range(2)]
+    with (
+        patch.object(quick_reduce, "SLOTS", tl.constexpr(slots)),
+        patch.object(Execution, "turn", lambda execution, limit: turn(execution, draw.choice((1, 40, 3000)))),
+    ):
+        ranks.call(getattr(quick_reduce, shot), inputs, CODECS["FP4"], config=config)
+
+
+@pytest.mark.parametrize(
+    ("shot", "config"),
+    [("two_shot", ONE_PROGRAM), ("two_shot", TOGETHER), ("one_shot", ONE_PROGRAM)],
+    ids=["two_shot", "two_shot_flags_together", "one_shot"],
+)
+def test_ranks_that_stall_in_the_middle_of_a_call(shot: str, config: Config) -> None:
+    call(tritons.VERSIONS[-1], ranks_that_stall, shot, config, quick_reduce.SLOTS.value, 0)
+
+
+@pytest.mark.parametrize(("shot", "slots"), [("two_shot", 2), ("one_shot", 3)])
+def test_too_few_slots_are_found_when_ranks_stall(shot: str, slots: int) -> None:
+    """One fewer than the protocol needs: the two-shot 3, the one-shot 4."""
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            call(tritons.VERSIONS[-1], ranks_that_stall, shot, ONE_PROGRAM, slots, seed)
 
 
 @pytest.mark.parametrize("triton", tritons.VERSIONS)

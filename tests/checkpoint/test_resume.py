@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from llm_quant_rocm.checkpoint import output, quantize_checkpoint
 from tests.checkpoint.test_quantize import tensors_of_a_model, write
@@ -133,6 +134,20 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
         quantize_checkpoint(source, target)
     os.close(handle)
     quantize_checkpoint(source, target)
+
+
+def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error of its own for it."""
+
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(output, "save_file", full)
+    with pytest.raises(OSError, match=r"safetensors\.part cannot be written \(I/O error: No space .*: make room"):
+        quantize_checkpoint(source, tmp_path / "target")
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "target")
+    assert (tmp_path / "target" / "config.json").exists()
 
 
 def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

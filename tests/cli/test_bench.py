@@ -52,6 +52,14 @@ def test_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr == "bench serve: FAILED. /nowhere has no config.json: name the folder of a checkpoint.\n"
 
 
+def test_a_plot_in_no_folder_is_said_before_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--plot", str(tmp_path / "nowhere" / "x.png")])
+    assert result.exit_code == 1
+    assert "it must be a file's name that ends in .png, in a folder that is there" in result.stderr
+
+
 def test_vllm_is_called_with_the_flag_and_the_users_arguments() -> None:
     command = _vllm.serve_command(Path("/m"), 1234, 512, "ptpc_fp8", ["--tensor-parallel-size", "2"])
     assert command[command.index("--quantization") + 1] == "ptpc_fp8"

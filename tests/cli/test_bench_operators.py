@@ -57,6 +57,14 @@ def test_a_peer_that_cannot_is_absent_with_its_reason() -> None:
     assert layer.absent == {"peer": "RuntimeError: no kernel"} and "peer" not in layer.measure(2)["us"]
 
 
+@pytest.mark.parametrize("name", ["nowhere/plot.png", "plot", "plot.jpeg"])
+@pytest.mark.parametrize("command", ["moe", "rows", "all_reduce"])
+def test_a_plot_that_cannot_be_drawn_is_said_first(tmp_path: Path, command: str, name: str) -> None:
+    result = run(command, "--plot", tmp_path / name)
+    assert result.exit_code == 1
+    assert f"--plot {tmp_path / name}: it must be a file's name that ends in .png" in result.stderr
+
+
 def test_bench_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(experts, "Layer", partial(experts.Layer, device="cpu"))
     config = {

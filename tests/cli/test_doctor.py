@@ -321,6 +321,20 @@ def test_a_misspelt_variable_is_a_problem() -> None:
     ]
 
 
+def test_a_misspelt_variable_of_the_all_reduce_is_a_problem() -> None:
+    name = "VLLM_ROCM_QUICK_REDUCE_QUANTISATION"
+    others = {"VLLM_ROCM_QUICK_REDUCE_OF_A_LATER_VLLM": "1", "VLLM_ROCM_USE_AITER": "1"}
+    part = environment.examine({name: "FP4"} | others)
+    cure = "write VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
+    assert part.problems == [Problem(f"{name} is set, and nothing reads it", cure)]
+
+
+def test_ranks_are_those_of_a_model() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--tp", "4"])
+    assert result.exit_code == 1
+    assert result.stderr == "doctor: FAILED. --tp cuts a model's layers: name the model's folder.\n"
+
+
 # --- rendering
 
 

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,18 @@ def test_experts_keep_their_router(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("ranks", "fits"), [(1, False), (2, True), (4, None)])
+def test_whether_it_fits_the_gpus_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, fits: bool | None
+) -> None:
+    """Two GPUs, one of 100 MiB and one larger; a weight of 128 MiB."""
+    folder = write(tmp_path, {"model.a_proj.weight": ("BF16", (8192, 8192))}, config={})
+    sizes = [100 * 2**20, 200 * 2**20]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(sizes))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    assert plans(model.examine(folder, ranks))["16 bits"].fits is fits
+
+
 def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
     tensors: Tensors = {"model.layers.0.mlp.experts.gate_up_proj": ("BF16", (8, 1024, 512))}
     parts = model.examine(write(tmp_path, tensors, config={}), 1)
@@ -245,6 +258,81 @@ def test_another_quantization_is_left_to_the_engine(tmp_path: Path) -> None:
     parts = model.examine(write(tmp_path, llama(gptq), {"quant_method": "gptq", "bits": 4}), 1)
     assert problems(parts) == []
     assert list(plans(parts)) == ["16 bits", "the engine's own"]
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_packed"])
+def test_mxfp4_is_left_to_the_engine(tmp_path: Path, name: str) -> None:
+    """As AMD's Quark and llm-compressor write it."""
+
+    def mxfp4(n: int, k: int) -> Tensors:
+        return {name: ("U8", (n, k // 2)), "weight_scale": ("U8", (n, k // 32))}
+
+    parts = model.examine(write(tmp_path, llama(mxfp4, 80), {"quant_method": "quark"}), 8)
+    assert problems(parts) == []
+    found = plans(parts)
+    assert list(found) == ["16 bits", "the engine's own"]
+    assert found["the engine's own"].memory == pytest.approx((68.45e9 * 4.25 / 8 + 4.2e9) / 2**30 / 8, rel=1e-3)
+    assert {row.layer: row for row in parts[1].rows}["model.layers.*.mlp.down_proj"].served == "MXFP4"
+
+
+def gpt_oss(experts: Tensors) -> Tensors:
+    """A layer of gpt-oss-120b, whose experts add biases."""
+    biases = {"gate_up_proj_bias": ("BF16", (128, 5760)), "down_proj_bias": ("BF16", (128, 2880))}
+    tensors: Tensors = {f"model.layers.0.mlp.experts.{part}": value for part, value in (experts | biases).items()}
+    return tensors | {
+        "model.layers.0.mlp.router.weight": ("BF16", (128, 2880)),
+        "model.layers.0.mlp.router.bias": ("BF16", (128,)),
+        "model.layers.0.self_attn.q_proj.weight": ("BF16", (4096, 2880)),
+        "model.layers.0.self_attn.q_proj.bias": ("BF16", (4096,)),
+    }
+
+
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_attention_heads": 64, "num_key_value_heads": 8}
+GPT_OSS_16_BITS: Tensors = {"gate_up_proj": ("BF16", (128, 2880, 5760)), "down_proj": ("BF16", (128, 2880, 2880))}
+
+
+def test_gpt_oss_is_left_to_the_engine(tmp_path: Path) -> None:
+    experts: Tensors = {
+        "gate_up_proj_blocks": ("U8", (128, 5760, 90, 16)),
+        "gate_up_proj_scales": ("U8", (128, 5760, 90)),
+        "down_proj_blocks": ("U8", (128, 2880, 90, 16)),
+        "down_proj_scales": ("U8", (128, 2880, 90)),
+    }
+    parts = model.examine(write(tmp_path, gpt_oss(experts), {"quant_method": "mxfp4"}, GPT_OSS), 1)
+    assert problems(parts) == []
+    assert parts[0].notes[0] == "GptOssForCausalLM, mxfp4; weights alone, on 1 tensor-parallel rank"
+    found = plans(parts)["the engine's own"]
+    assert (found.quantized, found.command) == (2, f"vllm serve {tmp_path}")
+    values = 128 * 2880 * (5760 + 2880)
+    assert found.memory * 2**30 == values * 4.25 / 8 + 2 * 2880 * (128 + 4096)
+    rows = {row.layer: row for row in parts[1].rows}
+    assert rows["model.layers.*.mlp.experts.gate_up_proj"].shape == [128, 5760, 2880]
+    assert rows["model.layers.*.mlp.experts.down_proj"].stored == "MXFP4"
+
+
+def test_experts_with_biases_are_served_in_16_bits(tmp_path: Path) -> None:
+    """The engines' plugins refuse them."""
+    parts = model.examine(write(tmp_path, gpt_oss(GPT_OSS_16_BITS), config=GPT_OSS), 1)
+    assert problems(parts) == []
+    assert list(plans(parts)) == ["16 bits"]
+    assert parts[0].notes[1:] == ["not in NVFP4 or PTPC FP8: neither serves experts with biases"]
+    assert {row.served for row in parts[1].rows} == {"16 bits"}
+
+
+def test_a_clamped_swiglu_is_served_in_16_bits(tmp_path: Path) -> None:
+    tensors: Tensors = {"model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (768, 2048))}
+    parts = model.examine(write(tmp_path, tensors, config={"text_config": {"swiglu_limit": 7.0}}), 1)
+    assert list(plans(parts)) == ["16 bits"]
+    assert "experts with a clamped SwiGLU (swiglu_limit)" in parts[0].notes[1]
+
+
+def test_bytes_of_another_quantization_need_no_scales_of_nvfp4(tmp_path: Path) -> None:
+    def bitsandbytes(n: int, k: int) -> Tensors:
+        return {"weight": ("U8", (n * k // 2, 1)), "weight.absmax": ("U8", (n * k // 64,))}
+
+    parts = model.examine(write(tmp_path, llama(bitsandbytes), {"quant_method": "bitsandbytes"}), 1)
+    assert problems(parts) == []
+    assert {row.layer: row for row in parts[1].rows}["model.layers.*.mlp.down_proj"].stored == "other"
 
 
 # --- planted faults
@@ -369,6 +457,19 @@ def test_half_of_a_fused_layer(tmp_path: Path) -> None:
     what, cure = fault(write(tmp_path, tensors, config))
     assert "the checkpoint keeps model.layers.1.self_attn.v_proj in 16 bits, but not all of" in what
     assert cure == "export the model with all of them or none"
+
+
+def test_experts_that_the_described_method_does_not_serve(tmp_path: Path) -> None:
+    tensors = gpt_oss(GPT_OSS_16_BITS)
+    what, cure = fault(write(tmp_path / "ptpc", tensors, {"quant_method": "ptpc_fp8"}, GPT_OSS))
+    assert what == "ptpc_fp8 does not serve experts with biases"
+    assert cure.startswith("take quantization_config out of config.json")
+    name = "model.layers.0.mlp.experts.0.up_proj"
+    tensors = {f"{name}.{part}": value for part, value in modelopt(768, 2048).items()}
+    tensors[f"{name}.bias"] = ("BF16", (768,))
+    what, cure = fault(write(tmp_path / "nvfp4", tensors, MODELOPT))
+    assert what == "nvfp4_triton does not serve experts with biases"
+    assert cure == "leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
 
 
 def test_a_description_that_is_missing(tmp_path: Path) -> None:

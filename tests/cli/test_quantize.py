@@ -2,13 +2,14 @@
 """The command `quantize` as a user calls it."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli import _error_plot, app
 from llm_quant_rocm.cli._error_plot import series
 from tests.checkpoint.test_quantize import DEMO_MODEL, tensors_of_a_model, write
 
@@ -109,10 +110,42 @@ def test_columns_that_are_no_blocks(tmp_path: Path) -> None:
     assert run(odd(tmp_path / "again"), tmp_path / "out", "--scheme", "ptpc_fp8").exit_code == 0
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4", "--device", "xpu:7")
+def test_a_plot_without_room_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(_error_plot, "draw", full)
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "ptpc_fp8")
+    assert result.exit_code == 0 and "21 weights are quantized" in result.stdout
+    assert result.stderr == "no plot: No space left on device\n"
+
+
+def test_an_ignored_name_that_nothing_matches_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("llm_quant_rocm")
+    logger.addHandler(caplog.handler)  # whether or not an engine's plugin has hung it below another
+    try:
+        run(DEMO_MODEL, tmp_path, "--scheme", "ptpc_fp8", "--ignore", "*.o_porj", "--ignore", "*.q_proj")
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = {record.getMessage() for record in caplog.records if "ignore names" in record.getMessage()}
+    assert said == {f"ignore names '*.o_porj', which no module of {DEMO_MODEL} matches"}
+
+
+@pytest.mark.parametrize("device", ["xpu:7", "meta", "a GPU"])
+def test_a_device_that_is_not_there(tmp_path: Path, device: str) -> None:
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4", "--device", device)
     assert result.exit_code == 1
-    assert "--device xpu:7 cannot be used here" in result.stderr and result.stderr.count("\n") == 1
+    assert f"--device {device} cannot be used here" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("llm_quant_rocm.checkpoint.quantize_checkpoint", full)
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("quantize: FAILED. cpu is out of memory: end what fills it")
 
 
 def test_the_plot_has_a_line_a_kind_and_puts_experts_together() -> None:

@@ -37,6 +37,12 @@ def test_the_fastest_serves_unless_something_more_exact_is_nearly_as_fast() -> N
     ]
 
 
+@pytest.mark.parametrize(("ours", "algorithm"), [(97.2, "engine"), (97.0, "two_shot")])
+def test_what_changes_less_may_be_three_percent_slower(ours: float, algorithm: str) -> None:
+    entry = crossovers([{"bytes": 4096, "us": {"NCCL": 100.0, "FP4": ours}}], 2, "FP4")
+    assert [step["algorithm"] for step in entry["steps"]] == [algorithm]
+
+
 @pytest.mark.parametrize("codec", ["FP4", "INT8"])
 def test_the_policy_serves_by_them(codec: str, tmp_path: Path) -> None:
     file = tmp_path / "sm_90.json"

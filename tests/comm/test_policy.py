@@ -3,6 +3,7 @@
 
 import json
 import os
+import pwd
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) 
     with pytest.raises(ValueError, match=message) as raised:
         settings(**variables)
     assert "\n" not in str(raised.value)
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under a number of their own."""
+
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.delenv("HOME", raising=False)
+    assert cached_crossovers("gfx942", {}).parts[-3:] == ("llm-quant-rocm", "quick_reduce", "gfx942.json")
 
 
 # --- where nobody measured

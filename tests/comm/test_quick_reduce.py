@@ -153,6 +153,24 @@ def test_how_long_a_look_takes() -> None:
     assert looks == [1, 50_000] and 1e-6 < seconds < 2e-5  # the first one compiles
 
 
+def test_kernels_get_contiguous_values_at_multiples_of_16_bytes() -> None:
+    """They store whole vectors, which a simulator takes at any address; what is so already is not copied."""
+    got: list[torch.Tensor] = []
+
+    def kernel(x: torch.Tensor, out: torch.Tensor, *rest: object) -> None:
+        assert x.is_contiguous() and x.data_ptr() % 16 == out.data_ptr() % 16 == 0
+        got.append(x)
+
+    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 4096, 1)
+    member = QuickReduce(box, torch.zeros(1, dtype=torch.uint8), config=SMALL)
+    base = torch.arange(128).to(torch.bfloat16)
+    with patch.dict(comm._KERNELS, {Algorithm.TWO_SHOT: kernel}):
+        for x in (base[1:], base.view(8, 16).t(), base[8:]):
+            assert member.all_reduce(x, FP4).shape == x.shape
+            assert torch.equal(got[-1], x.flatten())
+    assert got[-1].data_ptr() == base[8:].data_ptr()
+
+
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_how_messages_are_cut(world: int, shots: int) -> None:

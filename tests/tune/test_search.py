@@ -2,8 +2,12 @@
 """The compiler of candidates: what fails, and what takes its process with it, is left out and costs nothing else."""
 
 import os
+from typing import Any
 
-from llm_quant_rocm.tune.search import Compiler
+import pytest
+
+from llm_quant_rocm import timing
+from llm_quant_rocm.tune.search import Compiler, fastest
 
 
 def compile_one(config: int) -> None:
@@ -20,3 +24,19 @@ def test_what_fails_or_crashes_is_left_out() -> None:
         assert compiler.fit([1, 5, 6, 7]) == [1, 6, 7]
         assert compiler.reasons[5] == "it ends the process that compiles it"
         assert compiler.fit([7, 8]) == [7, 8], "there is a pool again"
+
+
+def test_the_fastest_is_that_of_the_careful_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are fast in the rough one, which may be wrong by more than what parts them."""
+    rough = {"a": 10.0, "b": 11.0, "c": 12.0, "d": 30.0}
+    careful = {"a": 11.5, "b": 10.5, "c": 11.0, "d": 1.0, "peer": 9.0}
+    asked: list[list[str]] = []
+
+    def time_variants(variants: dict[str, Any], **options: Any) -> dict[str, float]:
+        asked.append(list(variants))
+        return {name: (rough[calls] if options else careful[name]) for name, calls in variants.items()}
+
+    monkeypatch.setattr(timing, "time_variants", time_variants)
+    candidates: dict[Any, Any] = {name: name for name in ("d", "c", "b", "a")}
+    assert fastest(candidates, {"peer": "peer"}) == ("b", {"ours": 10.5, "peer": 9.0})
+    assert asked == [[""], [""], [""], [""], ["a", "b", "c", "peer"]]

@@ -31,14 +31,18 @@ class Panel:
     log: bool = False
 
 
-def require_matplotlib(plot: Path | None) -> None:
+def check_plot(plot: Path | None) -> None:
     """Before anything is measured.
 
     Raises:
-        CommandError: there is none, and a plot is wanted.
+        CommandError: a plot is wanted that could not be drawn.
     """
-    if plot and importlib.util.find_spec("matplotlib") is None:
+    if plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install 'llm-quant-rocm[tools]'")
+    if plot.suffix.lower() != ".png" or not plot.absolute().parent.is_dir():
+        raise CommandError(f"--plot {plot}: it must be a file's name that ends in .png, in a folder that is there.")
 
 
 def draw(panels: Sequence[Panel], path: Path, title: str) -> None:

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from llm_quant_rocm.cli._arguments import numbers, require_gpu
 from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
-from llm_quant_rocm.cli.bench._output import Panel, require_matplotlib, show, times
+from llm_quant_rocm.cli.bench._output import Panel, check_plot, show, times
 
 _MOST_KIB = 1 << 20  # a GiB
 _LATENCY, _SPEED = "microseconds a call", "times as fast as {}"
@@ -102,7 +102,7 @@ def reduce_norm_quant(
 def _check(tp: int, plot: Path | None) -> None:
     if tp not in range(2, 9):
         raise CommandError(f"--tp {tp}: it is between 2 to 8 GPUs.")
-    require_matplotlib(plot)
+    check_plot(plot)
     require_gpu(tp)
 
 

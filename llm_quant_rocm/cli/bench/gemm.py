@@ -31,7 +31,7 @@ def gemm(
     model: Annotated[
         Path | None, typer.Option(help="A model's folder or config.json, for its layers; left out, well-known models'.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="GPUs that the model is cut over; one of them measures.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that the model is cut over; one of them measures.")] = 1,
     layers: Annotated[list[str] | None, typer.Option(help="Only layers of this name, * for anything.")] = None,
     ms: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,64,256,1024,4096",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,

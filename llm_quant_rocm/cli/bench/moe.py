@@ -11,7 +11,7 @@ from rich.console import Console
 from llm_quant_rocm.cli._arguments import experts as experts_of
 from llm_quant_rocm.cli._arguments import numbers, require_gpu
 from llm_quant_rocm.cli._errors import reported
-from llm_quant_rocm.cli.bench._output import Panel, require_matplotlib, show, times
+from llm_quant_rocm.cli.bench._output import Panel, check_plot, show, times
 
 
 def moe(
@@ -19,7 +19,7 @@ def moe(
         Path | None,
         typer.Option(help="A model's folder or config.json, for its experts; left out, well-known models'."),
     ] = None,
-    tp: Annotated[int, typer.Option(help="GPUs that every expert is cut over; one of them measures.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that every expert is cut over; one of them measures.")] = 1,
     layers: Annotated[list[str] | None, typer.Option(help="Only experts of this name, * for anything.")] = None,
     ms: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,64,256,1024,4096",
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
@@ -29,7 +29,7 @@ def moe(
     installed. Results are checked before they are timed."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench moe", messages):
-        require_matplotlib(plot)
+        check_plot(plot)
         require_gpu()
         chosen, tokens = experts_of(model, tp, layers), numbers("--ms", ms)
         import torch

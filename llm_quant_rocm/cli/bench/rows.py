@@ -10,7 +10,7 @@ from rich.table import Table
 
 from llm_quant_rocm.cli._arguments import numbers, require_gpu
 from llm_quant_rocm.cli._errors import reported
-from llm_quant_rocm.cli.bench._output import Panel, require_matplotlib, show
+from llm_quant_rocm.cli.bench._output import Panel, check_plot, show
 
 
 def rows(
@@ -23,7 +23,7 @@ def rows(
     once at the bandwidth of a large copy; and vLLM's kernels where it is installed."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench rows", messages):
-        require_matplotlib(plot)
+        check_plot(plot)
         require_gpu()
         widths, counts = numbers("--columns", columns), numbers("--ms", ms)
         import torch

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm bench serve`: `vllm serve` under several quantizations, asked by `vllm bench serve`."""
 
-import importlib.util
 import json
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from llm_quant_rocm.cli._arguments import numbers
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._methods import Method, methods_named
 from llm_quant_rocm.cli._server import serving
+from llm_quant_rocm.cli.bench._output import check_plot
 
 GPU_MEMORY = 0.85
 _WARMUPS = 4  # requests before the clock runs
@@ -58,9 +58,9 @@ def serve(
         ),
     ] = "bf16,ptpc_fp8",
     prompts: Annotated[str, typer.Option(help="Numbers of prompts to send at once.")] = "10,64",
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 256,
-    tp: Annotated[int, typer.Option(help="GPUs the model is cut over.")] = 1,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 256,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs the model is cut over.")] = 1,
     serve_args: Annotated[str, typer.Option(help="More arguments of vllm serve, in quotes.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that a server may take to come up.")] = 1800.0,
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
@@ -130,8 +130,7 @@ def _check(model: Path, plot: Path | None) -> None:
     _vllm.require()
     if not (model / "config.json").is_file():
         raise CommandError(f"{model} has no config.json: name the folder of a checkpoint.")
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'llm-quant-rocm[tools]'")
+    check_plot(plot)
 
 
 def _measure(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from llm_quant_rocm.cli._errors import reported
+from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli.doctor import render
 from llm_quant_rocm.cli.doctor.table import Part
 
@@ -25,6 +25,8 @@ def doctor(
 ) -> None:
     """Examine this machine, or what will happen to a checkpoint. Exit status 1 where something would not work."""
     with reported("doctor", Console(stderr=True)):
+        if tp > 1 and model is None:
+            raise CommandError("--tp cuts a model's layers: name the model's folder.")
         parts = _of_checkpoint(model, tp) if model else _of_machine(engines)
     (render.print_json if as_json else render.print_tables)(parts, Console())
     if any(part.problems for part in parts):

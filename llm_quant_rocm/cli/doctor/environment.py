@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
-from llm_quant_rocm.environment import OURS, VARIABLES
+from llm_quant_rocm.environment import OURS, QUICK_REDUCE, SGLANG_QUICK_REDUCE, VARIABLES
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ def examine(environment: Mapping[str, str] = os.environ) -> Part:
         for row in rows
         if row.value and (reason := VARIABLES[row.variable].refusal(row.value))
     ]
-    for name in sorted(environment):
-        if name.startswith(OURS) and name not in VARIABLES:
-            near = get_close_matches(name, VARIABLES, 1)
+    for name in sorted(set(environment) - set(VARIABLES)):
+        theirs = name.startswith((QUICK_REDUCE, SGLANG_QUICK_REDUCE))  # engines may have more of these
+        near = get_close_matches(name, VARIABLES, 1, 0.95 if theirs else 0.6)
+        if name.startswith(OURS) or (theirs and near):
             cure = f"write {near[0]}" if near else "unset it"
             problems.append(Problem(f"{name} is set, and nothing reads it", cure))
     return Part("environment", "Environment", rows, (), problems)

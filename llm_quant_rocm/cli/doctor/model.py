@@ -15,7 +15,7 @@ import torch
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import describe
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
-from llm_quant_rocm.checkpoint.survey import FP8, NVFP4, OTHER, Module, survey
+from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, survey
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor.contradictions import contradictions
 from llm_quant_rocm.cli.doctor.schemes import HALF, Scheme, ways
@@ -24,6 +24,7 @@ from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 _GIB = 2**30
+_MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,14 @@ def examine(folder: Path, ranks: int) -> list[Part]:
     except ValueError as error:
         raise CommandError(str(error)) from error
     shards = Shards(found.config, ranks)
-    schemes, refusal = ways(found, folder, ranks)
+    served = ways(found, folder, ranks)
+    schemes = served.schemes
     messages = [*found.faults, *shards.refusals(), *contradictions(found), *_unfit(found.modules, shards, schemes[-1])]
-    messages += [refusal] if refusal else []
+    messages += [served.refusal] if served.refusal else []
     architectures = found.config.get("architectures") or ["an unnamed architecture"]
     says = "not quantized" if found.quantization is None else describe(found.quantization)
     notes = [f"{architectures[0]}, {says}; weights alone, on {ranks} tensor-parallel rank{'s' * (ranks > 1)}"]
+    notes += served.left_out
     return [
         Part("serving", "How it can be served", [_plan(scheme, found.modules, shards) for scheme in schemes], notes,
              [Problem.of(message) for message in dict.fromkeys(messages)]),
@@ -95,6 +98,8 @@ def _bytes(module: Module, kind: str, shards: Shards) -> int:
     values, rows = math.prod(shape), math.prod(shape[:-1])
     if kind == FP8:
         return values + 4 * rows
+    if kind == MXFP4:
+        return values // 2 + values // _MXFP4_BLOCK
     return values // 2 + values // BLOCK + 4 * rows if kind == NVFP4 else 2 * values
 
 

@@ -11,7 +11,7 @@ import torch
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
 from llm_quant_rocm.checkpoint.quantize import IGNORE
-from llm_quant_rocm.checkpoint.survey import FP8, NVFP4, OTHER, Module, Survey
+from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey
 from llm_quant_rocm.cli.doctor.engines import HOSTS
 from llm_quant_rocm.cli.doctor.packages import installed
 
@@ -20,18 +20,33 @@ HALF = "16 bits"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to serve: its name, what to type, and what becomes of a module (HALF, FP8, NVFP4 or OTHER)."""
+    """A way to serve: its name, what to type, and what becomes of a module (HALF, FP8, NVFP4, MXFP4 or OTHER)."""
 
     name: str
     command: str
     served: Callable[[Module], str]
 
 
-def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | None]:
-    """The ways to serve the checkpoint in `folder`, what it is for last, and why that one would be refused, or None."""
+@dataclass(frozen=True)
+class Ways:
+    """The ways to serve a checkpoint.
+
+    Attributes:
+        schemes: what the checkpoint is for last.
+        refusal: why that one would be refused, or None.
+        left_out: why others are none, a sentence each.
+    """
+
+    schemes: list[Scheme]
+    refusal: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def ways(found: Survey, folder: Path, ranks: int) -> Ways:
+    """The ways to serve the checkpoint in `folder` on so many ranks."""
     command = _serve(folder, ranks)
     before = Scheme(HALF, "", lambda module: OTHER if module.kind == OTHER else HALF)
-    config = found.quantization
+    config, lack = found.quantization, _lacking(found)
     if config is None or config.get("quant_method") == online_layers.NAME:
         ignored = online_layers.OnlineLayers((config or {}).get("ignored_layers") or [])
         flag = [] if config else ["--quantization", online_layers.NAME]
@@ -46,22 +61,44 @@ def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | N
         target = f"{folder.name}-NVFP4"
         quantize = shlex.join(["llm-quant-rocm", "quantize", str(folder), target, "--scheme", "nvfp4"])
         schemes = [Scheme(HALF, _serve(folder, ranks), before.served)]
-        if not any(len(module.shape) == 3 for module in found.modules):  # experts in one tensor, which it does not take
+        left_out = []
+        if lack and config is None:
+            return Ways(schemes, left_out=(f"not in NVFP4 or PTPC FP8: neither serves experts with {lack}",))
+        if any(len(module.shape) == 3 for module in found.modules):
+            left_out.append("not in NVFP4: `quantize` takes experts that have a tensor each")
+        else:
             schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
-        return [*schemes, Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8)], None
+        schemes.append(Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8))
+        refusal = lack and (
+            f"{online_layers.NAME} does not serve experts with {lack}: take quantization_config out of config.json to "
+            "serve the checkpoint in 16 bits"
+        )
+        return Ways(schemes, refusal, tuple(left_out))
 
     def as_stored(module: Module) -> str:
-        return module.kind if module.kind in (NVFP4, FP8, OTHER) else HALF
+        return module.kind if module.kind in (NVFP4, MXFP4, FP8, OTHER) else HALF
 
     if nvfp4_kinds.checkpoint_kind(config) is None:
-        return [before, Scheme("the engine's own", command, as_stored)], None
+        return Ways([before, Scheme("the engine's own", command, as_stored)])
     try:
         nvfp4_kinds.check(config)
-        refusal = None
+        refusal = lack and (
+            f"{nvfp4_kinds.NAME} does not serve experts with {lack}: leave the checkpoint to the engine with "
+            f"{nvfp4_kinds.SWITCH}=0"
+        )
     except ValueError as error:
         refusal = str(error)
     here = "NVFP4" if _served_here() else "NVFP4, on this GPU by the engine itself"
-    return [before, Scheme(here, command, as_stored)], refusal
+    return Ways([before, Scheme(here, command, as_stored)], refusal)
+
+
+def _lacking(found: Survey) -> str | None:
+    """What our operators lack to serve the model's routed experts, as far as its files say, or None."""
+    if found.has_expert_biases:
+        return "biases"
+    config = found.config.get("text_config") or found.config
+    experts = any(".experts." in module.name for module in found.modules)
+    return "a clamped SwiGLU (swiglu_limit)" if experts and config.get("swiglu_limit") else None
 
 
 def _serve(folder: Path, ranks: int, *options: str) -> str:
