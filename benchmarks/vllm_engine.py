@@ -104,7 +104,7 @@ def fusion(ranks: str) -> dict[str, Any]:
         "ptpc_fp8", tensor_parallel_size=int(ranks), max_num_seqs=64,
         compilation_config={"cudagraph_capture_sizes": list(counts)},
     )  # fmt: skip
-    result = throughput(llm, 129, counts, 5)
+    result = throughput(llm, 129, counts, 3)
     llm.apply_model(Profile())
     one_prefill(llm, 1024)
     return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
