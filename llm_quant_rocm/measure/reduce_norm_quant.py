@@ -12,6 +12,7 @@ Microseconds a call: the slowest rank's median of replays of a graph of several 
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def measure(
         inbox_bytes: that one kernel carries.
         sweep: what can be chosen and other launch configurations of it, and nothing else, at `SWEEP_ROWS` of the last
             width: what `entries` needs.
-        seconds: after which the ranks are ended, with the rows that there are.
+        seconds: after which the ranks are ended, with the rows that there are; compilation counts.
     """
     result: dict[str, Any] = {"world": world, "norm_and_quant": "vLLM's" if vllm_library else "ours", "rows": []}
 
@@ -75,10 +76,11 @@ def measure(
             result["rows"].append(what)
         heard(word, what)
 
+    end = time.monotonic() + seconds
     columns, rows = (columns[-1:], SWEEP_ROWS) if sweep else (tuple(columns), tuple(rows))
     heard("compiled", compile_together(_compile, _kernels(world, columns, rows, codec, sweep)))
     arguments = (columns, rows, codec, vllm_library, inbox_bytes, sweep)
-    on_every_rank(_rank, world, arguments, keep, seconds)
+    on_every_rank(_rank, world, arguments, keep, end - time.monotonic())
     return result
 
 
