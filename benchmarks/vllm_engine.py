@@ -104,7 +104,7 @@ def fusion(ranks: str) -> dict[str, Any]:
         "ptpc_fp8", tensor_parallel_size=int(ranks), max_num_seqs=64,
         compilation_config={"cudagraph_capture_sizes": list(counts)},
     )  # fmt: skip
-    result = throughput(llm, 129, counts, 5)
+    result = throughput(llm, 129, counts, 3)
     llm.apply_model(Profile())
     one_prefill(llm, 1024)
     return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
@@ -233,7 +233,7 @@ def measure_methods() -> None:
 
 
 def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
-    """Written anew after each variant, beside those that benchmarks/results has."""
+    """Written anew after each variant, beside those that benchmarks/results has. One that fails stops no other."""
     import vllm
 
     from benchmarks import _harness as harness
@@ -242,15 +242,22 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
     arguments = ("demo", "ptpc_fp8") if is_demo else ("fusion", str(ranks))
     before = harness.RESULTS / f"{name}.json"
     results = json.loads(before.read_text())["variants"] if before.exists() else {}
+    failed = []
     with tempfile.TemporaryDirectory() as scratch:
         path = plugin_path(Path(scratch))
         for variant in variants:
-            result, log = logged_process(__file__, "--run", *arguments, PYTHONPATH=path, **FUSION[variant])
+            try:
+                result, log = logged_process(__file__, "--run", *arguments, PYTHONPATH=path, **FUSION[variant])
+            except RuntimeError as error:
+                failed.append(f"{variant}: {error}")
+                print(failed[-1], flush=True)
+                continue
             result.pop("greedy", None)
             results[variant] = {**result, "log": log, "commit": harness.environment()["commit"]}
             print(json.dumps({variant: results[variant]}), flush=True)
-            written = harness.write(name, {"vllm": vllm.__version__, "ranks": ranks, "variants": results})
-    print("written to", written)
+            print("written to", harness.write(name, {"vllm": vllm.__version__, "ranks": ranks, "variants": results}))
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def main() -> None:

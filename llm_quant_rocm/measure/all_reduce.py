@@ -2,6 +2,7 @@
 """The quantized all-reduce between GPUs of a host against NCCL (RCCL) and torch symmetric memory: bf16, CUDA graphs,
 one process a GPU. A figure is the median over replays of the slowest rank's time of one call."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,7 +71,7 @@ def measure(
             as they come.
         sizes: bytes of messages, in the order in which they are measured.
         with_cuts: whether `cuts` are timed too.
-        seconds: after which the ranks are ended, with the rows that there are.
+        seconds: after which the ranks are ended, with the rows that there are; compilation counts.
     """
     result: dict[str, Any] = {"unit": "microseconds a call", "world": world, "errors": {}, "rows": []}
 
@@ -81,9 +82,10 @@ def measure(
             result[word] = what
         heard(word, what)
 
+    end = time.monotonic() + seconds
     hardware = detect(torch.device("cuda", 0))
     heard("compiled", compile_together(_compile, _kernels(world, hardware, codecs, with_cuts)))
-    on_every_rank(_rank, world, (world, tuple(sizes), tuple(codecs), with_cuts), keep, seconds)
+    on_every_rank(_rank, world, (world, tuple(sizes), tuple(codecs), with_cuts), keep, end - time.monotonic())
     return result
 
 

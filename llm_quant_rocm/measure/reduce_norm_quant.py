@@ -12,6 +12,7 @@ Microseconds a call: the slowest rank's median of replays of a graph of several 
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ SWEEP_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 CONFIGS_ROWS = (1, 64, 1024, 4096)
 CONFIGS = [(256, 132), (256, 264), (256, 396), (512, 132), (512, 264), (1024, 132)]
 FP = CODECS["FP"]
+LOST_AFTER = 30.0  # seconds; ranks compile what the pool did not in their first calls
 
 
 def measure(
@@ -65,7 +67,7 @@ def measure(
         inbox_bytes: that one kernel carries.
         sweep: what can be chosen and other launch configurations of it, and nothing else, at `SWEEP_ROWS` of the last
             width: what `entries` needs.
-        seconds: after which the ranks are ended, with the rows that there are.
+        seconds: after which the ranks are ended, with the rows that there are; compilation counts.
     """
     result: dict[str, Any] = {"world": world, "norm_and_quant": "vLLM's" if vllm_library else "ours", "rows": []}
 
@@ -74,10 +76,11 @@ def measure(
             result["rows"].append(what)
         heard(word, what)
 
+    end = time.monotonic() + seconds
     columns, rows = (columns[-1:], SWEEP_ROWS) if sweep else (tuple(columns), tuple(rows))
     heard("compiled", compile_together(_compile, _kernels(world, columns, rows, codec, sweep)))
     arguments = (columns, rows, codec, vllm_library, inbox_bytes, sweep)
-    on_every_rank(_rank, world, arguments, keep, seconds)
+    on_every_rank(_rank, world, arguments, keep, end - time.monotonic())
     return result
 
 
@@ -298,7 +301,7 @@ def _rank(
         torch.ops.load_library(str(vllm_library))
     shared = symmetric_memory.empty(max(rows) * max(columns), dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(shared, group)
-    memory = QuickReduce.over(group, device, inbox_bytes=inbox_bytes)
+    memory = QuickReduce.over(group, device, inbox_bytes, LOST_AFTER)
     ranks = groups.connect("tp", group, device, memory=memory)
     measurement = Measurement(device)
     for width in columns:

@@ -2,6 +2,7 @@
 """`bench moe`, `rows`, `all_reduce` and `reduce_norm_quant` with a made-up clock: results, tables, plots, errors."""
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -63,6 +64,22 @@ def test_a_plot_that_cannot_be_drawn_is_said_first(tmp_path: Path, command: str,
     result = run(command, "--plot", tmp_path / name)
     assert result.exit_code == 1
     assert f"--plot {tmp_path / name}: it must be a file's name that ends in .png" in result.stderr
+
+
+@pytest.mark.parametrize("module", ["rows", "gemm"])
+def test_a_vllm_that_does_not_load_is_absent(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AttributeError('this torch has no such operator')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    absent: dict[str, str] = {}
+    command = import_module(f"llm_quant_rocm.cli.bench.{module}")
+    if module == "rows":
+        assert not command._vllm_is_there(absent)
+    else:
+        assert "vllm_fp8" not in command.products([torch.randn(8, 32, dtype=torch.bfloat16)], absent)
+    assert "AttributeError: this torch has no such operator" in absent.values()
 
 
 def test_bench_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def graphs(rank: int) -> None:
         layers(x, residual)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks the driver meanwhile
             outs = layers(x, residual)
         captured[rows] = graph, x, residual, outs
     for turn in range(4):

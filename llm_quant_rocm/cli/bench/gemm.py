@@ -99,7 +99,7 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
     """By name, what multiplies x by each of the bf16 weights [N, K], each arranged as a server keeps it."""
     import torch
 
-    from llm_quant_rocm import ops
+    from llm_quant_rocm import ops, timing
     from llm_quant_rocm.formats import nvfp4
 
     found: dict[str, list[Product]] = {
@@ -117,8 +117,8 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
 
         quantized = [ops.per_token_quant_fp8(weight) for weight in dense]
         found["vllm_fp8"] = [partial(_vllm_fp8, _custom_ops, *pair) for pair in quantized]
-    except ImportError as error:
-        absent["vllm_fp8"] = str(error)
+    except Exception as error:  # one for another torch fails in many ways
+        absent["vllm_fp8"] = timing.first_line(error)
     if torch.version.hip:
         found.pop("vllm_fp8", None)
         absent["vllm_fp8"] = "vLLM's own kernel is for CUDA; on ROCm it calls aiter and torch, as ptpc_linear does"

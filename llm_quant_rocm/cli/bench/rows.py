@@ -66,10 +66,12 @@ def _vllm_is_there(absent: dict[str, str]) -> bool:
     """Whether torch.ops._C holds vLLM's kernels; `absent` takes why not."""
     import torch
 
+    from llm_quant_rocm import timing
+
     try:
         from vllm import _custom_ops  # noqa: F401  # loads them
-    except ImportError as error:
-        absent["vLLM"] = str(error)
+    except Exception as error:  # one for another torch fails in many ways
+        absent["vLLM"] = timing.first_line(error)
         return False
     if not hasattr(torch.ops._C, "dynamic_per_token_scaled_fp8_quant"):
         absent["vLLM"] = "its build has no quantization of rows"
