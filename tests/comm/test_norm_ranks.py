@@ -23,6 +23,7 @@ from tests.comm.processes import run_ranks
 from tests.inputs import random_rows
 
 WORLD = 2
+MIB = 1 << 20
 NAME = "tp:0"
 
 
@@ -94,12 +95,25 @@ def sums_of_a_connected_group(rank: int) -> None:
         assert norm_ranks.connect(members(), Settings(codec), None, object(), engine) == NAME
         ranks = ranks_named(NAME)
         assert (ranks.world, ranks.memory, ranks.engine) == (WORLD, None, engine)
-        assert ranks.plan == predicted(WORLD, codec or CODECS["FP"])
+        assert ranks.plan.steps[:2] == predicted(WORLD, codec or CODECS["FP"]).steps
         found = ops.reduce_norm_quant(xs[rank], weight, residual, group=NAME, eps=1e-5)
         target = Target(Quantization.FP8_PER_TOKEN, normed=False)
         wanted = reference.reduce_norm_quant(xs, residual, Norm(weight, 1e-5), target, CODECS["FP"], 1)
         for part in ("residual", "codes", "scales"):
             assert getattr(found, part).view(torch.uint8).equal(getattr(wanted, part).view(torch.uint8)), part
+
+
+def the_codec_keeps_to_its_sizes(rank: int) -> None:
+    """The variables that say which messages QuickReduce quantizes hold for the fused operator too."""
+    exact, quantized = CODECS["FP"], CODECS["INT4"]
+    small, large = (MIB, 8 * MIB - 1), (8 * MIB, 32 * MIB)
+    for variables in ({"MIN_SIZE_BYTES_MB": "8"}, {"QUANTIZATION_MIN_SIZE_KB": "8192"}):
+        names = {"QUANTIZATION": "INT4", "MAX_SIZE_BYTES_MB": "32", **variables}
+        settings = Settings.from_environment({f"VLLM_ROCM_QUICK_REDUCE_{name}": text for name, text in names.items()})
+        assert norm_ranks.connect(members(), settings, None, None, None) == NAME
+        choose = ranks_named(NAME).plan.choose
+        assert {choose(size).codec for size in (0, *small, 32 * MIB + 1)} == {exact}
+        assert {choose(size).codec for size in large} == {quantized}
 
 
 def who_refuses_does_so_for_all(rank: int) -> None:
@@ -135,7 +149,7 @@ def on_gpus(obstacle: str | None) -> Iterator[list[Any]]:
     """GPUs that reach each other, whose peer memory `obstacle` may forbid; gives the checks that are watched."""
     watched: list[Any] = []
 
-    def register(name: str, group: Any, device: torch.device, codec: Any, memory: Any, engine: Any) -> Ranks:
+    def register(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
         assert device == torch.device("cuda", dist.get_rank(group))
         own = memory or (None if obstacle else SimpleNamespace(check=f"the check of {NAME}"))
         reduce_norm_quant._NAMED[name] = Ranks(WORLD, predicted(WORLD), group, own, obstacle)
@@ -168,7 +182,12 @@ def memory_is_shared_or_watched(rank: int) -> None:
             assert ranks_named(NAME).memory is shared
 
 
-CASES = (sums_of_a_connected_group, who_refuses_does_so_for_all, memory_is_shared_or_watched)
+CASES = (
+    sums_of_a_connected_group,
+    the_codec_keeps_to_its_sizes,
+    who_refuses_does_so_for_all,
+    memory_is_shared_or_watched,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

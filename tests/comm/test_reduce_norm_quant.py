@@ -201,6 +201,11 @@ def test_plans() -> None:
     plan = Plan(((0, Choice(one, FP)), (1001, Choice(two, FP)), (5000, Choice(two, fp4))))
     assert [plan.choose(n) for n in (0, 1000, 1001, 4999, 5000)] == [
         Choice(one, FP), Choice(one, FP), Choice(two, FP), Choice(two, FP), Choice(two, fp4)]  # fmt: skip
+    exact, coded = predicted(4), predicted(4, fp4)
+    assert coded.between(range(2 * mib, 4 * mib), exact).steps == (
+        *exact.steps, (2 * mib, Choice(one, fp4)), coded.steps[3], (4 * mib, Choice(two, FP))
+    )  # fmt: skip
+    assert coded.between(range(4 * mib, mib), exact).steps == exact.steps
 
 
 def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,7 +468,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     host, and one rank that speaks for all."""
     given: list[Any] = []
 
-    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any, engine: Any) -> Ranks:
+    def connect(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
         given.append(memory)
         return Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
 
