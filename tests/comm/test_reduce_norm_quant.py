@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -237,3 +238,10 @@ def test_names(forgotten: None) -> None:
     disconnect("alone")
     with pytest.raises(ValueError, match="registered: none"):
         ranks_named("alone")
+
+
+def test_too_many_ranks(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of.dist, "get_world_size", lambda group: 9)
+    with pytest.raises(ValueError, match="'all' has 9 ranks; reduce_norm_quant serves up to 8"):
+        connect("all", MagicMock(), CPU)
+    assert "all" not in ranks_of._NAMED
