@@ -29,7 +29,7 @@ def connect(
     stays apart from its norms, which the group's first rank says in one line.
 
     Args:
-        settings: the codec of large messages; without one they travel as they are.
+        settings: the codec of large messages, and what is large; without one they travel as they are.
         refusal: why the engine keeps them apart, or None. It need not be the same on all ranks.
         transport: that of the group's quantized all-reduce, whose peer memory is shared, or None.
         all_reduce: the engine's own, which gives a new tensor, for the sizes at which it was measured to be faster.
@@ -41,7 +41,9 @@ def connect(
     if refusal is None:
         shared = transport if hasattr(transport, "mailbox") else None
         codec = settings.codec or CODECS["FP"]
-        ranks = reduce_norm_quant.connect(name, group, device, codec, shared, all_reduce)
+        # As for the quantized all-reduce: smaller messages are not for the codec, nor are larger ones.
+        sizes = range(max(settings.min_bytes or 0, settings.quantization_min_bytes), settings.max_bytes + 1)
+        ranks = reduce_norm_quant.connect(name, group, device, codec, shared, all_reduce, sizes)
         # A CPU has no peer memory, and nothing better than the process group either.
         refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
         if refusal is None:

@@ -80,6 +80,16 @@ class Plan:
         """What serves an x of `nbytes`."""
         return self.steps[bisect_right(self.steps, nbytes, key=lambda step: step[0]) - 1][1]
 
+    def between(self, sizes: range, other: "Plan") -> "Plan":
+        """This plan for the sizes in `sizes`, `other` for smaller and larger ones."""
+        starts = {start for plan in (self, other) for start, _ in plan.steps} | {sizes.start, sizes.stop}
+        steps: list[tuple[int, Choice]] = []
+        for start in sorted(starts):
+            choice = (self if start in sizes else other).choose(start)
+            if not steps or choice != steps[-1][1]:
+                steps.append((start, choice))
+        return Plan(tuple(steps), self.source)
+
     def describe(self) -> str:
         """For a log."""
         parts = [f"{c.algorithm}{f' {c.codec.name}' if c.codec else ''} from {start} bytes" for start, c in self.steps]
@@ -191,6 +201,7 @@ def connect(
     codec: Codec = FP,
     memory: "QuickReduce | None" = None,
     engine: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    codec_sizes: range | None = None,
 ) -> Ranks:
     """Registers the ranks of `group` under `name`, on all of them.
 
@@ -201,6 +212,7 @@ def connect(
         memory: an all-reduce over the group's peer memory, to be shared; without it GPUs get one of their own.
         engine: the engine's own all-reduce, which gives a new tensor; it serves the sizes at which it was measured to
             be faster.
+        codec_sizes: the bytes of x that may travel by `codec`; others are exact. None: the plan alone says.
 
     Raises:
         ValueError: the name is taken, or the group has more than 8 ranks, or a file of crossovers is broken.
@@ -214,6 +226,8 @@ def connect(
     if memory is None and world > 1:
         memory, obstacle = _peer_memory(group, device)
     plan = Plan.of(world, codec, detect(device).arch, engine is not None)
+    if codec_sizes is not None and codec.quantizes:
+        plan = plan.between(codec_sizes, Plan.of(world, FP, detect(device).arch, engine is not None))
     ranks = Ranks(world, plan, group, memory, obstacle, engine)
     how = obstacle and f"the process group, as {obstacle}" or ("peer memory" if memory else "one rank")
     logger.info("reduce_norm_quant over %r, %d ranks: %s; %s", name, world, how, plan.describe())

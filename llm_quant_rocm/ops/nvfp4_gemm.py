@@ -36,8 +36,8 @@ DECODE_ROWS = 64
 #
 # The number is derived, not measured: no AMD GPU was at hand. Expanding costs memory traffic, for every weight 4.5 bits
 # read and 16 written, 2.56 bytes. It saves vector instructions: the kernel decodes every weight again for each 64 rows
-# of x, with the instructions for 8 weights of docs/amd.md, if matrix instructions hide none of them. By the rates of
-# the data sheets:
+# of x, with the instructions for 8 weights that tests/amd/operators counts, if matrix instructions hide none of them.
+# By the rates of the data sheets:
 #
 #               TB/s   units x GHz   instructions (bf16)   rows at which cost and saving are equal
 #     gfx90a    1.6    104 x 1.7     20                    464

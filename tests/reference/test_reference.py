@@ -107,6 +107,16 @@ def test_static_fp8_multiplies_by_the_reciprocal(fmt: Fp8Format) -> None:
 
 
 @FORMATS
+def test_static_fp8_saturates(fmt: Fp8Format) -> None:
+    """Also where torch's conversion makes NaN of what is too large."""
+    normed = torch.tensor([fmt.max, fmt.max * 2, 65504.0, -fmt.max * 2, -torch.inf, torch.nan, 0.0, 1.0])
+    norm = Norm(normed, 0.0, scale=torch.ones(1))
+    found = reference.norm_quant(torch.ones(1, 8).bfloat16(), None, norm, Target(Quantization.FP8_STATIC, fmt))
+    assert found.codes is not None
+    assert_same(found.codes[0].float(), normed.clamp(-fmt.max, fmt.max))
+
+
+@FORMATS
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_rms_norm_quant_is_the_composition(fmt: Fp8Format, dtype: torch.dtype) -> None:
     x, weight = nasty_rows(65, dtype), torch.linspace(-2, 2, 65).to(dtype)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint tensors of a fused linear layer, as they are checked before an engine's loader copies them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers, LinearTensors
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+class Qkv(torch.nn.Module):
+    """A rank's q, k and v, of which two ranks have the same k and v."""
+
+    num_kv_head_replicas = 2
+
+
+class Embedding(torch.nn.Module):
+    pass
+
+
+def parameter(data: torch.Tensor, input_dim: int, output_dim: int, weight_loader: Any) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(data, requires_grad=False)
+    made.weight_loader = weight_loader  # type: ignore[attr-defined]
+    return made
+
+
+def test_ranks_that_share_heads_of_k_and_v() -> None:
+    """Of 4 ranks with 8, 4 and 4 rows each: the checkpoint has 32 of q, but 8 of k and of v."""
+    layer, loaded = Qkv(), []
+    tensors = LinearTensors(
+        layer, "a.qkv_proj", FUSED, [8, 4, 4], 64,
+        lambda param, weight, shard: loaded.append(shard), EngineLayers(parameter, (Qkv,), Embedding),
+    )  # fmt: skip
+    tensors.add_matrix("weight", torch.uint8, 16, 16)
+    load = layer.weight.weight_loader
+    for shard, rows in (("q", 32), ("k", 8)):
+        load(layer.weight, torch.zeros(rows, 16, dtype=torch.uint8), shard)
+    for rows in (16, 4):
+        with pytest.raises(ValueError, match=rf"a.v_proj.weight has shape \({rows}, 16\) .* needs \(8, 16\)"):
+            load(layer.weight, torch.zeros(rows, 16, dtype=torch.uint8), "v")
+    assert loaded == ["q", "k"]
+    with pytest.raises(ValueError, match=r"a.v_proj.weight is missing from the checkpoint"):
+        tensors.refuse_missing()
