@@ -10,6 +10,7 @@ import pytest
 import torch
 import vllm
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.models.utils import WeightsMapper
 
 import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
@@ -83,6 +84,29 @@ def test_configuration_from_every_source(tmp_path: Path) -> None:
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="knows no setting activation_scheme"):
         PtpcFp8Config.from_config({"quant_method": "ptpc_fp8", "activation_scheme": "static"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"ignored_layers": "o_proj"}', "^ignored_layers is 'o_proj': it must be a list"),
+        ('{"ignored_layers": [5]}', r"^ignored_layers is \[5\]: it must be a list"),
+        ('{"ignored_layers": [""]}', r"^ignored_layers is \[''\]: it must be a list"),
+        ('{"ignored_layers": ["re:["]}', r"^'re:\[' in ignored_layers is no regular expression \("),
+        ('["o_proj"]', r"^ptpc_fp8's configuration is \['o_proj'\]: it must be a JSON object"),
+        ('{"ignored_layers": ', "^ptpc_fp8's configuration .* is no JSON "),
+    ],
+    ids=["text", "number", "empty", "expression", "list", "cut off"],
+)
+def test_wrong_settings_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PtpcFp8Config.from_config_dict_json(text)
+
+
+def test_names_become_vllms_and_expressions_stay() -> None:
+    config = PtpcFp8Config(["re:.*o_proj", "model.layers.0", "lm_head"])
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert config.layers.ignored == ["language_model.model.layers.0", "lm_head", "re:.*o_proj"]
 
 
 def test_a_quantized_checkpoint_is_refused_and_others_are_left_to_vllm() -> None:

@@ -2,10 +2,11 @@
 """The ways to serve a checkpoint: what to type, and what becomes of its modules."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | N
     before = Scheme(HALF, "", lambda module: OTHER if module.kind == OTHER else HALF)
     config = found.quantization
     if config is None or config.get("quant_method") == online_layers.NAME:
-        ignored = online_layers.OnlineLayers((config or {}).get("ignored_layers") or [])
+        ignored, refusal = _ignored(config or {})
         flag = [] if config else ["--quantization", online_layers.NAME]
 
         def in_fp8(module: Module) -> str:
@@ -48,7 +49,7 @@ def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | N
         schemes = [Scheme(HALF, _serve(folder, ranks), before.served)]
         if not any(len(module.shape) == 3 for module in found.modules):  # experts in one tensor, which it does not take
             schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
-        return [*schemes, Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8)], None
+        return [*schemes, Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8)], refusal
 
     def as_stored(module: Module) -> str:
         return module.kind if module.kind in (NVFP4, FP8, OTHER) else HALF
@@ -62,6 +63,14 @@ def ways(found: Survey, folder: Path, ranks: int) -> tuple[list[Scheme], str | N
         refusal = str(error)
     here = "NVFP4" if _served_here() else "NVFP4, on this GPU by the engine itself"
     return [before, Scheme(here, command, as_stored)], refusal
+
+
+def _ignored(config: Mapping[str, Any]) -> tuple[online_layers.OnlineLayers, str | None]:
+    """The layers that ptpc_fp8 leaves, and why it would refuse what a checkpoint says of them, or None."""
+    try:
+        return online_layers.OnlineLayers(online_layers.read_ignored_layers(config)), None
+    except ValueError as error:
+        return online_layers.OnlineLayers(), str(error)
 
 
 def _serve(folder: Path, ranks: int, *options: str) -> str:
