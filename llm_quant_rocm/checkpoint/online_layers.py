@@ -57,8 +57,9 @@ def read_ignored_layers(config: Mapping[str, Any], known: Sequence[str] = ()) ->
 
 def already_quantized(method: str | None) -> str:
     """What to say to a user who asks to quantize a checkpoint of `method` again."""
+    named = method or "its quantization_config names no quant_method"
     return (
-        f"the checkpoint is already quantized ({method}) and {NAME} quantizes BF16 and FP16 checkpoints: serve it "
+        f"the checkpoint is already quantized ({named}) and {NAME} quantizes BF16 and FP16 checkpoints: serve it "
         f"without --quantization {NAME}, or serve the unquantized checkpoint"
     )
 

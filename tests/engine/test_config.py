@@ -114,6 +114,8 @@ def test_a_quantized_checkpoint_is_refused_and_others_are_left_to_vllm() -> None
         PtpcFp8Config.override_quantization_method({"quant_method": "gptq"}, "ptpc_fp8")
     with pytest.raises(ValueError, match="already quantized"):
         PtpcFp8Config.from_config({"quant_method": "gptq"})
+    with pytest.raises(ValueError, match=r"already quantized \(its quantization_config names no quant_method\)"):
+        PtpcFp8Config.override_quantization_method({"ignored_layers": ["o_proj"]}, "ptpc_fp8")
     assert PtpcFp8Config.override_quantization_method({"quant_method": "gptq"}, None) is None
     assert PtpcFp8Config.override_quantization_method({"quant_method": "ptpc_fp8"}, "ptpc_fp8") is None
 
