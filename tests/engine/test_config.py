@@ -130,7 +130,7 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("entries", "ignored"),
     [
         (["model.layers.0.self_attn.qkv_proj"], True),
-        (["model.layers.0.self_attn.q_proj", "k_proj", "re:.*v_proj"], True),
+        (["model.layers.0.self_attn.q_proj", "k_proj", "re:.*[.]v_proj"], True),
         (["model.layers.0"], True),
         (["qkv_proj"], True),
         (["re:.*layers\\.0\\."], True),
