@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import vllm
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
 import llm_quant_rocm_vllm
@@ -156,6 +158,11 @@ def test_router_gates_by_name() -> None:
     layers = ("mlp.gate_proj", "mlp.gate_up_proj", "per_layer_input_gate", "self_attn.o_proj", "output_gate_proj")
     assert all(is_router(f"model.layers.0.{name}") for name in gates)
     assert not any(is_router(f"model.layers.0.{name}") for name in layers)
+
+
+def test_attention_gets_scales_of_its_cache() -> None:
+    layer = object.__new__(Attention)
+    assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
 
 
 def test_a_weight_on_the_wrong_device_is_refused() -> None:
