@@ -104,7 +104,7 @@ def finish(
             name: 100 * math.expm1((losses[name] - losses["bf16"]) * tokens_per_word) for name in ("per_tensor", "ptpc")
         },
         "loss_change_by_outliers": losses["bf16"] - before,
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()},
+        "settings": {name: value for name, value in settings.items() if name not in ("output", "trained")},  # folders
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -153,11 +153,11 @@ def served_here(platform: str, capability: tuple[int, int] | None) -> bool:
 
 
 def describe(config: Mapping[str, Any]) -> str:
-    """A `quantization_config` in two words, or one where it has no more to say."""
+    """A `quantization_config` in a word or two."""
     settings = modelopt_settings(config)
     method = config.get("quant_method") or "nameless"
     kind = settings["quant_algo"] if settings else config.get("format")
-    return f"{method} ({kind})" if kind else method
+    return f"{method} ({kind})" if kind else str(method)
 
 
 def summary(layers: Mapping[str, Sequence[str]], options: Options) -> str:

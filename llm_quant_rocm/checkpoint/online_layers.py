@@ -4,7 +4,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llm_quant_rocm.checkpoint.layer_names import shard_name
@@ -17,6 +17,8 @@ IGNORED = "layers named by ignored_layers"
 ROUTERS = "router gates"
 EMBEDDINGS = "embeddings and output heads"
 
+_EXPRESSION = "re:"
+
 logger = logging.getLogger("llm_quant_rocm")
 
 # A router's logits choose experts: FP8 noise flips the choice. No model's projection (gate_proj, gate_up_proj,
@@ -28,21 +30,36 @@ def read_ignored_layers(config: Mapping[str, Any], known: Sequence[str] = ()) ->
     """The `ignored_layers` of a `quantization_config`, in which an engine puts the keys `known` of its own.
 
     Raises:
-        ValueError: another method's configuration, or a key that is not known.
+        ValueError: another method's configuration, a key that is not known, or an entry that can match no layer.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{NAME}'s configuration is {config!r}: it must be a JSON object with ignored_layers")
     method = config.get("quant_method", NAME)
     if method != NAME:
         raise ValueError(already_quantized(method))
     unknown = sorted(set(config) - {"quant_method", "ignored_layers", *known})
     if unknown:
         raise ValueError(f"{NAME} knows no setting {', '.join(unknown)}: it takes ignored_layers alone")
-    return list(config.get("ignored_layers") or [])
+    ignored = config.get("ignored_layers") or []
+    if not isinstance(ignored, list) or not all(isinstance(entry, str) and entry for entry in ignored):
+        # Of a text, each letter would be taken for a name.
+        raise ValueError(f"ignored_layers is {ignored!r}: it must be a list of layers' names")
+    for entry in ignored:
+        if entry.startswith(_EXPRESSION):
+            try:
+                re.compile(entry.removeprefix(_EXPRESSION))
+            except re.error as error:
+                raise ValueError(
+                    f'{entry!r} in ignored_layers is no regular expression ({error}): mend it, or drop "re:"'
+                ) from error
+    return list(ignored)
 
 
 def already_quantized(method: str | None) -> str:
     """What to say to a user who asks to quantize a checkpoint of `method` again."""
+    named = method or "its quantization_config names no quant_method"
     return (
-        f"the checkpoint is already quantized ({method}) and {NAME} quantizes BF16 and FP16 checkpoints: serve it "
+        f"the checkpoint is already quantized ({named}) and {NAME} quantizes BF16 and FP16 checkpoints: serve it "
         f"without --quantization {NAME}, or serve the unquantized checkpoint"
     )
 
@@ -66,6 +83,12 @@ class OnlineLayers:
         self.ignored = list(ignored)
         self._layers: defaultdict[str, list[str]] = defaultdict(list)
         self._reported = False
+
+    def rename(self, names_in_engine: Callable[[list[str]], list[str]]) -> None:
+        """Give the entries the engine's names where these are not the checkpoint's; expressions stay as they are."""
+        names = [entry for entry in self.ignored if not entry.startswith(_EXPRESSION)]
+        expressions = [entry for entry in self.ignored if entry.startswith(_EXPRESSION)]
+        self.ignored = names_in_engine(names) + expressions
 
     def note(self, kind: str, prefix: str) -> None:
         """Remember that the layer `prefix` is of `kind`."""
@@ -116,8 +139,8 @@ def _names(prefix: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _matches(entry: str, name: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), name) is not None
+    if entry.startswith(_EXPRESSION):
+        return re.match(entry.removeprefix(_EXPRESSION), name) is not None
     return name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--quantization ptpc_fp8`: which layers of a BF16 or FP16 checkpoint become FP8, and which stay.
 
-Linear layers and mixture-of-experts layers are quantized once the checkpoint is loaded. Embeddings, `lm_head`, router
+Linear layers and mixture-of-experts layers are quantized while the checkpoint loads. Embeddings, `lm_head`, router
 gates and the user's `ignored_layers` stay in the checkpoint's precision. Attention layers get KV cache scales.
 """
 
@@ -38,7 +38,7 @@ def chosen(model_config: Any) -> str | None:
     """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
 
     Raises:
-        ValueError: the checkpoint is quantized by another method, or its files are broken.
+        ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, or files are broken.
     """
     asked = (model_config.quantization or "").lower() == NAME
     config = model_config._parse_quant_hf_config()
@@ -47,6 +47,8 @@ def chosen(model_config: Any) -> str | None:
         raise ValueError(already_quantized(method))
     if not asked and (method != NAME or model_config.quantization):
         return None
+    # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
+    read_ignored_layers(config or {}, _SGLANGS_KEYS)
     refuse_broken_files(Path(model_config.model_path))
     return NAME
 
@@ -99,10 +101,8 @@ class PtpcFp8Config(QuantizationConfig):
         self.packed_modules_mapping |= mapping
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Rewrite checkpoint names among `ignored_layers` to SGLang's; regular expressions stay as they are."""
-        names = [name for name in self.layers.ignored if not name.startswith("re:")]
-        expressions = [name for name in self.layers.ignored if name.startswith("re:")]
-        self.layers.ignored = hf_to_sglang_mapper.apply_list(names) + expressions
+        """Rewrite checkpoint names among `ignored_layers` to SGLang's."""
+        self.layers.rename(hf_to_sglang_mapper.apply_list)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which SGLang calls `prefix`; None for a layer that has no method."""

@@ -72,8 +72,17 @@ class PtpcFp8Config(QuantizationConfig):
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> "PtpcFp8Config":
-        """The configuration in a JSON text: vLLM's hook for the override `quantization_config_dict_json`."""
-        return cls.from_config(json.loads(text))
+        """The configuration in a JSON text: vLLM's hook for the override `quantization_config_dict_json`.
+
+        Raises:
+            ValueError: it is no JSON, or as of `from_config`.
+        """
+        try:
+            return cls.from_config(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{NAME}'s configuration {text!r} is no JSON ({error}): it must be an object with ignored_layers"
+            ) from error
 
     @classmethod
     def from_config_file(cls, path: str) -> "PtpcFp8Config":
@@ -91,10 +100,8 @@ class PtpcFp8Config(QuantizationConfig):
         return None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rewrite checkpoint names among `ignored_layers` to vLLM's; regular expressions stay as they are."""
-        names = [name for name in self.layers.ignored if not name.startswith("re:")]
-        expressions = [name for name in self.layers.ignored if name.startswith("re:")]
-        self.layers.ignored = hf_to_vllm_mapper.apply_list(names) + expressions
+        """Rewrite checkpoint names among `ignored_layers` to vLLM's."""
+        self.layers.rename(hf_to_vllm_mapper.apply_list)
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Refuse broken files, and what would change the numbers in silence; vLLM calls this once the configuration is

@@ -7,7 +7,7 @@ import pytest
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 
-from llm_quant_rocm.checkpoint.nvfp4_kinds import check, checkpoint_kind
+from llm_quant_rocm.checkpoint.nvfp4_kinds import check, checkpoint_kind, describe
 
 
 def described(**groups: QuantizationScheme) -> dict[str, Any]:
@@ -36,3 +36,9 @@ def test_other_blocks_are_refused_by_the_group() -> None:
     config["config_groups"]["group_0"]["weights"]["group_size"] = 32
     with pytest.raises(ValueError, match=r"^group_0 \(Linear\) has group_size 32, and NVFP4 has blocks of 16"):
         check(config)
+
+
+def test_a_configuration_in_words() -> None:
+    assert describe({"quant_method": "gptq", "bits": 4}) == "gptq"
+    assert describe({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "modelopt (NVFP4)"
+    assert describe({"format": "nvfp4-pack-quantized"}) == "nameless (nvfp4-pack-quantized)"

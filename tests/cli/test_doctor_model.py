@@ -251,6 +251,12 @@ def test_layers_named_by_ignored_layers_stay(tmp_path: Path) -> None:
     assert "--quantization" not in plans(parts)["PTPC FP8"].command
 
 
+def test_ignored_layers_that_engines_refuse(tmp_path: Path) -> None:
+    config = {"quant_method": "ptpc_fp8", "ignored_layers": "o_proj"}
+    found = problems(model.examine(write(tmp_path, llama(weight), config), 1))
+    assert found == [("ignored_layers is 'o_proj'", "it must be a list of layers' names")]
+
+
 def test_another_quantization_is_left_to_the_engine(tmp_path: Path) -> None:
     def gptq(n: int, k: int) -> Tensors:
         return {"qweight": ("I32", (k // 8, n)), "scales": ("F16", (k // 128, n))}

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import vllm
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.models.utils import WeightsMapper
 
 import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
@@ -85,11 +88,36 @@ def test_unknown_settings_are_refused() -> None:
         PtpcFp8Config.from_config({"quant_method": "ptpc_fp8", "activation_scheme": "static"})
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"ignored_layers": "o_proj"}', "^ignored_layers is 'o_proj': it must be a list"),
+        ('{"ignored_layers": [5]}', r"^ignored_layers is \[5\]: it must be a list"),
+        ('{"ignored_layers": [""]}', r"^ignored_layers is \[''\]: it must be a list"),
+        ('{"ignored_layers": ["re:["]}', r"^'re:\[' in ignored_layers is no regular expression \("),
+        ('["o_proj"]', r"^ptpc_fp8's configuration is \['o_proj'\]: it must be a JSON object"),
+        ('{"ignored_layers": ', "^ptpc_fp8's configuration .* is no JSON "),
+    ],
+    ids=["text", "number", "empty", "expression", "list", "cut off"],
+)
+def test_wrong_settings_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PtpcFp8Config.from_config_dict_json(text)
+
+
+def test_names_become_vllms_and_expressions_stay() -> None:
+    config = PtpcFp8Config(["re:.*o_proj", "model.layers.0", "lm_head"])
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert config.layers.ignored == ["language_model.model.layers.0", "lm_head", "re:.*o_proj"]
+
+
 def test_a_quantized_checkpoint_is_refused_and_others_are_left_to_vllm() -> None:
     with pytest.raises(ValueError, match=r"already quantized \(gptq\).*without --quantization ptpc_fp8"):
         PtpcFp8Config.override_quantization_method({"quant_method": "gptq"}, "ptpc_fp8")
     with pytest.raises(ValueError, match="already quantized"):
         PtpcFp8Config.from_config({"quant_method": "gptq"})
+    with pytest.raises(ValueError, match=r"already quantized \(its quantization_config names no quant_method\)"):
+        PtpcFp8Config.override_quantization_method({"ignored_layers": ["o_proj"]}, "ptpc_fp8")
     assert PtpcFp8Config.override_quantization_method({"quant_method": "gptq"}, None) is None
     assert PtpcFp8Config.override_quantization_method({"quant_method": "ptpc_fp8"}, "ptpc_fp8") is None
 
@@ -104,7 +132,7 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("entries", "ignored"),
     [
         (["model.layers.0.self_attn.qkv_proj"], True),
-        (["model.layers.0.self_attn.q_proj", "k_proj", "re:.*v_proj"], True),
+        (["model.layers.0.self_attn.q_proj", "k_proj", "re:.*[.]v_proj"], True),
         (["model.layers.0"], True),
         (["qkv_proj"], True),
         (["re:.*layers\\.0\\."], True),
@@ -130,6 +158,11 @@ def test_router_gates_by_name() -> None:
     layers = ("mlp.gate_proj", "mlp.gate_up_proj", "per_layer_input_gate", "self_attn.o_proj", "output_gate_proj")
     assert all(is_router(f"model.layers.0.{name}") for name in gates)
     assert not any(is_router(f"model.layers.0.{name}") for name in layers)
+
+
+def test_attention_gets_scales_of_its_cache() -> None:
+    layer = object.__new__(Attention)
+    assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
 
 
 def test_a_weight_on_the_wrong_device_is_refused() -> None:

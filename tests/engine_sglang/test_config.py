@@ -94,6 +94,20 @@ def test_a_checkpoint_may_ask_for_ptpc() -> None:
         PtpcFp8Config.from_config({**wishes, "scheme": "tensor"})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"ignore": ["o_proj"]}, "^ptpc_fp8 knows no setting ignore"),
+        ({"ignored_layers": "o_proj"}, "^ignored_layers is 'o_proj': it must be a list"),
+    ],
+    ids=["key", "text"],
+)
+def test_wrong_settings_of_ptpc_are_refused_before_a_process_starts(wrong: dict[str, Any], words: str) -> None:
+    overrides = json.dumps({"quantization_config": {"quant_method": "ptpc_fp8", **wrong}})
+    with pytest.raises(ValueError, match=words):
+        method(DEMO, None, overrides)
+
+
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors"])
 def test_a_quantized_checkpoint_is_not_quantized_again(checkpoints_by_kind: dict[str, Path], kind: str) -> None:
     with pytest.raises(ValueError, match="already quantized .*: serve it without --quantization ptpc_fp8"):

@@ -72,6 +72,13 @@ def test_exact_on_integers(backend: str, shape: tuple[int, int, int]) -> None:
     assert_same(found, product64(*operands, bias).float().bfloat16())
 
 
+@pytest.mark.parametrize("shape", [(0, 64, 128), (3, 0, 128), (3, 64, 0)], ids=str)
+def test_without_values(shape: tuple[int, int, int]) -> None:
+    operands, bias = integers(*shape)
+    found = ops.ptpc_gemm(*(tensor.cuda() for tensor in operands), bias.cuda())
+    assert_same(found, bias.bfloat16().expand(shape[0], -1))
+
+
 @pytest.mark.parametrize("bias_dtype", [None, *DTYPES], ids=["no_bias", *(f"bias_{name}" for name in DTYPE_IDS)])
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ops.ptpc_gemm and ops.ptpc_linear on the CPU, where the reference runs."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ def test_exact_on_integers(shape: tuple[int, int, int], out_dtype: torch.dtype, 
     chosen = None if bias_dtype is None else bias.to(bias_dtype)
     found = ops.ptpc_gemm(*operands, chosen, out_dtype)
     assert_same(found, product64(*operands, chosen).float().to(out_dtype))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (4, 0, 8), (4, 8, 0)], ids=str)
+def test_without_values_no_backend_is_asked(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel can be launched for none."""
+    monkeypatch.setattr(import_module("llm_quant_rocm.ops.ptpc_gemm"), "_choose", None)
+    *operands, bias = integer_product(*shape, OCP)
+    assert_same(ops.ptpc_gemm(*operands, bias), bias.bfloat16().expand(shape[0], -1))
 
 
 @pytest.mark.parametrize("leading", [(), (0,), (1,), (2, 3), (2, 1, 3), (2, 0)], ids=str)

@@ -2,10 +2,11 @@
 """The ways to serve a checkpoint: what to type, and what becomes of its modules."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
     before = Scheme(HALF, "", lambda module: OTHER if module.kind == OTHER else HALF)
     config, lack = found.quantization, _lacking(found)
     if config is None or config.get("quant_method") == online_layers.NAME:
-        ignored = online_layers.OnlineLayers((config or {}).get("ignored_layers") or [])
+        ignored, refusal = _ignored(config or {})
         flag = [] if config else ["--quantization", online_layers.NAME]
 
         def in_fp8(module: Module) -> str:
@@ -69,11 +70,11 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
         else:
             schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
         schemes.append(Scheme("PTPC FP8", _serve(folder, ranks, *flag), in_fp8))
-        refusal = lack and (
+        unserved = lack and (
             f"{online_layers.NAME} does not serve experts with {lack}: take quantization_config out of config.json to "
             "serve the checkpoint in 16 bits"
         )
-        return Ways(schemes, refusal, tuple(left_out))
+        return Ways(schemes, refusal or unserved, tuple(left_out))
 
     def as_stored(module: Module) -> str:
         return module.kind if module.kind in (NVFP4, MXFP4, FP8, OTHER) else HALF
@@ -99,6 +100,14 @@ def _lacking(found: Survey) -> str | None:
     config = found.config.get("text_config") or found.config
     experts = any(".experts." in module.name for module in found.modules)
     return "a clamped SwiGLU (swiglu_limit)" if experts and config.get("swiglu_limit") else None
+
+
+def _ignored(config: Mapping[str, Any]) -> tuple[online_layers.OnlineLayers, str | None]:
+    """The layers that ptpc_fp8 leaves, and why it would refuse what a checkpoint says of them, or None."""
+    try:
+        return online_layers.OnlineLayers(online_layers.read_ignored_layers(config)), None
+    except ValueError as error:
+        return online_layers.OnlineLayers(), str(error)
 
 
 def _serve(folder: Path, ranks: int, *options: str) -> str:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang's layers and options come to, before any weight is read."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from llm_quant_rocm_sglang import communicator, engine_layers, experts
+from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+
+
+def routed(**changes: Any) -> Any:
+    """As much of SGLang's FusedMoE as decides whether we serve it."""
+    facts = {"activation": "silu", "is_gated": True, "no_combine": False, "routed_scaling_factor": None}
+    config = SimpleNamespace(**(facts | {name: value for name, value in changes.items() if name != "with_bias"}))
+    return SimpleNamespace(moe_runner_config=config, with_bias=changes.get("with_bias", False))
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's defaults."""
+    monkeypatch.setattr(experts, "get_moe_a2a_backend", lambda: MoeA2ABackend.NONE)
+    monkeypatch.setattr(experts, "get_moe_runner_backend", lambda: MoeRunnerBackend.AUTO)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("backend", [MoeRunnerBackend.AUTO, MoeRunnerBackend.TRITON], ids=lambda one: one.value)
+def test_ordinary_experts_lack_nothing(
+    activation: str, backend: MoeRunnerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "get_moe_runner_backend", lambda: backend)
+    assert experts.lacking(routed(activation=activation)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"activation": "relu2"}, "the activation relu2"),
+        ({"is_gated": False}, "the activation silu without a gate"),
+        ({"gemm1_alpha": 1.7}, "a clamped SwiGLU"),
+        ({"gemm1_clamp_limit": 7.0}, "a clamped SwiGLU"),
+        ({"swiglu_limit": 7.0}, "a clamped SwiGLU"),
+        ({"with_bias": True}, "biases"),
+        ({"no_combine": True}, "outputs that are not combined"),
+    ],
+    ids=["activation", "gate", "alpha", "clamp", "limit", "bias", "combine"],
+)
+def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
+    assert experts.lacking(routed(**change)) == words
+
+
+def test_kernels_that_the_user_asks_for_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "get_moe_runner_backend", lambda: MoeRunnerBackend.FLASHINFER_TRTLLM)
+    assert experts.lacking(routed()) == "a --moe-runner-backend other than auto and triton"
+    monkeypatch.setattr(experts, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
+    assert experts.lacking(routed()) == "--moe-a2a-backend"
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.5])
+@pytest.mark.parametrize("cuda", [False, True], ids=["others", "cuda"])
+def test_the_routed_scaling_factor(factor: float | None, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's models multiply by it themselves everywhere but on CUDA."""
+    monkeypatch.setattr(experts, "is_cuda", lambda: cuda)
+    found = experts.combined(routed(routed_scaling_factor=factor), torch.ones(2, 4))
+    assert (found.hidden_states == (factor or 1.0 if cuda else 1.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "loads"),
+    [
+        ({}, True),
+        ({"load_format": "safetensors"}, True),
+        ({"load_format": LoadFormat.AUTO}, True),
+        ({"load_format": "dummy"}, False),
+        ({"load_format": "sharded_state"}, False),
+        ({"speculative_draft_load_format": "dummy"}, False),
+        ({"cpu_offload_gb": 1}, False),
+        ({"offload_group_size": 1}, False),
+        ({"weight_cache_mode": "shm"}, False),
+        ({"startup_weight_load_mode": "overlap"}, False),
+    ],
+    ids=["auto", "safetensors", "enum", "dummy", "sharded", "draft", "offload", "group", "cache", "overlap"],
+)
+def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(**({"load_format": "auto", "cpu_offload_gb": 0} | change))
+    monkeypatch.setattr(engine_layers, "get_server_args", lambda: arguments)
+    assert engine_layers.loads_tensors() is loads
+    assert engine_layers.is_dummy() is (change.get("load_format") == "dummy")
+
+
+def test_attention_gets_scales_of_its_cache() -> None:
+    layer = object.__new__(RadixAttention)
+    assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+
+
+@pytest.mark.parametrize(("wish", "words"), [("1", "--enable-deterministic-inference is set"), ("0", None)])
+def test_determinism_leaves_the_all_reduce_to_sglang(
+    wish: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
+    monkeypatch.setenv(communicator.QUANTIZATION, "FP4")
+    monkeypatch.setattr(communicator, "connect", connect := MagicMock(return_value=None))
+    monkeypatch.setattr(communicator, "better_left_to", lambda *given: None)
+    monkeypatch.setattr(communicator, "members", MagicMock())
+    communicator.attach(MagicMock(), SimpleNamespace(world_size=2, unique_name="tp:0", qr_comm=None))
+    _, _, refuse, _ = connect.call_args.args
+    reason = refuse(MagicMock())
+    assert (reason is None) if words is None else reason.startswith(words)
