@@ -31,7 +31,7 @@ def _rank(
     rank: int, world: int, rendezvous: Path, backend: str, function: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=600)
     dist.init_process_group(backend, f"file://{rendezvous}", timeout, world, rank)
     try:
         function(rank, *args)
