@@ -18,7 +18,7 @@ def run(tmp_path, code):
     (tmp_path / "example.py").write_text(code)
     command = [sys.executable, "-W", "ignore", "example.py"]
     environment = {"PYTHONPATH": f"{FOLDER}:{':'.join(sys.path)}", "TRITON_CACHE_DIR": str(tmp_path)}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def test_example(tmp_path):
