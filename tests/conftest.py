@@ -5,6 +5,21 @@ import sys
 
 import pytest
 
+try:
+    import hypothesis
+except ModuleNotFoundError:  # a GPU machine, which runs tests/gpu alone
+    pass
+else:
+    # Everybody's run tries the same examples, however slow the machine. `--hypothesis-profile default` tries new ones.
+    hypothesis.settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("repeatable")
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
