@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests have in common."""
 
+import os
 import sys
 
 import pytest
+
+# What commands print is for 80 columns without colours, wherever the tests run. Typer asks when it is imported.
+os.environ["COLUMNS"] = "80"
+for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TERMINAL_WIDTH", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
 
 try:
     import hypothesis
