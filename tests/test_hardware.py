@@ -87,4 +87,4 @@ def test_importing_touches_no_gpu_and_no_kernel() -> None:
         "assert not loaded, loaded\n"
         "assert not torch.cuda.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=1800)

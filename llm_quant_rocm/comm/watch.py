@@ -34,7 +34,8 @@ class Watch:
         self._lost: RuntimeError | None = None
         self._stopped = threading.Event()
         atexit.register(self.stop)  # before the interpreter takes away what the check needs
-        threading.Thread(target=self._run, name="llm-quant-rocm-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="llm-quant-rocm-watch", daemon=True)
+        self._thread.start()
 
     def raise_if_lost(self) -> None:
         """Raises what the check raised."""

@@ -70,7 +70,7 @@ def _rank(rank: int, part: Part, world: int, rendezvous: str, sender: Connection
         keys.settle()
         dist.init_process_group("nccl", rendezvous, timedelta(seconds=60), world, rank, device_id=device)
     else:
-        dist.init_process_group("gloo", rendezvous, timedelta(seconds=60), world, rank)
+        dist.init_process_group("gloo", rendezvous, timedelta(minutes=10), world, rank)  # a CPU may have much to do
 
     def report(word: str, what: Any) -> None:
         if rank == 0:

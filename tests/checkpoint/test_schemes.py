@@ -2,6 +2,7 @@
 """PTPC checkpoints, the search for block scales, experts, and the errors that are reported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,10 @@ def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
         "print((max(seen[2:]) - seen[1]) // 1024)\n"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "target")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    # MiB: six more outputs would be 96.
-    assert int(done.stdout) < 40, done.stdout
+    # What the C library keeps of freed memory differs from run to run: so, every tensor is given back at once.
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    done = subprocess.run(
+        command, env={**os.environ, **exact}, capture_output=True, text=True, check=True, timeout=1800
+    )
+    # MiB: an output is 16.
+    assert int(done.stdout) < 4, done.stdout

@@ -34,7 +34,7 @@ def _rank(
     # In groups of groups too, no rank is done and gone while another one still connects to it, which would fail.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=600)
     dist.init_process_group(backend, f"file://{rendezvous}", timeout, world, rank)
     try:
         function(rank, *args)

@@ -3,7 +3,6 @@
 
 import itertools
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -148,22 +147,45 @@ def test_groups_of_groups() -> None:
     run_ranks(8, reduce_as_other_groups_do)
 
 
+class BegunTogether:
+    """The store in which ranks note their calls: none of `ranks` goes on before all of them have noted theirs."""
+
+    def __init__(self, store: dist.Store, ranks: list[int]) -> None:
+        self._store, self._ranks = store, ranks
+        self.get, self.check = store.get, store.check
+
+    def set(self, rank: str, calls: str) -> None:
+        self._store.set(rank, calls)
+        meet(self._store, rank, calls, self._ranks)
+
+
+def meet(store: dist.Store, rank: int | str, where: str, ranks: list[int]) -> None:
+    """Returns when all of `ranks` are there. Unlike a barrier it needs nobody who is lost."""
+    store.set(f"{where}: {rank}", "")
+    store.wait([f"{where}: {other}" for other in ranks])
+
+
 def lose_a_rank(rank: int, lost: int, dies: bool) -> None:
     """A rank dies, or is late for longer than the group waits, in its third call; the others say so."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     member = ProcessGroupReduce(group)
     x = torch.ones(1000, dtype=torch.bfloat16)
     assert_same(member.all_reduce(x, CODECS["FP4"]), x * 3)
     assert_same(member.all_reduce(x, CODECS["FP4"], cast_bf16_to_fp16=True), x * 3)
-    if rank == lost:
-        # Torch's store of files, which outlives every rank, knows what rank 0 did too.
-        dist.barrier()
-        os._exit(0) if dies else time.sleep(6)
-        return
+    # Torch's store of files, which outlives every rank, knows what rank 0 did too.
+    others, store = [other for other in range(3) if other != lost], dist.distributed_c10d._get_default_store()
     dist.barrier()
+    if rank == lost:
+        if dies:
+            os._exit(0)
+        store.wait([f"noticed: {other}" for other in others])
+        return
+    member._begun = BegunTogether(member._begun, others)  # type: ignore[assignment]
+    if not dies:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     with pytest.raises(RuntimeError, match=f"quantized all-reduce: rank {lost} of the group did not arrive in call 3"):
         member.all_reduce(x, CODECS["FP4"])
-    time.sleep(2)  # nobody leaves before all have noticed
+    meet(store, rank, "noticed", others)  # nobody leaves before
 
 
 @pytest.mark.parametrize(("lost", "dies"), [(0, True), (1, True), (2, False)], ids=["0_dies", "1_dies", "2_is_late"])

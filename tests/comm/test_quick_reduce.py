@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
-import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -138,6 +137,7 @@ def test_memory_is_zero_before_anybody_calls() -> None:
 def test_how_long_a_look_takes() -> None:
     """A call of one tile, on this GPU alone, in which no other rank comes."""
     looks: list[int] = []
+    clock = SimpleNamespace(now=17.0, perf_counter=lambda: clock.now)
 
     def one_shot(
         x: torch.Tensor, out: torch.Tensor, box: kernels.Mailbox, codec: Codec, config: Config, most: int
@@ -145,12 +145,16 @@ def test_how_long_a_look_takes() -> None:
         assert (box.world, box.rank, box.cut(1, codec, config, 1)) == (3, 0, kernels.Cut(1, 1, 1))
         assert box.peers.diff().unique().tolist() == [box.region_bytes()] and box.report.is_pinned() is False
         looks.append(most)
-        time.sleep(0.05 if most > 1 else 1)
+        clock.now += 0.05 if most > 1 else 1
         box.report[0] = 1 << 33
 
-    with patch.object(kernels, "one_shot", one_shot), patch.object(torch.cuda, "synchronize"):
+    with (
+        patch.object(kernels, "one_shot", one_shot),
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(comm, "time", clock),
+    ):
         seconds = comm.seconds_of_a_look(torch.device("cpu"), 3)
-    assert looks == [1, 50_000] and 1e-6 < seconds < 2e-5  # the first one compiles
+    assert looks == [1, 50_000] and seconds == pytest.approx(1e-6)  # the first one compiles
 
 
 def test_kernels_get_contiguous_values_at_multiples_of_16_bytes() -> None:

@@ -18,7 +18,7 @@ def run(tmp_path, code):
     (tmp_path / "example.py").write_text(code)
     command = [sys.executable, "-W", "ignore", "example.py"]
     environment = {"PYTHONPATH": f"{FOLDER}:{':'.join(sys.path)}", "TRITON_CACHE_DIR": str(tmp_path)}
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def test_example(tmp_path):
@@ -30,7 +30,7 @@ def test_example(tmp_path):
 def test_the_error_without_masks(tmp_path):
     done = run(tmp_path, EXAMPLE.replace(", mask=i < n", ""))
     shown = re.search(r"```\n(gcnsim\.errors.*?)```", TEXT, re.DOTALL)[1].splitlines()
-    found = done.stderr.splitlines()[-3:]
+    found = done.stderr[done.stderr.rindex("gcnsim.errors") :].splitlines()  # nanobind may have the last word
     assert found[0] == shown[0]
     # Registers, lines of the assembly and columns of the source are the compiler's choice.
     assert re.sub(r"line \d+: (\w+).*", r"\1", found[1]) == re.sub(r"line \d+: (\w+).*", r"\1", shown[1])

@@ -42,7 +42,7 @@ def compile_all(arch):
     environment = os.environ | {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", str(HERE / "triton_kernels.py"), arch]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -23,7 +23,7 @@ def interpreted(*arguments: str) -> dict[str, Any]:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)

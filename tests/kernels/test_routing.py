@@ -25,7 +25,7 @@ def test_interpreted() -> None:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert run.returncode == 0, run.stderr
     failures = json.loads(run.stdout)

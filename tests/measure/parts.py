@@ -18,16 +18,20 @@ def add_up(rank: int, report: Report, first: int, many: int) -> None:
 
 
 def fail(rank: int, report: Report) -> None:
-    report("before", rank)
-    time.sleep(1)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["rank 0 has reported"])
         raise RuntimeError("no peer access")
-    time.sleep(100)
+    report("before", rank)
+    store.set("rank 0 has reported", "")
+    time.sleep(600)
+    report("after", rank)
 
 
 def hang(rank: int, report: Report) -> None:
     report("before", rank)
-    time.sleep(100)
+    time.sleep(600)
+    report("after", rank)
 
 
 def write(folder: str, name: str) -> None:
