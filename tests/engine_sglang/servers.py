@@ -124,7 +124,7 @@ def _wait(address: str, process: subprocess.Popen, log: Path) -> None:
         if process.poll() is not None:
             raise AssertionError(f"the server ended by itself:\n{log.read_text()[-6000:]}")
         try:
-            with urllib.request.urlopen(address, timeout=5):
+            with urllib.request.urlopen(address, timeout=30):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
