@@ -3,18 +3,19 @@
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import ports
 import torch
 
 PROMPTS = (
@@ -65,6 +66,7 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default asks for one NUMA node a rank
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PORT": str(ports.free()),
         **variables,
     }
 
@@ -81,7 +83,11 @@ def _call(**request: object) -> int:
     server = _server()
     assert server.stdin and server.stdout
     print(json.dumps(request), file=server.stdin, flush=True)
-    return int(server.stdout.readline())
+    reply = server.stdout.readline()
+    if not reply:
+        _server.cache_clear()  # the next engine gets a new one
+        raise AssertionError(f"engine_server.py ended with {server.wait()}, on {request['arguments']}")
+    return int(reply)
 
 
 def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **settings: object) -> Result:
@@ -132,25 +138,26 @@ def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, 
 @contextmanager
 def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
     """The address of a `vllm serve MODEL ARGUMENTS` that is up, with environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.free()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *arguments]
     options = ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--gpu-memory-utilization=0.3"]
     options += ["--max-model-len=128", "--max-num-seqs=4"]
     environ = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
     with log.open("w") as output:
-        process = subprocess.Popen([*command, *options], env=environ, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, *options], env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             _wait(f"http://127.0.0.1:{port}/health", process, log)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            # Its engine and its workers too, if they are left: they are all of one session.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait(address: str, process: subprocess.Popen, log: Path) -> None:

@@ -4,14 +4,17 @@
 import json
 from pathlib import Path
 
+import ports
+import pytest
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli import _server, app
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 
 
-def test_serving_is_measured() -> None:
+def test_serving_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_server, "_free_port", ports.free)
     result = CliRunner().invoke(
         app,
         ["bench", "serve", str(DEMO_MODEL), "--quantization", "ptpc_fp8", "--prompts", "2", "--input-len", "32"]

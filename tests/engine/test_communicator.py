@@ -51,7 +51,7 @@ def lines(log: MagicMock) -> list[str]:
 
 def group(world: int, name: str = "tp", **variables: str) -> tuple[GroupCoordinator, list[str]]:
     """A group of vLLM's over all ranks, and what its making logged at INFO."""
-    ident = [uuid4().hex]  # of vLLM's shared memory, which a test that failed leaves behind
+    ident = [uuid4().hex]  # of vLLM's shared memory, unlike that of a test that failed
     dist.broadcast_object_list(ident)
     os.environ["VLLM_DIST_IDENT"] = ident[0]
     for variable in [variable for variable in os.environ if variable.startswith(PREFIX)]:
@@ -60,6 +60,9 @@ def group(world: int, name: str = "tp", **variables: str) -> tuple[GroupCoordina
     patches.apply()
     with patch.object(communicator.logger, "info") as log:
         made = GroupCoordinator([list(range(world))], dist.get_rank(), "gloo", True, group_name=name)
+    if dist.get_rank() == 0:
+        for file in Path("/dev/shm").glob(f"{ident[0]}*"):
+            file.unlink()  # all ranks have opened it, and none of them removes it at its end
     return made, lines(log)
 
 

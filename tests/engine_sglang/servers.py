@@ -8,7 +8,6 @@ torchvision.
 import os
 import pkgutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import ports
 import torch
 from openai import OpenAI
 
@@ -31,7 +31,7 @@ PROMPTS = (
 )
 # The tests' models. SGLang imports the modules of all its models at its start, unless it is told not to.
 _MODELS = {"llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "registry", "utils"}
-_START_S = 240
+_START_S = 900  # they take 20 on a machine with nothing else to do
 ON_CPU = ("--device=cpu", "--attention-backend=torch_native")
 # Of prefills SGLang would capture dozens.
 ON_GPU = ("--attention-backend=triton", "--cuda-graph-backend-prefill=disabled", "--mem-fraction-static=0.3")
@@ -98,11 +98,10 @@ def run(folder: Path, model: Path, *arguments: str, **variables: str) -> Result:
 @contextmanager
 def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
     """The address of a `launch_server --model-path MODEL ARGUMENTS` that is up."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.free()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
     command += ["--sampling-backend=pytorch", "--grammar-backend=none", "--host=127.0.0.1", f"--port={port}"]
+    command += [f"--nccl-port={ports.free()}"]
     # Its default is most of the machine's memory.
     command += ["--max-total-tokens=1024", "--max-running-requests=4"]
     command += ON_GPU if torch.cuda.is_available() else ON_CPU
@@ -125,7 +124,7 @@ def _wait(address: str, process: subprocess.Popen, log: Path) -> None:
         if process.poll() is not None:
             raise AssertionError(f"the server ended by itself:\n{log.read_text()[-6000:]}")
         try:
-            with urllib.request.urlopen(address, timeout=5):
+            with urllib.request.urlopen(address, timeout=30):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)

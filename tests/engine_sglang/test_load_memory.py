@@ -5,13 +5,13 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import socket
 import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import checkpoints
+import ports
 import pytest
 import servers
 import torch
@@ -57,12 +57,9 @@ def load(checkpoint: Path, results: Connection) -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     arguments = ServerArgs(model_path=str(checkpoint), device="cpu", attention_backend="torch_native")
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    init_distributed_environment(1, 0, address, 0, "gloo")
+    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{ports.free()}", 0, "gloo")
     initialize_model_parallel()
     initialize_dp_attention(arguments)
     for method in METHODS:
