@@ -592,13 +592,11 @@ def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engine
     variables |= {f"TORCHINDUCTOR_{cache}_CACHE": "0" for cache in ("FX_GRAPH", "AUTOGRAD")}
     variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # which would save what is in those
     variables["VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"] = "FP"
-    # The ranks share a cache: what one of them has compiled, the other need not, and only the first says so at INFO.
-    variables["VLLM_LOGGING_LEVEL"] = "DEBUG"
     settings = {"quantization": "ptpc_fp8", "enforce_eager": False, "tensor_parallel_size": 2}
     result = run(folder / "fusion-tp2", checkpoint, variables, **settings)
     assert result.returncode == 0, result.log[-6000:]
     for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER} (", f"1 x {TOGETHER}, 1 x all-reduce + RMSNorm ("):
-        assert f"one kernel each: {places}" in result.log
+        assert result.log.count(f"one kernel each: {places}") == 1
     difference = (result.logprobs - engines["on"].logprobs).abs()
     print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")
     assert difference.mean() < 0.2
