@@ -88,7 +88,7 @@ def test_names_under_which_we_serve(user: str | None) -> None:
 
 
 def test_our_name_on_another_checkpoint_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"this one's quantization_config is gptq \(None\)"):
+    with pytest.raises(ValueError, match=r"this one's quantization_config is gptq: serve"):
         NvFp4Config.override_quantization_method({"quant_method": "gptq"}, "petit_nvfp4")
     with pytest.raises(ValueError, match="this one is not quantized"):
         NvFp4Config()
