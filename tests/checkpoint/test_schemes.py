@@ -18,6 +18,7 @@ from llm_quant_rocm.checkpoint.reader import TensorInfo
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, relative_error
 from llm_quant_rocm.formats import fp8
 from tests.checkpoint.test_quantize import DEMO_MODEL, read, tensors_of_a_model, weight_of, write
+from tests.engine.memory import EXACT
 from tests.inputs import assert_same
 
 
@@ -166,10 +167,7 @@ def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
         "print((max(seen[2:]) - seen[1]) // 1024)\n"
     )
     command = [sys.executable, "-c", program, str(source), str(tmp_path / "target")]
-    # What the C library keeps of freed memory differs from run to run: so, every tensor is given back at once.
-    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    done = subprocess.run(
-        command, env={**os.environ, **exact}, capture_output=True, text=True, check=True, timeout=1800
-    )
+    environment = {**os.environ, **EXACT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=1800)
     # MiB: not even one output of 16 was kept.
     assert int(done.stdout) < 16, done.stdout

@@ -2,27 +2,20 @@
 """Loads a checkpoint as a vLLM worker does and prints what memory that took.
 
 `python load_process.py CHECKPOINT METHOD` ("none" for no quantization) prints JSON: `peak_mib` and `final_mib`,
-anonymous memory (RssAnon) above that of the process before the load. The mapped checkpoint does not count.
+above the memory of the process before the load.
 """
 
-import gc
 import json
 import sys
-import threading
-import time
-from pathlib import Path
+from functools import partial
 
 import torch
+from memory import taken_by
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
-
-
-def anonymous_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
 
 
 def main(checkpoint: str, method: str) -> None:
@@ -34,24 +27,8 @@ def main(checkpoint: str, method: str) -> None:
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, get_distributed_init_method("127.0.0.1", get_open_port()), 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        gc.collect()
-        before, peak, done = anonymous_mib(), 0.0, threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not done.is_set():
-                peak = max(peak, anonymous_mib())
-                time.sleep(0.001)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            model = get_model(vllm_config=config)
-        finally:
-            done.set()
-            watcher.join()
-    gc.collect()
-    print(json.dumps({"peak_mib": peak - before, "final_mib": anonymous_mib() - before}))
+        model, peak, final = taken_by(partial(get_model, vllm_config=config))
+    print(json.dumps({"peak_mib": peak, "final_mib": final}))
     del model
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import checkpoints
 import engines
+import memory
 import torch
 
 LARGE = os.environ.get("LLM_QUANT_ROCM_LARGE_LOAD") == "1"
@@ -20,15 +21,10 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 14
 }  # fmt: skip
 
 
-# What the C library keeps of freed memory differs from run to run by half a checkpoint: with these, every tensor
-# is mapped by itself and given back at once, so that the figures are what the load needs, the same to 3 MiB.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-
-
 def load(checkpoint: Path, method: str) -> dict[str, float]:
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("load_process.py")), str(checkpoint), method],
-        env=engines.environment(**EXACT),
+        env=engines.environment(**memory.EXACT),
         text=True,
         capture_output=True,
         timeout=engines.LIMIT,

@@ -2,11 +2,9 @@
 """Loading under ptpc_fp8 takes the memory of the quantized model and of little more, not that of the model in BF16."""
 
 import ctypes
-import gc
 import multiprocessing
 import os
-import threading
-import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import ports
 import pytest
 import servers
 import torch
+from memory import taken_by
 
 M_MMAP_THRESHOLD = -3
 METHODS = ("ptpc_fp8", None)
@@ -31,12 +30,6 @@ def checkpoint(folder: Path) -> Path:
         )
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def anonymous_mib() -> float:
-    """Of this process. The mapped checkpoint does not count."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
 
 
 def load(checkpoint: Path, results: Connection) -> None:
@@ -65,22 +58,10 @@ def load(checkpoint: Path, results: Connection) -> None:
     for method in METHODS:
         config = ModelConfig(model_path=str(checkpoint), quantization=method, dtype="bfloat16")
         loader = get_model_loader(LoadConfig(), config)
-        gc.collect()
-        before, peak, done = anonymous_mib(), 0.0, threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not done.is_set():  # noqa: B023
-                peak = max(peak, anonymous_mib())
-                time.sleep(0.001)
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        model = loader.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
-        done.set()
-        watcher.join()
-        gc.collect()
-        results.send((peak - before, anonymous_mib() - before))
+        model, peak, final = taken_by(
+            partial(loader.load_model, model_config=config, device_config=DeviceConfig("cpu", 0))
+        )
+        results.send((peak, final))
         del model, loader
 
 
