@@ -6,7 +6,7 @@
     python benchmarks/vllm_engine.py fusion --ranks 2                  and, over two GPUs, the quantized all-reduce
     python benchmarks/vllm_engine.py fusion --demo                     what the pass does to the demo model's accuracy
 
-Every variant runs in a process of its own, about 80 seconds long. Accuracy: perplexity over
+Engines start side by side and are measured alone (_engines.py). Accuracy: perplexity over
 examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is BF16's. Time: dummy
 weights, CUDA graphs, 1024 tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128,
 each the best of some runs. `fusion` also counts the norms, quantizations and all-reduces that the first rank's GPU ran
@@ -17,21 +17,28 @@ repository even where it is not installed.
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import _engines as engines  # noqa: E402
+
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
+}
+# Their weights, caches and graphs share the GPUs' memory.
+AT_ONCE = 4
 DEMO_METHODS = ("none", "ptpc_fp8", "fp8_per_tensor")
 LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
@@ -65,11 +72,26 @@ def engine(model: str, method: str, **options: Any) -> Any:
     return LLM(model, quantization=quantization, attention_backend="TRITON_ATTN", seed=0, **options)
 
 
-def demo(method: str) -> dict[str, Any]:
+def memory(config: Mapping[str, Any], tokens: int, prompts: int = 64, ranks: int = 1) -> dict[str, Any]:
+    """Options for a cache that holds `prompts` of `tokens` tokens, whatever else there is on the GPU."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    block = 16 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] // ranks * head * 2
+    blocks = prompts * (math.ceil(tokens / 16) + 2)
+    # vLLM refuses to start where less than that part of the memory is free, even if the cache's size is given.
+    return {"kv_cache_memory_bytes": blocks * block, "gpu_memory_utilization": 0.01}
+
+
+def demo(method: str) -> Callable[[], dict[str, Any]]:
     """Token perplexity and the most likely token at every position of the held-out text."""
+    model = ROOT / "examples/demo_model"
+    config = json.loads((model / "config.json").read_text())
+    llm = engine(str(model), method, max_model_len=256, max_num_seqs=64, **memory(config, 256))
+    return lambda: perplexity(llm)
+
+
+def perplexity(llm: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    llm = engine(str(ROOT / "examples/demo_model"), method, max_model_len=256, gpu_memory_utilization=0.3)
     text = (ROOT / "examples/demo_model/heldout.txt").read_text()
     tokens = llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
     windows = [tokens[start : start + 200] for start in range(0, len(tokens) - 200, 200)]
@@ -83,31 +105,35 @@ def demo(method: str) -> dict[str, Any]:
     return {"perplexity": math.exp(loss / len(greedy)), "greedy": greedy}
 
 
-def llama(method: str) -> dict[str, Any]:
-    return throughput(llama_engine(method), 129)
+def llama(method: str) -> Callable[[], dict[str, Any]]:
+    llm = llama_engine(method)
+    return lambda: throughput(llm, 129)
 
 
-def llama_engine(method: str, **options: Any) -> Any:
-    folder = Path("/tmp/llama-3-70b-8-layers")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return engine(
-        str(folder), method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
-        gpu_memory_utilization=0.8, enable_prefix_caching=False, **options,
-    )  # fmt: skip
+def llama_engine(method: str, ranks: int = 1, **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        return engine(
+            folder, method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
+            enable_prefix_caching=False, tensor_parallel_size=ranks, **memory(LLAMA, 1024 + 129, ranks=ranks),
+            **options,
+        )  # fmt: skip
 
 
-def fusion(ranks: str) -> dict[str, Any]:
+def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     """What the environment's variant of ptpc_fp8 takes over `ranks` GPUs, and which kernels it runs."""
     counts = (1, 10, 64)
     llm = llama_engine(
-        "ptpc_fp8", tensor_parallel_size=int(ranks), max_num_seqs=64,
-        compilation_config={"cudagraph_capture_sizes": list(counts)},
-    )  # fmt: skip
-    result = throughput(llm, 129, counts, 3)
-    llm.apply_model(Profile())
-    one_prefill(llm, 1024)
-    return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
+        "ptpc_fp8", int(ranks), max_num_seqs=64, compilation_config={"cudagraph_capture_sizes": list(counts)}
+    )
+
+    def measure() -> dict[str, Any]:
+        result = throughput(llm, 129, counts, 3)
+        llm.apply_model(Profile())
+        one_prefill(llm, 1024)
+        return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
+
+    return measure
 
 
 class Profile:
@@ -165,77 +191,46 @@ def throughput(llm: Any, tokens: int, counts: Sequence[int] = (10, 64), runs: in
     return result
 
 
-def plugin_path(scratch: Path) -> str:
-    """PYTHONPATH with this repository and, unless it is installed, its entry point."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if not entry_points(group="vllm.general_plugins", name="llm_quant_rocm"):
-        info = scratch / "entry" / "llm_quant_rocm-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-quant-rocm\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nllm_quant_rocm = llm_quant_rocm_vllm:register\n"
-        )
-        paths.insert(0, str(info.parent))
-    return os.pathsep.join(paths)
-
-
-def in_a_process(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
-    """What `script` prints as JSON at last.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    return logged_process(script, *arguments, **variables)[0]
-
-
-def logged_process(script: str, *arguments: str, **variables: str) -> tuple[dict[str, Any], list[str]]:
-    """What `script` prints as JSON at last, and the lines that the plugin logged, of any of its processes.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    environment = os.environ | {
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
-        "HF_HUB_OFFLINE": "1",
-        **variables,
+def job(name: str, script: str, arguments: Sequence[str], scratch: Path, variables: Mapping[str, str]) -> engines.Job:
+    """`script --run arguments` with this repository's plugin, in the environment that a vLLM of the benchmarks has."""
+    environment = ENVIRONMENT | {
+        "PYTHONPATH": engines.plugin_path("vllm", scratch),
+        # Compiled graphs of its own: engines that start together would write to the same files.
+        "VLLM_CACHE_ROOT": str(scratch / name),
     }
-    print(Path(script).name, *arguments, flush=True)
-    done = subprocess.run([sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print(done.stdout[-3000:], flush=True)
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
-    lines = done.stdout.splitlines()
-    said = [line[line.index(start) :] for line in lines for start in LOGGED if start in line]
-    # Workers may have the last word.
-    result = [line for line in lines if line.startswith("{")][-1]
-    return json.loads(result), list(dict.fromkeys(said))
+    return engines.Job(name, [sys.executable, script, "--run", *arguments], {**environment, **variables})
 
 
-def measure_methods() -> None:
-    import vllm
+def lines_of_the_plugin(log: str) -> list[str]:
+    """Of any of an engine's processes, each once."""
+    lines = (line[line.index(start) :] for line in log.splitlines() for start in LOGGED if start in line)
+    return list(dict.fromkeys(lines))
 
+
+def measure_methods(at_once: int, start_s: float) -> None:
     from benchmarks import _harness as harness
 
+    tasks = {"demo": DEMO_METHODS, "llama": LLAMA_METHODS}
+    names = [(task, method) for task, methods in tasks.items() for method in methods]
+    found: dict[str, dict[str, Any]] = {task: {} for task in tasks}
     with tempfile.TemporaryDirectory() as scratch:
-        path = plugin_path(Path(scratch))
-        accuracy = {method: in_a_process(__file__, "--run", "demo", method, PYTHONPATH=path) for method in DEMO_METHODS}
-        times = {method: in_a_process(__file__, "--run", "llama", method, PYTHONPATH=path) for method in LLAMA_METHODS}
-    bf16 = accuracy["none"]["greedy"]
-    for result in accuracy.values():
+        jobs = [job(f"{task}-{method}", __file__, (task, method), Path(scratch), {}) for task, method in names]
+        for (task, method), (result, _) in zip(names, engines.run(jobs, at_once, start_s), strict=True):
+            if "failed" in result:
+                raise SystemExit(f"{task} {method} {result['failed']}:\n{result['log']}")
+            found[task][method] = result
+    bf16 = found["demo"]["none"]["greedy"]
+    for result in found["demo"].values():
         greedy = result.pop("greedy")
         result["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
         result["perplexity"] = round(result["perplexity"], 4)
-    found = {"vllm": vllm.__version__, "demo_model": accuracy, "llama_3_70b_8_layers": times}
-    print(json.dumps(found, indent=1))
-    print("written to", harness.write("vllm_engine_sm_90", found))
+    figures = {"vllm": version("vllm"), "demo_model": found["demo"], "llama_3_70b_8_layers": found["llama"]}
+    print(json.dumps(figures, indent=1))
+    print("written to", harness.write("vllm_engine_sm_90", figures))
 
 
-def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
+def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: int, start_s: float) -> None:
     """Written anew after each variant, beside those that benchmarks/results has. One that fails stops no other."""
-    import vllm
-
     from benchmarks import _harness as harness
 
     name = "vllm_fusion_demo_sm_90" if is_demo else f"vllm_fusion_{ranks}_ranks_sm_90"
@@ -244,18 +239,17 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
     results = json.loads(before.read_text())["variants"] if before.exists() else {}
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
-        path = plugin_path(Path(scratch))
-        for variant in variants:
-            try:
-                result, log = logged_process(__file__, "--run", *arguments, PYTHONPATH=path, **FUSION[variant])
-            except RuntimeError as error:
-                failed.append(f"{variant}: {error}")
-                print(failed[-1], flush=True)
+        jobs = [job(variant, __file__, arguments, Path(scratch), FUSION[variant]) for variant in variants]
+        for variant, (result, log) in zip(variants, engines.run(jobs, at_once, start_s), strict=True):
+            if "failed" in result:
+                failed.append(f"{variant} {result['failed']}")
+                print(f"{failed[-1]}:\n{result['log']}", flush=True)
                 continue
             result.pop("greedy", None)
-            results[variant] = {**result, "log": log, "commit": harness.environment()["commit"]}
+            said = lines_of_the_plugin(log)
+            results[variant] = {**result, "log": said, "commit": harness.environment()["commit"]}
             print(json.dumps({variant: results[variant]}), flush=True)
-            print("written to", harness.write(name, {"vllm": vllm.__version__, "ranks": ranks, "variants": results}))
+            print("written to", harness.write(name, {"vllm": version("vllm"), "ranks": ranks, "variants": results}))
     if failed:
         raise SystemExit("\n".join(failed))
 
@@ -266,16 +260,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the tensor-parallel group (fusion)")
     parser.add_argument("--variants", nargs="+", choices=FUSION, help="by default all that --ranks allows (fusion)")
     parser.add_argument("--demo", action="store_true", help="accuracy on the demo model instead of times (fusion)")
-    parser.add_argument("--run", nargs=2, metavar=("WHAT", "ARGUMENT"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("WHAT", "ARGUMENT", "FOLDER"), help=argparse.SUPPRESS)
+    engines.add_options(parser, str(AT_ONCE))
     args = parser.parse_args()
+    at_once = args.at_once or AT_ONCE
     if args.run:
-        what, argument = args.run
-        print(json.dumps({"demo": demo, "llama": llama, "fusion": fusion}[what](argument)))
+        what, argument, folder = args.run
+        engines.serve(Path(folder), lambda: {"demo": demo, "llama": llama, "fusion": fusion}[what](argument))
     elif args.part == "methods":
-        measure_methods()
+        measure_methods(at_once, args.start_seconds)
     else:
         variants = args.variants or list(FUSION)[: 4 if args.ranks > 1 else 2]
-        measure_fusion(args.ranks, variants, args.demo)
+        measure_fusion(args.ranks, variants, args.demo, at_once, args.start_seconds)
 
 
 if __name__ == "__main__":
