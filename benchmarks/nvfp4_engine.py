@@ -86,6 +86,7 @@ def start(shape: str, method: str, folder: str) -> Callable[[], dict[str, Any]]:
         # The sizes to which vLLM pads 10 and 64 prompts by itself: others would only lengthen the start.
         compilation_config={"cudagraph_capture_sizes": [16, 64]},
     )  # fmt: skip
+    vllm_engine.warm_up(llm)
     return lambda: figures(llm)
 
 

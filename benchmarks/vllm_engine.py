@@ -86,6 +86,7 @@ def demo(method: str) -> Callable[[], dict[str, Any]]:
     model = ROOT / "examples/demo_model"
     config = json.loads((model / "config.json").read_text())
     llm = engine(str(model), method, max_model_len=256, max_num_seqs=64, **memory(config, 256))
+    warm_up(llm, 1)
     return lambda: perplexity(llm)
 
 
@@ -107,6 +108,7 @@ def perplexity(llm: Any) -> dict[str, Any]:
 
 def llama(method: str) -> Callable[[], dict[str, Any]]:
     llm = llama_engine(method)
+    warm_up(llm)
     return lambda: throughput(llm, 129)
 
 
@@ -126,6 +128,7 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     llm = llama_engine(
         "ptpc_fp8", int(ranks), max_num_seqs=64, compilation_config={"cudagraph_capture_sizes": list(counts)}
     )
+    warm_up(llm)
 
     def measure() -> dict[str, Any]:
         result = throughput(llm, 129, counts, 3)
@@ -156,6 +159,15 @@ class Profile:
         model.profile.stop()
         names = [event.name for event in model.profile.events()]
         return dict(Counter(name for name in names if any(kind in name.lower() for kind in self.KERNELS)))
+
+
+def warm_up(llm: Any, prompts: int = 64) -> None:
+    """What is compiled at the first use is part of the start."""
+    from vllm import SamplingParams
+
+    tokens = min(1024, llm.model_config.max_model_len - 8)
+    ask = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": list(range(3, 3 + tokens))}] * prompts, ask, use_tqdm=False)
 
 
 def one_prefill(llm: Any, tokens: int) -> None:

@@ -22,7 +22,7 @@ class LLM:
             raise ValueError("no room")
         logging.warning("norm fusion: %s", os.environ.get("LLM_QUANT_ROCM_FUSION", "on"))
         self.options = options
-        self.model_config = SimpleNamespace(quantization=None)
+        self.model_config = SimpleNamespace(quantization=None, max_model_len=options["max_model_len"])
 
     def generate(
         self, prompts: list[dict[str, list[int]]], ask: SamplingParams, use_tqdm: bool = True
