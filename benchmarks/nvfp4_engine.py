@@ -103,7 +103,7 @@ def figures(llm: Any) -> dict[str, Any]:
 
 
 def scratch_folder() -> str:
-    """Memory, where it has the room: a checkpoint is written once and read up to three times."""
+    """Memory, where it has the room: a checkpoint is written once and read up to three times. Nothing runs from there."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 24 * 2**30 else tempfile.gettempdir()
 
@@ -133,12 +133,11 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
 
     found: dict[str, Any] = {"vllm": version("vllm"), "shape": SHAPES[shape], "methods": {}}
     expected: list[float] = []
-    with tempfile.TemporaryDirectory(dir=scratch_folder()) as name:
-        scratch = Path(name)
-        dense, quantized = scratch / "dense", scratch / "quantized"
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
+        dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method == "bf16" else quantized for method in methods}
         jobs = [
-            vllm_engine.job(method, __file__, (shape, method, str(folder)), scratch, METHODS[method])
+            vllm_engine.job(method, __file__, (shape, method, str(folder)), Path(scratch), METHODS[method])
             for method, folder in folders.items()
         ]
         prepare = partial(write_checkpoints, shape, dense, quantized)
