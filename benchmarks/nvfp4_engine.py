@@ -103,7 +103,7 @@ def figures(llm: Any) -> dict[str, Any]:
 
 
 def scratch_folder() -> str:
-    """Memory, where it has the room: a checkpoint is written once and read up to three times. Nothing runs from there."""
+    """Memory, where it has the room: a checkpoint is written once and read up to three times."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 24 * 2**30 else tempfile.gettempdir()
 
@@ -133,6 +133,7 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
 
     found: dict[str, Any] = {"vllm": version("vllm"), "shape": SHAPES[shape], "methods": {}}
     expected: list[float] = []
+    # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method == "bf16" else quantized for method in methods}
