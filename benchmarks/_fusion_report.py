@@ -38,8 +38,9 @@ def times(name: str, result: dict[str, Any]) -> str:
     }
     lines.bars(name, f"{title}\n{measured_on(result)}", panels)
     return (
-        f"## {title}\n\n{measured_on(result)}\n\n![prefill and step]({name}.png)\n\nThe shape of Llama-3-70B cut to eight layers, ptpc_fp8, dummy weights, CUDA graphs, 1024 tokens in and "
-        f"129 out:\n\n{table(header, rows)}\n\nKernels that the first GPU ran in one prefill:\n\n"
+        f"## {title}\n\n{measured_on(result)}\n\n![prefill and step]({name}.png)\n\nThe shape of Llama-3-70B "
+        f"cut to eight layers, ptpc_fp8, dummy weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
+        f"{table(header, rows)}\n\nKernels that the first GPU ran in one prefill:\n\n"
         f"{table(['variant', *KERNELS], counts)}"
     )
 
@@ -82,8 +83,8 @@ def kernel(name: str, result: dict[str, Any]) -> str:
     return (
         f"## All-reduce, residual, RMSNorm and FP8 in one kernel, {result['world']} GPUs\n\n{measured_on(result)}\n\n"
         f"![speed-up over separate operators]({name}.png)\n\n`separate` is the fastest all-reduce of the run, then "
-        f"norm and quantization, {result['norm_and_quant']}; `two_kernels` has ours in one kernel behind it. `fused` is "
-        "the fastest of what serves without a codec, `two_kernels` and both shots, and `planned` what the plan of that "
-        "commit chose. Names with a codec send by it from end to end.\n\n"
+        f"norm and quantization, {result['norm_and_quant']}; `two_kernels` has ours in one kernel behind it. `fused` "
+        "is the fastest of what serves without a codec, `two_kernels` and both shots, and `planned` what the plan of "
+        "that commit chose. Names with a codec send by it from end to end.\n\n"
         f"{table(['columns', 'tokens', *names, 'separate / fused'], body)}"
     )

@@ -30,11 +30,13 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     ]
     means_table = table(["M", *names, "limit"], means)
     return (
-        f"## {_title(name)}\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 {result['bf16_tflop_s']} "
-        f"TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n`limit` is the larger of the least memory "
-        "traffic at that bandwidth and of the operations at that rate, which FP8 exceeds. `nvfp4_gemm_fp8` is "
+        f"## {_title(name)}\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 "
+        f"{result['bf16_tflop_s']} TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n"
+        "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
+        "which FP8 exceeds. `nvfp4_gemm_fp8` is "
         f"`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. {_peers(names)}\n\nMean speed-up "
-        f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n{table(header, body)}{_failures(rows)}"
+        f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n"
+        f"{table(header, body)}{_failures(rows)}"
     )
 
 
@@ -112,7 +114,8 @@ def engine(name: str, result: dict[str, Any]) -> str:
             times = found[prompts]
             base = methods.get("bf16", {}).get(prompts)
             faster = f"{base['total_s'] / times['total_s']:.2f}" if base else ""
-            rows.append([method, prompts, *(str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s")), faster])
+            numbers = (str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s"))
+            rows.append([method, prompts, *numbers, faster, found.get("commit", result["environment"]["commit"])])
     counts = dict.fromkeys(key for found in methods.values() for key in found if key.endswith("prompts"))
     panels = {
         f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
@@ -126,7 +129,7 @@ def engine(name: str, result: dict[str, Any]) -> str:
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8.\n\n"
         f"![total time]({name}.png)\n\n"
-        + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total"], rows)
+        + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total", "commit"], rows)
         + "".join(f"\n\nFailed: {why}" for why in failed)
     )
 

@@ -59,8 +59,8 @@ STEPS = (
     Step(
         "nvfp4_gemm_fp8_{arch}",
         "nvfp4_gemm.py",
-        ("--layers", "qkv", "o", "gate_up", "down", "--ms", *"128 256 512 1024 2048 4096".split())
-        + ("--result", "nvfp4_gemm_fp8"),
+        ("--result", "nvfp4_gemm_fp8", "--layers", "qkv", "o", "gate_up", "down")
+        + ("--ms", "128", "256", "512", "1024", "2048", "4096"),
         seconds=40,
     ),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),

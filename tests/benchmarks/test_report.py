@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import _lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report
+from benchmarks import _figures, _lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report
 from benchmarks.regenerate import STEPS
 
 RESULTS = Path(report.__file__).parent / "results"
@@ -47,6 +47,15 @@ def test_the_committed_page_is_that_of_the_committed_figures(results: Path) -> N
         assert f"[{name}.json]({name}.json)" in page
         assert f"({name}.png)" in page and (results / f"{name}.png").stat().st_size > 5000
         assert (RESULTS / f"{name}.png").is_file(), "run python -m benchmarks.report"
+
+
+def test_the_tables_of_readme_and_docs_are_those_of_the_committed_figures() -> None:
+    found = []
+    for page in _figures.PAGES:
+        text = page.read_text()
+        assert _figures.filled(text) == text, f"{page.name}: run python -m benchmarks.report"
+        found += [name for _, name, _ in _figures.MARK.findall(text)]
+    assert sorted(found) == sorted(_figures.TABLES), "a table is on no page, or on two"
 
 
 ENVIRONMENT = {"device": "2 x a GPU", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
