@@ -23,7 +23,7 @@ from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.amd.operators.quick_reduce import SMALL, Ranks
 from tests.amd.virtual_gpu import activate
-from tests.inputs import assert_same, random_rows
+from tests.inputs import assert_same, engine_defaults, random_rows
 
 FP4 = CODECS["FP4"]
 
@@ -104,12 +104,8 @@ def test_on_the_virtual_gpu(case: str) -> None:
 
 @pytest.fixture
 def model_is_built() -> Iterator[None]:
-    """The defaults under which engines build a model: a device that is not the CPU, and 16 bits."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    with torch.device("meta"):
+    with engine_defaults():
         yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.usefixtures("model_is_built")
