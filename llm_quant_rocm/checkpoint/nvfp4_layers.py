@@ -93,11 +93,8 @@ class NvFp4Linear:
         weight = self.weight(layer)
         keep(layer, weight)
         if self._options.activations == "nvfp4":
-            scales = (
-                [torch.ones((), dtype=torch.float32, device=weight.codes.device)]
-                if self._is_dummy
-                else list(self._input_scales.values())
-            )
+            one = torch.ones((), dtype=torch.float32, device=weight.codes.device)
+            scales = [one] if self._is_dummy else list(self._input_scales.values())
             scale = input_global_scale(self._names, self._prefix, scales).to(weight.codes.device)
             layer.input_global_scale = torch.nn.Parameter(scale, requires_grad=False)
 
