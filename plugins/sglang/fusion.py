@@ -232,7 +232,7 @@ def _group_name(group: Any) -> str | None:
     if group not in _connected:
         transport = getattr(group.qr_comm, "transport", None)
         members, settings = communicator.members(group), communicator.settings()
-        _connected[group] = norm_ranks.connect(members, settings, _refusal(transport), transport, _all_reduce_of(group))
+        _connected[group] = norm_ranks.connect(members, settings, _refusal(), transport, _all_reduce_of(group))
     return _connected[group]
 
 
@@ -245,7 +245,7 @@ def _all_reduce_of(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return all_reduce
 
 
-def _refusal(transport: Any) -> str | None:
+def _refusal() -> str | None:
     """Why SGLang's all-reduces stay apart from its norms."""
     if not hasattr(layernorm._forward_with_allreduce_fusion, "__wrapped__"):
         return "its norms could not be hooked"
@@ -259,9 +259,6 @@ def _refusal(transport: Any) -> str | None:
     for option in ("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"):
         if getattr(arguments, option, False):
             return f"--{option.replace('_', '-')} lets batches run at once, and calls need an order"
-    if getattr(arguments, "enable_memory_saver", False) and not hasattr(transport, "mailbox"):
-        # The quantized all-reduce has its memory from before the model is built.
-        return "--enable-memory-saver takes away what is allocated while a model is built, as its memory would be"
     if parallel.attn_tp_size != parallel.tp_size or parallel.tp_size not in (
         parallel.moe_ep_size,
         parallel.moe_tp_size,

@@ -188,7 +188,7 @@ def two_ranks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     group.world_size = 2
     ranks = SimpleNamespace(world=2, obstacle="a CPU", all_reduce=lambda x: x + x)
     monkeypatch.setitem(reduce_norm_quant._NAMED, "tp:0", ranks)
-    monkeypatch.setattr(fusion, "_refusal", lambda transport: None)
+    monkeypatch.setattr(fusion, "_refusal", lambda: None)
     monkeypatch.setattr(fusion.communicator, "members", lambda group: group)
     monkeypatch.setattr(norm_ranks, "connect", lambda members, *options: members.unique_name)
 
@@ -251,12 +251,11 @@ def test_without_a_group_of_ours_it_is_sglangs() -> None:
         ({"flashinfer_allreduce_fusion_backend": "auto"}, {}, "flashinfer-allreduce-fusion-backend serves"),
         ({"enable_aiter_allreduce_fusion": True}, {}, "enable-aiter-allreduce-fusion serves"),
         ({"enable_deterministic_inference": True}, {}, "enable-deterministic-inference is set"),
-        ({"enable_memory_saver": True}, {}, "--enable-memory-saver takes away what is allocated"),
         ({"enable_two_batch_overlap": True}, {}, "--enable-two-batch-overlap lets batches run at once"),
         ({}, {"attn_tp_size": 1}, "over other groups"),
         ({}, {"moe_ep_size": 2, "moe_tp_size": 2, "tp_size": 4, "attn_tp_size": 4}, "over other groups"),
     ],
-    ids=["nothing", "flashinfer", "aiter", "deterministic", "memory saver", "overlap", "attention", "experts"],
+    ids=["nothing", "flashinfer", "aiter", "deterministic", "overlap", "attention", "experts"],
 )
 def test_why_sums_stay_apart(
     arguments: dict[str, Any], parallel: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +264,5 @@ def test_why_sums_stay_apart(
     monkeypatch.setattr(fusion.layernorm._forward_with_allreduce_fusion, "__wrapped__", None, raising=False)
     monkeypatch.setattr(fusion, "get_server_args", lambda: SimpleNamespace(**arguments))
     monkeypatch.setattr(fusion, "get_parallel", lambda: SimpleNamespace(**sizes))
-    found = fusion._refusal(None)
+    found = fusion._refusal()
     assert (found is None) if reason is None else (reason in found)
-    if arguments == {"enable_memory_saver": True}:
-        assert fusion._refusal(SimpleNamespace(mailbox=...)) is None
