@@ -11,9 +11,9 @@ to vLLM, which takes Marlin for it on Hopper. bf16 loads what it decodes to wher
 weights (which take the same time and less disk) where none does. `difference` is the mean absolute difference of a
 prompt's log probabilities from the first method's with the same weights: rounding makes some, a wrong layer about 1.
 
-Each method runs in a process of its own, and figures are written after each. It takes about 8 minutes, 19 GB of disk
-or memory for files, and 64 GB of a GPU. vLLM need only be importable (PYTHONPATH); the plugin is found in this
-repository even where it is not installed.
+Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 6
+minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
+(PYTHONPATH); the plugin is found in this repository even where it is not installed.
 """
 
 import argparse
@@ -23,11 +23,15 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import _engines as engines
 from benchmarks import vllm_engine
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -68,24 +72,34 @@ METHODS = {
 }
 
 
-def run(method: str, folder: str) -> dict[str, Any]:
-    """In a process of its own: figures of the model in `folder`, and log probabilities of one prompt's tokens."""
-    from vllm import SamplingParams
+TOKENS = 256
+# So many at once: their weights, caches and graphs share the GPU's memory.
+AT_ONCE = 3
 
+
+def start(shape: str, method: str, folder: str) -> Callable[[], dict[str, Any]]:
+    """In a process of its own: an engine of the model in `folder`, for figures and one prompt's log probabilities."""
     load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
     llm = vllm_engine.engine(
         folder, "none", load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
-        gpu_memory_utilization=0.8, enable_prefix_caching=False,
+        enable_prefix_caching=False, **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS),
         # The sizes to which vLLM pads 10 and 64 prompts by itself: others would only lengthen the start.
         compilation_config={"cudagraph_capture_sizes": [16, 64]},
     )  # fmt: skip
+    vllm_engine.warm_up(llm)
+    return lambda: figures(llm)
+
+
+def figures(llm: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
+
     random.seed(1)
     prompt = [random.randrange(3, 31999) for _ in range(128)]
     ask = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     candidates = llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)[0].prompt_logprobs[1:]
     logprobs = [found[token].logprob for token, found in zip(prompt[1:], candidates, strict=True)]
     served_by = llm.model_config.quantization or "none"
-    return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, 256)}
+    return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, TOKENS)}
 
 
 def scratch_folder() -> str:
@@ -94,42 +108,48 @@ def scratch_folder() -> str:
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 24 * 2**30 else tempfile.gettempdir()
 
 
-def measure(shape: str, methods: list[str]) -> None:
-    """Run `methods` one after the other over one checkpoint, and write what they took."""
+def write_checkpoints(shape: str, dense: Path, quantized: Path) -> None:
     import torch
-    import vllm
 
-    from benchmarks import _harness as harness
     from benchmarks import _random_checkpoint
 
     config = SHAPES[shape]
-    routed = "num_experts" in config
-    found: dict[str, Any] = {"vllm": vllm.__version__, "shape": config, "methods": {}}
+    _random_checkpoint.write(quantized, config)
+    if is_routed(shape):
+        _random_checkpoint.write(dense, config, decoded=True)
+    else:
+        dense.mkdir()
+        (dense / "config.json").write_text(json.dumps(config))
+    torch.cuda.empty_cache()
+
+
+def is_routed(shape: str) -> bool:
+    return "num_experts" in SHAPES[shape]
+
+
+def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> None:
+    """Measure `methods` over one checkpoint, and write what they took."""
+    from benchmarks import _harness as harness
+
+    found: dict[str, Any] = {"vllm": version("vllm"), "shape": SHAPES[shape], "methods": {}}
     expected: list[float] = []
-    with tempfile.TemporaryDirectory(dir=scratch_folder()) as scratch:
-        dense, quantized = Path(scratch) / "dense", Path(scratch) / "nvfp4"
-        _random_checkpoint.write(quantized, config)
-        if routed:
-            _random_checkpoint.write(dense, config, decoded=True)
-        else:
-            dense.mkdir()
-            (dense / "config.json").write_text(json.dumps(config))
-        torch.cuda.empty_cache()
-        path = vllm_engine.plugin_path(Path(scratch))
-        for method in methods:
-            folder = dense if method == "bf16" else quantized
-            arguments = shape, "--run", method, str(folder)
-            try:
-                result = vllm_engine.in_a_process(__file__, *arguments, PYTHONPATH=path, **METHODS[method])
-                logprobs = result.pop("logprobs")
-                if not all(map(math.isfinite, logprobs)):
-                    raise ArithmeticError("log probabilities that are not finite")
-                if folder == quantized or routed:
-                    expected = expected or logprobs
-                    gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
-                    result["difference"] = round(sum(gaps) / len(gaps), 4)
-            except (ArithmeticError, RuntimeError) as error:
-                result = {"failed": harness.first_line(error)}
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as name:
+        scratch = Path(name)
+        dense, quantized = scratch / "dense", scratch / "quantized"
+        folders = {method: dense if method == "bf16" else quantized for method in methods}
+        jobs = [
+            vllm_engine.job(method, __file__, (shape, method, str(folder)), scratch, METHODS[method])
+            for method, folder in folders.items()
+        ]
+        prepare = partial(write_checkpoints, shape, dense, quantized)
+        for method, (result, _) in zip(methods, engines.run(jobs, at_once, start_s, prepare), strict=True):
+            logprobs = result.pop("logprobs", [])
+            if not all(map(math.isfinite, logprobs)):
+                result = {"failed": "log probabilities that are not finite"}
+            elif logprobs and (folders[method] == quantized or is_routed(shape)):
+                expected = expected or logprobs
+                gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+                result["difference"] = round(sum(gaps) / len(gaps), 4)
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
             written = harness.write(f"nvfp4_engine_{shape}_sm_90", found)
@@ -138,14 +158,20 @@ def measure(shape: str, methods: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=SHAPES, nargs="?")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--run", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=4, metavar=("SHAPE", "METHOD", "CHECKPOINT", "FOLDER"), help=argparse.SUPPRESS)
+    engines.add_options(parser, str(AT_ONCE))
     args = parser.parse_args()
     if args.run:
-        print(json.dumps(run(*args.run)))
+        shape, method, checkpoint, folder = args.run
+        import vllm  # noqa: F401  while the checkpoint is made
+
+        engines.serve(Path(folder), lambda: start(shape, method, checkpoint))
+    elif args.shape:
+        measure(args.shape, args.methods, args.at_once or AT_ONCE, args.start_seconds)
     else:
-        measure(args.shape, args.methods)
+        parser.error("name a shape")
 
 
 if __name__ == "__main__":

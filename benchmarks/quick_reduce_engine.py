@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import _engines as engines
 from benchmarks import vllm_engine
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ def measure(ranks: int, codecs: list[str], timed: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "engine.log"
         common = {
-            "PYTHONPATH": vllm_engine.plugin_path(Path(scratch)),
+            "PYTHONPATH": engines.plugin_path("vllm", Path(scratch)),
             "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

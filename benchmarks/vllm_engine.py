@@ -6,38 +6,46 @@
     python benchmarks/vllm_engine.py fusion --ranks 2                  and, over two GPUs, the quantized all-reduce
     python benchmarks/vllm_engine.py fusion --demo                     what the pass does to the demo model's accuracy
 
-Every variant runs in a process of its own, about 80 seconds long. Accuracy: perplexity over
+Engines start side by side and are measured alone (_engines.py). Accuracy: perplexity over
 examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is BF16's. Time: dummy
 weights, CUDA graphs, 1024 tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128,
 each the best of some runs. `fusion` also counts the norms, quantizations and all-reduces that the first rank's GPU ran
-in one prefill, and keeps what the plugin logged. vLLM need only be importable (PYTHONPATH); the plugin is found in this
-repository even where it is not installed.
+in one prefill, says for a step after it what that GPU did and how long the host took from one to the next, and keeps
+what the plugin logged. vLLM need only be importable (PYTHONPATH); the plugin is found in this repository even where it
+is not installed.
 """
 
 import argparse
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import _engines as engines  # noqa: E402
+
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
+}
+# Their weights, caches and graphs share the GPUs' memory.
+AT_ONCE = 4
 DEMO_METHODS = ("none", "ptpc_fp8", "fp8_per_tensor")
 LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
 OFF, QUICK = {"LLM_QUANT_ROCM_FUSION": "0"}, {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4"}
 FUSION = {"apart": OFF, "fused": {}, "apart_quick_reduce": OFF | QUICK, "fused_quick_reduce": QUICK}
-LOGGED = ("norm fusion:", "quantized all-reduce:")
+LOGGED = ("norm fusion:", "quantized all-reduce:", "reduce_norm_quant over")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -65,11 +73,27 @@ def engine(model: str, method: str, **options: Any) -> Any:
     return LLM(model, quantization=quantization, attention_backend="TRITON_ATTN", seed=0, **options)
 
 
-def demo(method: str) -> dict[str, Any]:
+def memory(config: Mapping[str, Any], tokens: int, prompts: int = 64, ranks: int = 1) -> dict[str, Any]:
+    """Options for a cache that holds `prompts` of `tokens` tokens, whatever else there is on the GPU."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    block = 16 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] // ranks * head * 2
+    blocks = prompts * (math.ceil(tokens / 16) + 2)
+    # vLLM refuses to start where less than that part of the memory is free, even if the cache's size is given.
+    return {"kv_cache_memory_bytes": blocks * block, "gpu_memory_utilization": 0.01}
+
+
+def demo(method: str) -> Callable[[], dict[str, Any]]:
     """Token perplexity and the most likely token at every position of the held-out text."""
+    model = ROOT / "examples/demo_model"
+    config = json.loads((model / "config.json").read_text())
+    llm = engine(str(model), method, max_model_len=256, max_num_seqs=64, **memory(config, 256))
+    warm_up(llm, 1)
+    return lambda: perplexity(llm)
+
+
+def perplexity(llm: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    llm = engine(str(ROOT / "examples/demo_model"), method, max_model_len=256, gpu_memory_utilization=0.3)
     text = (ROOT / "examples/demo_model/heldout.txt").read_text()
     tokens = llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
     windows = [tokens[start : start + 200] for start in range(0, len(tokens) - 200, 200)]
@@ -83,31 +107,101 @@ def demo(method: str) -> dict[str, Any]:
     return {"perplexity": math.exp(loss / len(greedy)), "greedy": greedy}
 
 
-def llama(method: str) -> dict[str, Any]:
-    return throughput(llama_engine(method), 129)
+def llama(method: str) -> Callable[[], dict[str, Any]]:
+    llm = llama_engine(method)
+    warm_up(llm)
+    return lambda: throughput(llm, 129)
 
 
-def llama_engine(method: str, **options: Any) -> Any:
-    folder = Path("/tmp/llama-3-70b-8-layers")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return engine(
-        str(folder), method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
-        gpu_memory_utilization=0.8, enable_prefix_caching=False, **options,
-    )  # fmt: skip
+def llama_engine(method: str, ranks: int = 1, **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        return engine(
+            folder, method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
+            enable_prefix_caching=False, tensor_parallel_size=ranks, **memory(LLAMA, 1024 + 129, ranks=ranks),
+            **options,
+        )  # fmt: skip
 
 
-def fusion(ranks: str) -> dict[str, Any]:
+def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     """What the environment's variant of ptpc_fp8 takes over `ranks` GPUs, and which kernels it runs."""
     counts = (1, 10, 64)
     llm = llama_engine(
-        "ptpc_fp8", tensor_parallel_size=int(ranks), max_num_seqs=64,
-        compilation_config={"cudagraph_capture_sizes": list(counts)},
-    )  # fmt: skip
-    result = throughput(llm, 129, counts, 3)
+        "ptpc_fp8", int(ranks), max_num_seqs=64, compilation_config={"cudagraph_capture_sizes": list(counts)}
+    )
+    warm_up(llm)
+
+    def measure() -> dict[str, Any]:
+        result = throughput(llm, 129, counts, 3)
+        llm.apply_model(Profile())
+        one_prefill(llm, 1024)
+        kernels = llm.apply_model(Profile(stop=True))[0]
+        try:
+            of_a_step = steps(llm, counts)
+        except Exception as error:  # the times above took long to get
+            of_a_step = {"failed": repr(error)}
+        return {"kernels_of_a_prefill": kernels, **result, "steps": of_a_step}
+
+    return measure
+
+
+def steps(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
+    """What the first rank's GPU does in a step after the prefill: `StepTimes`, and the microseconds of each kernel."""
+    generate(llm, 1, tokens)
+    result: dict[str, Any] = {}
+    for count in counts:
+        llm.apply_model(StepTimes())
+        generate(llm, count, tokens)
+        result[f"{count} prompt{'s' * (count > 1)}"] = llm.apply_model(StepTimes(stop=True))[0]
     llm.apply_model(Profile())
-    one_prefill(llm, 1024)
-    return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
+    generate(llm, 1, tokens)
+    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=tokens - 1))[0]
+    return result
+
+
+def generate(llm: Any, count: int, tokens: int) -> None:
+    from vllm import SamplingParams
+
+    ask = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": list(range(3 + first, 1027 + first))} for first in range(count)]
+    llm.generate(prompts, ask, use_tqdm=False)
+
+
+class StepTimes:
+    """Starts or stops timing the CUDA graphs that a worker replays, one a step after the prefill."""
+
+    def __init__(self, stop: bool = False) -> None:
+        self.stop = stop
+
+    def __call__(self, model: Any) -> dict[str, float] | None:
+        """Once stopped, medians in microseconds: of a graph, and from the begin of one graph to that of the next.
+
+        Where the second is much longer than the first, the GPU waits for the host.
+        """
+        import statistics
+        from itertools import pairwise
+
+        import torch
+
+        if not self.stop:
+            events, original = [], torch.cuda.CUDAGraph.replay
+
+            def replay(graph: Any) -> None:
+                events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+                events[-1][0].record()
+                original(graph)
+                events[-1][1].record()
+
+            torch.cuda.CUDAGraph.replay = replay
+            model.step_times = events, original
+            return None
+        torch.cuda.synchronize()
+        events, torch.cuda.CUDAGraph.replay = model.step_times
+        gpu = [begin.elapsed_time(end) for begin, end in events]
+        between = [first[0].elapsed_time(second[0]) for first, second in pairwise(events)]
+        times = {"graph_us": gpu, "begin_to_begin_us": between}
+        medians = {name: round(statistics.median(ms) * 1e3, 1) for name, ms in times.items() if ms}
+        return {"graphs": len(events), **medians}
 
 
 class Profile:
@@ -115,11 +209,12 @@ class Profile:
 
     KERNELS = ("norm", "quant", "reduce", "rsqrt", "nccl")
 
-    def __init__(self, stop: bool = False) -> None:
-        self.stop = stop
+    def __init__(self, stop: bool = False, steps: int = 0) -> None:
+        self.stop, self.steps = stop, steps
 
-    def __call__(self, model: Any) -> dict[str, int] | None:
-        """Once stopped, how often the kernels ran whose names say that they are of the kinds in question."""
+    def __call__(self, model: Any) -> dict[str, Any] | None:
+        """Once stopped, how often the kernels ran whose names say that they are of the kinds in question. With `steps`,
+        of every kernel that ran in each of so many: how often in one, and its median microseconds."""
         import torch
 
         if not self.stop:
@@ -128,8 +223,29 @@ class Profile:
             return None
         torch.cuda.synchronize()
         model.profile.stop()
+        if self.steps:
+            import statistics
+            from collections import defaultdict
+
+            times = defaultdict(list)
+            for event in model.profile.events():
+                times[event.name].append(event.time_range.elapsed_us())
+            return {
+                name[:80]: [round(len(us) / self.steps, 1), round(statistics.median(us), 1)]
+                for name, us in sorted(times.items(), key=lambda item: -sum(item[1]))
+                if len(us) >= self.steps
+            }
         names = [event.name for event in model.profile.events()]
         return dict(Counter(name for name in names if any(kind in name.lower() for kind in self.KERNELS)))
+
+
+def warm_up(llm: Any, prompts: int = 64) -> None:
+    """What is compiled at the first use is part of the start."""
+    from vllm import SamplingParams
+
+    tokens = min(1024, llm.model_config.max_model_len - 8)
+    ask = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": list(range(3, 3 + tokens))}] * prompts, ask, use_tqdm=False)
 
 
 def one_prefill(llm: Any, tokens: int) -> None:
@@ -165,77 +281,46 @@ def throughput(llm: Any, tokens: int, counts: Sequence[int] = (10, 64), runs: in
     return result
 
 
-def plugin_path(scratch: Path) -> str:
-    """PYTHONPATH with this repository and, unless it is installed, its entry point."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if not entry_points(group="vllm.general_plugins", name="llm_quant_rocm"):
-        info = scratch / "entry" / "llm_quant_rocm-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-quant-rocm\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nllm_quant_rocm = llm_quant_rocm_vllm:register\n"
-        )
-        paths.insert(0, str(info.parent))
-    return os.pathsep.join(paths)
-
-
-def in_a_process(script: str, *arguments: str, **variables: str) -> dict[str, Any]:
-    """What `script` prints as JSON at last.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    return logged_process(script, *arguments, **variables)[0]
-
-
-def logged_process(script: str, *arguments: str, **variables: str) -> tuple[dict[str, Any], list[str]]:
-    """What `script` prints as JSON at last, and the lines that the plugin logged, of any of its processes.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    environment = os.environ | {
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
-        "HF_HUB_OFFLINE": "1",
-        **variables,
+def job(name: str, script: str, arguments: Sequence[str], scratch: Path, variables: Mapping[str, str]) -> engines.Job:
+    """`script --run arguments` with this repository's plugin, in the environment that a vLLM of the benchmarks has."""
+    environment = ENVIRONMENT | {
+        "PYTHONPATH": engines.plugin_path("vllm", scratch),
+        # Compiled graphs of its own: engines that start together would write to the same files.
+        "VLLM_CACHE_ROOT": str(scratch / name),
     }
-    print(Path(script).name, *arguments, flush=True)
-    done = subprocess.run([sys.executable, script, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print(done.stdout[-3000:], flush=True)
-        raise RuntimeError(f"{' '.join(arguments)} failed with status {done.returncode}")
-    lines = done.stdout.splitlines()
-    said = [line[line.index(start) :] for line in lines for start in LOGGED if start in line]
-    # Workers may have the last word.
-    result = [line for line in lines if line.startswith("{")][-1]
-    return json.loads(result), list(dict.fromkeys(said))
+    return engines.Job(name, [sys.executable, script, "--run", *arguments], {**environment, **variables})
 
 
-def measure_methods() -> None:
-    import vllm
+def lines_of_the_plugin(log: str) -> list[str]:
+    """Of any of an engine's processes, each once."""
+    lines = (line[line.index(start) :] for line in log.splitlines() for start in LOGGED if start in line)
+    return list(dict.fromkeys(lines))
 
+
+def measure_methods(at_once: int, start_s: float) -> None:
     from benchmarks import _harness as harness
 
+    tasks = {"demo": DEMO_METHODS, "llama": LLAMA_METHODS}
+    names = [(task, method) for task, methods in tasks.items() for method in methods]
+    found: dict[str, dict[str, Any]] = {task: {} for task in tasks}
     with tempfile.TemporaryDirectory() as scratch:
-        path = plugin_path(Path(scratch))
-        accuracy = {method: in_a_process(__file__, "--run", "demo", method, PYTHONPATH=path) for method in DEMO_METHODS}
-        times = {method: in_a_process(__file__, "--run", "llama", method, PYTHONPATH=path) for method in LLAMA_METHODS}
-    bf16 = accuracy["none"]["greedy"]
-    for result in accuracy.values():
+        jobs = [job(f"{task}-{method}", __file__, (task, method), Path(scratch), {}) for task, method in names]
+        for (task, method), (result, _) in zip(names, engines.run(jobs, at_once, start_s), strict=True):
+            if "failed" in result:
+                raise SystemExit(f"{task} {method} {result['failed']}:\n{result['log']}")
+            found[task][method] = result
+    bf16 = found["demo"]["none"]["greedy"]
+    for result in found["demo"].values():
         greedy = result.pop("greedy")
         result["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
         result["perplexity"] = round(result["perplexity"], 4)
-    found = {"vllm": vllm.__version__, "demo_model": accuracy, "llama_3_70b_8_layers": times}
-    print(json.dumps(found, indent=1))
-    print("written to", harness.write("vllm_engine_sm_90", found))
+    figures = {"vllm": version("vllm"), "demo_model": found["demo"], "llama_3_70b_8_layers": found["llama"]}
+    print(json.dumps(figures, indent=1))
+    print("written to", harness.write("vllm_engine_sm_90", figures))
 
 
-def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
+def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: int, start_s: float) -> None:
     """Written anew after each variant, beside those that benchmarks/results has. One that fails stops no other."""
-    import vllm
-
     from benchmarks import _harness as harness
 
     name = "vllm_fusion_demo_sm_90" if is_demo else f"vllm_fusion_{ranks}_ranks_sm_90"
@@ -244,18 +329,17 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool) -> None:
     results = json.loads(before.read_text())["variants"] if before.exists() else {}
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
-        path = plugin_path(Path(scratch))
-        for variant in variants:
-            try:
-                result, log = logged_process(__file__, "--run", *arguments, PYTHONPATH=path, **FUSION[variant])
-            except RuntimeError as error:
-                failed.append(f"{variant}: {error}")
-                print(failed[-1], flush=True)
+        jobs = [job(variant, __file__, arguments, Path(scratch), FUSION[variant]) for variant in variants]
+        for variant, (result, log) in zip(variants, engines.run(jobs, at_once, start_s), strict=True):
+            if "failed" in result:
+                failed.append(f"{variant} {result['failed']}")
+                print(f"{failed[-1]}:\n{result['log']}", flush=True)
                 continue
             result.pop("greedy", None)
-            results[variant] = {**result, "log": log, "commit": harness.environment()["commit"]}
+            said = lines_of_the_plugin(log)
+            results[variant] = {**result, "log": said, "commit": harness.environment()["commit"]}
             print(json.dumps({variant: results[variant]}), flush=True)
-            print("written to", harness.write(name, {"vllm": vllm.__version__, "ranks": ranks, "variants": results}))
+            print("written to", harness.write(name, {"vllm": version("vllm"), "ranks": ranks, "variants": results}))
     if failed:
         raise SystemExit("\n".join(failed))
 
@@ -266,16 +350,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the tensor-parallel group (fusion)")
     parser.add_argument("--variants", nargs="+", choices=FUSION, help="by default all that --ranks allows (fusion)")
     parser.add_argument("--demo", action="store_true", help="accuracy on the demo model instead of times (fusion)")
-    parser.add_argument("--run", nargs=2, metavar=("WHAT", "ARGUMENT"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, metavar=("WHAT", "ARGUMENT", "FOLDER"), help=argparse.SUPPRESS)
+    engines.add_options(parser, str(AT_ONCE))
     args = parser.parse_args()
+    at_once = args.at_once or AT_ONCE
     if args.run:
-        what, argument = args.run
-        print(json.dumps({"demo": demo, "llama": llama, "fusion": fusion}[what](argument)))
+        what, argument, folder = args.run
+        engines.serve(Path(folder), lambda: {"demo": demo, "llama": llama, "fusion": fusion}[what](argument))
     elif args.part == "methods":
-        measure_methods()
+        measure_methods(at_once, args.start_seconds)
     else:
         variants = args.variants or list(FUSION)[: 4 if args.ranks > 1 else 2]
-        measure_fusion(args.ranks, variants, args.demo)
+        measure_fusion(args.ranks, variants, args.demo, at_once, args.start_seconds)
 
 
 if __name__ == "__main__":

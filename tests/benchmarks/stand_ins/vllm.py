@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM that serves nothing, for the benchmarks around it."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class SamplingParams:
+    def __init__(self, **options: Any) -> None:
+        self.prompt_logprobs = options.get("prompt_logprobs")
+
+
+class LLM:
+    def __init__(self, model: str, **options: Any) -> None:
+        if not (Path(model) / "config.json").is_file():
+            raise FileNotFoundError(model)
+        if os.environ.get("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION") and "LLM_QUANT_ROCM_FUSION" in os.environ:
+            raise ValueError("no room")
+        logging.warning("norm fusion: %s", os.environ.get("LLM_QUANT_ROCM_FUSION", "on"))
+        self.options = options
+        self.model_config = SimpleNamespace(quantization=None, max_model_len=options["max_model_len"])
+
+    def generate(
+        self, prompts: list[dict[str, list[int]]], ask: SamplingParams, use_tqdm: bool = True
+    ) -> list[SimpleNamespace]:
+        """Of every prompt, tokens whose log probability is -0.5."""
+        return [
+            SimpleNamespace(
+                prompt_logprobs=[None]
+                + [{token: SimpleNamespace(logprob=-0.5, rank=1)} for token in prompt["prompt_token_ids"][1:]]
+            )
+            for prompt in prompts
+        ]
+
+    def get_tokenizer(self) -> Callable[..., dict[str, list[int]]]:
+        return lambda text, add_special_tokens: {"input_ids": list(range(400))}
+
+    def apply_model(self, function: Any) -> list[dict[str, int]]:
+        return [{"norm_kernel": 1}]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of whole engines, from their command line to their figures, around engines that serve nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _random_checkpoint, nvfp4_engine, sglang_engine, vllm_engine
+from benchmarks._engines import ROOT
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The made-up engines, a lock of the test's own, and figures beside them."""
+    for name, value in {"PYTHONPATH": STAND_INS, "TMPDIR": tmp_path, "OUT": tmp_path, "COMMIT": "abc1234"}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_every_method_of_sglang() -> None:
+    """Of both tasks; one that fails stops no other."""
+    done = script("sglang_engine.py", "--methods", *sglang_engine.METHODS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if line.endswith("}")]
+    assert [list(one) for one in results] == 2 * [[method] for method in sglang_engine.METHODS]
+    for number, (result,) in enumerate(one.values() for one in results):
+        if "failed" in result:
+            assert results[number].keys() == {"sglang_w8a8_fp8"}
+            assert result["failed"] == "ended with status 1, before it was up"
+            assert "is not for this model" in result["log"]
+        elif number < len(sglang_engine.METHODS):
+            assert set(result) == {"10 prompts", "64 prompts"} and result["10 prompts"]["total_s"] < 1
+        else:
+            assert result == {"perplexity": 1.6487, "agreement": 1.0}
+
+
+def test_variants_of_the_fusion_pass(tmp_path: Path) -> None:
+    """One that fails stops no other."""
+    done = script("vllm_engine.py", "fusion", "--ranks", "2")
+    assert done.returncode and "apart_quick_reduce ended with status 1, before it was up" in done.stderr
+    found = json.loads((tmp_path / "vllm_fusion_2_ranks_sm_90.json").read_text())["variants"]
+    assert {name: one["log"] for name, one in found.items() if one["commit"] == "abc1234"} == {
+        "apart": ["norm fusion: 0"],
+        "fused": ["norm fusion: on"],
+        "fused_quick_reduce": ["norm fusion: on"],
+    }
+    assert found["fused"]["kernels_of_a_prefill"] == {"norm_kernel": 1} and "1 prompt" in found["fused"]
+
+
+def test_methods_of_vllm(tmp_path: Path) -> None:
+    done = script("vllm_engine.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "vllm_engine_sm_90.json").read_text())
+    assert found["demo_model"]["ptpc_fp8"] == {"perplexity": 1.6487, "agreement": 1.0}
+    assert list(found["llama_3_70b_8_layers"]) == list(vllm_engine.LLAMA_METHODS)
+
+
+@pytest.mark.parametrize("shape", nvfp4_engine.SHAPES)
+def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a checkpoint of two narrow layers."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 128}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if "num_experts" in nvfp4_engine.SHAPES[shape]:
+        small |= {"num_experts": 2, "moe_intermediate_size": 64}
+    write = _random_checkpoint.write
+    monkeypatch.setitem(nvfp4_engine.SHAPES, shape, nvfp4_engine.SHAPES[shape] | small)
+    monkeypatch.setattr(_random_checkpoint, "write", lambda *how, **more: write(*how, **more, device="cpu"))
+    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    nvfp4_engine.measure(shape, ["bf16", "ours", "marlin"], 2, 240)
+    found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
+    assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
+    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts"} | (
+        {"difference"} if "qwen3" in shape else set()
+    )
+
+
+def test_the_cache_holds_what_is_asked_of_it() -> None:
+    """64 prompts of 1024 tokens and 256 more, in blocks of 16 tokens: 5 GiB and some blocks of 1 MiB."""
+    options = vllm_engine.memory(nvfp4_engine.SHAPES["llama-3-70b"], 1024 + 256)
+    assert 64 * 80 < options["kv_cache_memory_bytes"] / 2**20 <= 64 * 82
+    halved = vllm_engine.memory(nvfp4_engine.SHAPES["llama-3-70b"], 1024 + 256, ranks=2)
+    assert 2 * halved["kv_cache_memory_bytes"] == options["kv_cache_memory_bytes"]
