@@ -15,9 +15,7 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
-
-# The product that takes an expert for each tile of rows.
-grouped_gemm = nvfp4_wgmma.gemm
+from llm_quant_rocm.kernels.routing import Schedule
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
@@ -64,6 +62,23 @@ def gemm(
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config)
     return nvfp4_wgmma_large.gemm_large(*operands, config)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    n: int,
+    hardware: Hardware,
+    config: nvfp4_wgmma.Config,
+    routing: Schedule,
+    **epilogue: Any,
+) -> torch.Tensor:
+    """The product of each tile of rows with its expert's weight; `epilogue` are the other arguments of
+    `nvfp4_wgmma.gemm`."""
+    operands = (x, words, scale_bytes, global_scale, None, n, hardware, config)
+    return nvfp4_wgmma.gemm(*operands, tile_expert=routing.tile_expert, tile_count=routing.tile_count, **epilogue)
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_hopper
+from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
@@ -36,7 +37,7 @@ MAKE = {
     "nvfp4_gemm": lambda fields: nvfp4_hopper.config_of(fields),
     "nvfp4_gemm_fp8": lambda fields: nvfp4_hopper.fp8_config_of(fields),
     "ptpc_moe": lambda fields: MoeConfig(**fields),
-    "nvfp4_moe": lambda fields: nvfp4_hopper.config_of(fields),
+    "nvfp4_moe": lambda fields: PairConfig.of(fields, nvfp4_hopper.config_of),
 }
 
 
