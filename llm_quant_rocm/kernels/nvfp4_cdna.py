@@ -42,19 +42,17 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Con
 
 def grouped_gemm(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor,
+    weight: Sequence[torch.Tensor],
     n: int,
     hardware: Hardware,
     config: nvfp4_mfma.Config,
     routing: Schedule,
     **epilogue: Any,
 ) -> torch.Tensor:
-    """The product of each tile of rows with its expert's weight; `epilogue` are the other arguments of
-    `nvfp4_mfma.gemm`."""
-    operands = (x, words, scale_bytes, global_scale, None, n, hardware, config)
-    return gemm(*operands, tile_expert=routing.tile_expert, **epilogue)
+    """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
+    arguments of `nvfp4_mfma.gemm`."""
+    codes, scales, global_scale = weight
+    return gemm(x, codes, scales, global_scale, None, n, hardware, config, tile_expert=routing.tile_expert, **epilogue)
 
 
 def gemm_expanded(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM on Hopper: which of its two kernels multiplies, and how."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,19 +66,18 @@ def gemm(
 
 def grouped_gemm(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scale_bytes: torch.Tensor,
-    global_scale: torch.Tensor,
+    weight: Sequence[torch.Tensor],
     n: int,
     hardware: Hardware,
     config: nvfp4_wgmma.Config,
     routing: Schedule,
     **epilogue: Any,
 ) -> torch.Tensor:
-    """The product of each tile of rows with its expert's weight; `epilogue` are the other arguments of
-    `nvfp4_wgmma.gemm`."""
-    operands = (x, words, scale_bytes, global_scale, None, n, hardware, config)
-    return nvfp4_wgmma.gemm(*operands, tile_expert=routing.tile_expert, tile_count=routing.tile_count, **epilogue)
+    """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
+    arguments of `nvfp4_wgmma.gemm`."""
+    epilogue |= {"tile_expert": routing.tile_expert, "tile_count": routing.tile_count}
+    codes, scales, global_scale = weight
+    return nvfp4_wgmma.gemm(x, codes, scales, global_scale, None, n, hardware, config, **epilogue)
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:

@@ -66,8 +66,8 @@ def nvfp4_moe(
     (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
     rows = gather_rows(x, routing.row_map, topk, hardware)
-    rows = gemm(rows, *w13, 2 * inner, hardware, config.w13, routing, activation=activation)
+    rows = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
     y = torch.empty((topk_ids.numel(), hidden), dtype=x.dtype, device=x.device)
     scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": y}
-    gemm(rows, *w2, hidden, hardware, config.w2, routing, **scattered)
+    gemm(rows, w2, hidden, hardware, config.w2, routing, **scattered)
     return sum_rows(y, topk_ids, expert_map, experts, hardware)
