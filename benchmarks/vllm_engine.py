@@ -10,8 +10,9 @@ Engines start side by side and are measured alone (_engines.py). Accuracy: perpl
 examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is BF16's. Time: dummy
 weights, CUDA graphs, 1024 tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128,
 each the best of some runs. `fusion` also counts the norms, quantizations and all-reduces that the first rank's GPU ran
-in one prefill, and keeps what the plugin logged. vLLM need only be importable (PYTHONPATH); the plugin is found in this
-repository even where it is not installed.
+in one prefill, says for a step after it what that GPU did and how long the host took from one to the next, and keeps
+what the plugin logged. vLLM need only be importable (PYTHONPATH); the plugin is found in this repository even where it
+is not installed.
 """
 
 import argparse
@@ -44,7 +45,7 @@ LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
 OFF, QUICK = {"LLM_QUANT_ROCM_FUSION": "0"}, {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4"}
 FUSION = {"apart": OFF, "fused": {}, "apart_quick_reduce": OFF | QUICK, "fused_quick_reduce": QUICK}
-LOGGED = ("norm fusion:", "quantized all-reduce:")
+LOGGED = ("norm fusion:", "quantized all-reduce:", "reduce_norm_quant over")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -134,9 +135,73 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
         result = throughput(llm, 129, counts, 3)
         llm.apply_model(Profile())
         one_prefill(llm, 1024)
-        return {"kernels_of_a_prefill": llm.apply_model(Profile(stop=True))[0], **result}
+        kernels = llm.apply_model(Profile(stop=True))[0]
+        try:
+            of_a_step = steps(llm, counts)
+        except Exception as error:  # the times above took long to get
+            of_a_step = {"failed": repr(error)}
+        return {"kernels_of_a_prefill": kernels, **result, "steps": of_a_step}
 
     return measure
+
+
+def steps(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
+    """What the first rank's GPU does in a step after the prefill: `StepTimes`, and the microseconds of each kernel."""
+    generate(llm, 1, tokens)
+    result: dict[str, Any] = {}
+    for count in counts:
+        llm.apply_model(StepTimes())
+        generate(llm, count, tokens)
+        result[f"{count} prompt{'s' * (count > 1)}"] = llm.apply_model(StepTimes(stop=True))[0]
+    llm.apply_model(Profile())
+    generate(llm, 1, tokens)
+    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=tokens - 1))[0]
+    return result
+
+
+def generate(llm: Any, count: int, tokens: int) -> None:
+    from vllm import SamplingParams
+
+    ask = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": list(range(3 + first, 1027 + first))} for first in range(count)]
+    llm.generate(prompts, ask, use_tqdm=False)
+
+
+class StepTimes:
+    """Starts or stops timing the CUDA graphs that a worker replays, one a step after the prefill."""
+
+    def __init__(self, stop: bool = False) -> None:
+        self.stop = stop
+
+    def __call__(self, model: Any) -> dict[str, float] | None:
+        """Once stopped, medians in microseconds: of a graph, and from the begin of one graph to that of the next.
+
+        Where the second is much longer than the first, the GPU waits for the host.
+        """
+        import statistics
+        from itertools import pairwise
+
+        import torch
+
+        if not self.stop:
+            events, original = [], torch.cuda.CUDAGraph.replay
+
+            def replay(graph: Any) -> None:
+                events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+                events[-1][0].record()
+                original(graph)
+                events[-1][1].record()
+
+            torch.cuda.CUDAGraph.replay = replay
+            model.step_times = events, original
+            return None
+        torch.cuda.synchronize()
+        events, torch.cuda.CUDAGraph.replay = model.step_times
+        gpu = [begin.elapsed_time(end) for begin, end in events]
+        between = [first[0].elapsed_time(second[0]) for first, second in pairwise(events)]
+        times = {"graph_us": gpu, "begin_to_begin_us": between}
+        medians = {name: round(statistics.median(ms) * 1e3, 1) for name, ms in times.items() if ms}
+        return {"graphs": len(events), **medians}
 
 
 class Profile:
@@ -144,11 +209,12 @@ class Profile:
 
     KERNELS = ("norm", "quant", "reduce", "rsqrt", "nccl")
 
-    def __init__(self, stop: bool = False) -> None:
-        self.stop = stop
+    def __init__(self, stop: bool = False, steps: int = 0) -> None:
+        self.stop, self.steps = stop, steps
 
-    def __call__(self, model: Any) -> dict[str, int] | None:
-        """Once stopped, how often the kernels ran whose names say that they are of the kinds in question."""
+    def __call__(self, model: Any) -> dict[str, Any] | None:
+        """Once stopped, how often the kernels ran whose names say that they are of the kinds in question. With `steps`,
+        of every kernel that ran in each of so many: how often in one, and its median microseconds."""
         import torch
 
         if not self.stop:
@@ -157,6 +223,18 @@ class Profile:
             return None
         torch.cuda.synchronize()
         model.profile.stop()
+        if self.steps:
+            import statistics
+            from collections import defaultdict
+
+            times = defaultdict(list)
+            for event in model.profile.events():
+                times[event.name].append(event.time_range.elapsed_us())
+            return {
+                name[:80]: [round(len(us) / self.steps, 1), round(statistics.median(us), 1)]
+                for name, us in sorted(times.items(), key=lambda item: -sum(item[1]))
+                if len(us) >= self.steps
+            }
         names = [event.name for event in model.profile.events()]
         return dict(Counter(name for name in names if any(kind in name.lower() for kind in self.KERNELS)))
 

@@ -12,6 +12,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPE_IDS = ("bf16", "fp16", "fp32")
 
 
+@contextmanager
+def engine_defaults() -> Iterator[None]:
+    """Torch's defaults while an engine builds a model: 16 bits, and a device that is not the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def random_rows(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Normal values [count, width], every row of another size from 2**-8 to 2**8."""
     generator = torch.Generator().manual_seed(seed)

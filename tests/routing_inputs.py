@@ -88,8 +88,9 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
     weights = torch.rand(ids.shape, device=device)
     found = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, weights)
     row_map, tile_expert = expected(routing, kernels.max_tiles(ids.numel(), routing.experts, routing.block_m))
-    assert found.tile_expert.dtype == found.row_map.dtype == torch.int32
+    assert found.tile_expert.dtype == found.tile_count.dtype == found.row_map.dtype == torch.int32
     assert found.tile_expert.tolist() == tile_expert
+    assert found.tile_count.tolist() == [sum(expert >= 0 for expert in tile_expert)]
     assert found.row_map.tolist() == row_map
     assert found.row_weight is not None
     slots = found.row_map.long()

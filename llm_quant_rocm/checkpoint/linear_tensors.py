@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -140,8 +141,7 @@ class LinearTensors:
 
     def pieces(self) -> list[tuple[str, slice]]:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
-        ends = torch.tensor(self._sizes).cumsum(0).tolist()
-        rows = [slice(end - size, end) for end, size in zip(ends, self._sizes, strict=True)]
+        rows = [slice(end - size, end) for end, size in zip(accumulate(self._sizes), self._sizes, strict=True)]
         return [(f"{shard}.weight", place) for shard, place in zip(self._shards, rows, strict=True)]
 
     def refuse_missing(self) -> None:

@@ -93,7 +93,8 @@ class NvFp4Linear:
         weight = self.weight(layer)
         keep(layer, weight)
         if self._options.activations == "nvfp4":
-            scales = [torch.ones(())] if self._is_dummy else list(self._input_scales.values())
+            one = torch.ones((), dtype=torch.float32, device=weight.codes.device)
+            scales = [one] if self._is_dummy else list(self._input_scales.values())
             scale = input_global_scale(self._names, self._prefix, scales).to(weight.codes.device)
             layer.input_global_scale = torch.nn.Parameter(scale, requires_grad=False)
 
@@ -158,7 +159,10 @@ class NvFp4Experts:
             keep(layer, weight, stem, in_rows=self._w4a4)
             if self._w4a4:
                 count = codes.shape[0]
-                scale = torch.ones(count) if self._is_dummy else self.checkpoint.input_global_scales(stem, count)
+                if self._is_dummy:
+                    scale = torch.ones(count, dtype=torch.float32, device=codes.device)
+                else:
+                    scale = self.checkpoint.input_global_scales(stem, count)
                 parameter = torch.nn.Parameter(scale.to(codes.device), requires_grad=False)
                 setattr(layer, f"{stem}input_global_scale", parameter)
 

@@ -111,7 +111,7 @@ class NvFp4:
         tensors = self._layout.weight(weight)
         if self._input_amax is not None and self._layout.input is not None:
             amax = self._input_amax[name.removesuffix(".weight")]
-            tensors |= self._layout.input(torch.tensor(amax / nvfp4.RANGE))
+            tensors |= self._layout.input(torch.tensor(amax / nvfp4.RANGE, dtype=torch.float32, device="cpu"))
         return tensors, relative_error(w, weight.chunks())
 
     def _global_scale(self, name: str, w: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
+from llm_quant_rocm.comm.setup_errors import refusal_of
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
@@ -139,8 +140,8 @@ def connect(
         try:
             transport = _transport(members, peers, hosts)
             warm_up(transport, policy, device, DTYPES if members.dtype is None else (members.dtype,))
-        except (RuntimeError, ValueError) as error:
-            refusal = str(error).splitlines()[0]
+        except Exception as error:  # who raised it here would leave the other ranks waiting
+            refusal = refusal_of(error)
         refusal = first_refusal(refusal, group)
     if refusal is not None or transport is None:
         log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)

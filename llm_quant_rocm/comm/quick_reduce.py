@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Algorithm
+from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
@@ -62,7 +63,7 @@ class QuickReduce:
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
-            RuntimeError: torch's, where the GPUs do not reach each other's memory.
+            NoPeerMemory: torch's symmetric memory gave none, as where GPUs do not reach each other's memory.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -72,8 +73,11 @@ class QuickReduce:
                 f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
             )
         size = kernels.region_bytes(world, inbox_bytes, MAX_TILES)
-        region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(region, group)
+        try:
+            region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            handle = symmetric_memory.rendezvous(region, group)
+        except RuntimeError as error:
+            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {first_line(error)}") from error
         region.zero_()
         # Nobody sets a flag that somebody clears afterwards. Without a limit a rank that died would be waited for.
         handle.barrier(timeout_ms=int(timeout * 1000))
@@ -161,7 +165,7 @@ def seconds_of_a_look(device: torch.device, world: int) -> float:
     codec, config = CODECS["FP"], Config(blocks=16, programs=1, num_warps=128 // detect(device).lanes)
     phase_bytes = kernels.SLOTS.value * world * config.buffer_bytes(codec)
     regions = torch.zeros((world, kernels.region_bytes(world, phase_bytes, 1)), dtype=torch.uint8, device=device)
-    peers = torch.tensor([region.data_ptr() for region in regions], device=device)
+    peers = torch.tensor([region.data_ptr() for region in regions], dtype=torch.int64, device=device)
     x = torch.zeros(1, dtype=torch.bfloat16, device=device)
     for spins in (1, _REHEARSED_SPINS):  # compiled by the first one
         box = Mailbox(peers, *_own_memory(device), 0, phase_bytes, 1)
@@ -177,4 +181,5 @@ def seconds_of_a_look(device: torch.device, world: int) -> float:
 def _own_memory(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """`Mailbox.state` and `Mailbox.report`."""
     state = torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=device)
-    return state, torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+    # Said aloud: while an engine builds a model the default device is the GPU, whose memory cannot be pinned.
+    return state, torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")

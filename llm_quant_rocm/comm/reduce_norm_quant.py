@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm import process_group
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, measured
+from llm_quant_rocm.comm.setup_errors import refusal_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import detect
@@ -268,9 +269,9 @@ def _peer_memory(group: dist.ProcessGroup | None, device: torch.device) -> "tupl
     if not detect(device).gpu:
         return None, f"{device} has no peer memory"
     assert group is not None
-    from llm_quant_rocm.comm.quick_reduce import QuickReduce
-
     try:
+        from llm_quant_rocm.comm.quick_reduce import QuickReduce
+
         return QuickReduce.over(group, device, INBOX_BYTES), None
-    except RuntimeError as error:
-        return None, f"GPUs do not reach each other's memory: {str(error).splitlines()[0]}"
+    except Exception as error:  # who raised it here would leave the other ranks waiting
+        return None, refusal_of(error)

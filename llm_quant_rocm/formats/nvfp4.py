@@ -233,7 +233,7 @@ def quantize(
     count = prod(rows_shape)
     rows, row_divisor = w.reshape(count, k), divisor.reshape(count, 1)
     # A tensor: a GPU would multiply by a Python number's reciprocal, and round otherwise.
-    largest_code = torch.full((), E2M1_MAX, device=w.device)
+    largest_code = torch.full((), E2M1_MAX, dtype=torch.float32, device=w.device)
     codes = torch.empty((count, k // 2), dtype=torch.uint8, device=w.device)
     scales = torch.empty((count, k // BLOCK), dtype=torch.float8_e4m3fn, device=w.device)
     for chunk in row_slices(count, k):
@@ -404,7 +404,7 @@ def _row_scales(scale: torch.Tensor, rows: Sequence[int], shards: Sequence[int] 
     if scale.numel() == 1:
         return scale.reshape(()).repeat(*rows)
     if shards is not None and scale.shape == (*leading, len(shards)):
-        return scale.repeat_interleave(torch.tensor(list(shards), device=scale.device), dim=-1)
+        return scale.repeat_interleave(torch.tensor(list(shards), dtype=torch.int64, device=scale.device), dim=-1)
     if scale.shape == tuple(leading):
         return scale.unsqueeze(-1).repeat(*[1] * len(leading), n)
     if scale.shape == (*leading, 1):

@@ -235,7 +235,7 @@ def largest_scale(codec: Codec, dtype: torch.dtype) -> float:
 def _codes(groups: torch.Tensor, scale: torch.Tensor, codec: Codec) -> torch.Tensor:
     """The codes, uint8 [rows, groups, 32], of values under `scale` [rows, groups]."""
     wide, scale = groups.float(), scale.float().unsqueeze(-1)
-    lift = torch.where(scale.abs() < _SMALL_SCALE, _LIFT, 1.0)
+    lift = torch.where(scale.abs() < _SMALL_SCALE, _fp32(_LIFT, scale), 1.0)
     factor = torch.where(scale == 0, 0.0, (scale * lift).reciprocal())
     # Two fp32 numbers have an exact product in fp64.
     product = (wide * lift).double() * factor.double()

@@ -18,6 +18,7 @@ from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+from llm_quant_rocm.kernels.routing import Schedule
 
 __all__ = [
     "batch_invariant",
@@ -33,13 +34,25 @@ __all__ = [
     "serves_fp8",
 ]
 
-# The product that takes an expert for each tile of rows.
-grouped_gemm = gemm
-
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one."""
     return nvfp4_mfma.default_config(m, n, k, hardware.units)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    n: int,
+    hardware: Hardware,
+    config: nvfp4_mfma.Config,
+    routing: Schedule,
+    **epilogue: Any,
+) -> torch.Tensor:
+    """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
+    arguments of `nvfp4_mfma.gemm`."""
+    codes, scales, global_scale = weight
+    return gemm(x, codes, scales, global_scale, None, n, hardware, config, tile_expert=routing.tile_expert, **epilogue)
 
 
 def gemm_expanded(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM on Hopper: which of its two kernels multiplies, and how."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,7 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
-
-# The product that takes an expert for each tile of rows.
-grouped_gemm = nvfp4_wgmma.gemm
+from llm_quant_rocm.kernels.routing import Schedule
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
@@ -64,6 +62,22 @@ def gemm(
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config)
     return nvfp4_wgmma_large.gemm_large(*operands, config)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    n: int,
+    hardware: Hardware,
+    config: nvfp4_wgmma.Config,
+    routing: Schedule,
+    **epilogue: Any,
+) -> torch.Tensor:
+    """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
+    arguments of `nvfp4_wgmma.gemm`."""
+    epilogue |= {"tile_expert": routing.tile_expert, "tile_count": routing.tile_count}
+    codes, scales, global_scale = weight
+    return nvfp4_wgmma.gemm(x, codes, scales, global_scale, None, n, hardware, config, **epilogue)
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:

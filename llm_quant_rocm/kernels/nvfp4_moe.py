@@ -6,8 +6,9 @@ activation, the product with w2 whose epilogue applies the router's weight and p
 each token's slots.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -16,6 +17,32 @@ from llm_quant_rocm.kernels.routing import gather_rows, schedule, sum_rows
 
 # Codes, scales and global scales of the experts.
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Configurations of the architecture's GEMM kernel for the products with w13 and with w2, whose tiles hold the same
+    rows: one `block_m`."""
+
+    w13: Any
+    w2: Any
+
+    def __post_init__(self) -> None:
+        if self.w13.block_m != self.w2.block_m:
+            raise ValueError(f"tiles of {self.w13.block_m} rows cannot be multiplied as tiles of {self.w2.block_m}")
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile."""
+        return self.w13.block_m
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], config_of: Callable[[Mapping[str, Any]], Any]) -> Self:
+        """The configuration with these fields, as a file of configurations holds it: w13 and w2, or the fields of one
+        configuration for both."""
+        if fields.keys() == {"w13", "w2"}:
+            return cls(config_of(fields["w13"]), config_of(fields["w2"]))
+        return cls(config_of(fields), config_of(fields))
 
 
 def nvfp4_moe(
@@ -29,19 +56,18 @@ def nvfp4_moe(
     activation: str,
     hardware: Hardware,
     gemm: Callable[..., torch.Tensor],
-    config: Any,
+    config: PairConfig,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.nvfp4_moe; all tensors contiguous, T > 0.
 
-    w13 and w2 are packed for `gemm`, which is `nvfp4_wgmma.gemm` or `nvfp4_mfma.gemm`, w13 with gate and up in turns;
-    `config` is one of its configurations. topk_ids and expert_map are those of `routing.schedule`.
+    w13 and w2 are packed for `gemm`, the `grouped_gemm` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up in
+    turns; `config` has its configurations. topk_ids and expert_map are those of `routing.schedule`.
     """
     (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
     rows = gather_rows(x, routing.row_map, topk, hardware)
-    tiles = {"tile_expert": routing.tile_expert}
-    rows = gemm(rows, *w13, None, 2 * inner, hardware, config, **tiles, activation=activation)
+    rows = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
     y = torch.empty((topk_ids.numel(), hidden), dtype=x.dtype, device=x.device)
     scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": y}
-    gemm(rows, *w2, None, hidden, hardware, config, **tiles, **scattered)
+    gemm(rows, w2, hidden, hardware, config.w2, routing, **scattered)
     return sum_rows(y, topk_ids, expert_map, experts, hardware)

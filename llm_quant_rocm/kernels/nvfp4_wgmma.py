@@ -11,7 +11,9 @@ wrongly (it lets the next step overwrite registers that a wgmma in flight still 
 registers that it frees.
 
 The steps of all tiles can be shared out evenly to as many programs as run together, so that none waits for others at
-the end. Where a tile is several programs', the last of them to finish adds their parts, in order.
+the end, and a program's ring stays full from one tile to the next. Where a tile is several programs', the last of them
+to finish adds their parts, in order. With routed experts only the GPU knows how many tiles there are: each program
+finds its share there.
 """
 
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ class Config:
 
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight and columns of both in one step. block_m is at least
-            16, block_n 64 or 128, block_k 64 or 128.
+            8, block_n 64 or 128, block_k 64 or 128.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile.
         unroll: steps in a group, 2 or more: they come together, and after a group the matrix unit may run dry.
         stages: groups in shared memory.
@@ -88,7 +90,8 @@ def _program_at(group, groups):
     """The program to whose stretch a group belongs."""
     shortest = groups // gl.num_programs(0)
     longer = groups % gl.num_programs(0)
-    return gl.where(group < longer * (shortest + 1), group // (shortest + 1), (group - longer) // shortest)
+    rest = (group - longer) // gl.maximum(shortest, 1)
+    return gl.where(group < longer * (shortest + 1), group // (shortest + 1), rest)
 
 
 @gluon.jit
@@ -184,13 +187,13 @@ def _store_tile(
 
 
 @gluon.jit
-def _add_parts(acc, parts, flag, program, first, last, rows):
+def _add_parts(acc, parts, flags, program, first, last, rows):
     """The sum of a tile of which the programs from `first` to `last` each have a part; this one's is acc [BLOCK_N,
     BLOCK_M].
 
     Each stores its part, as far as the tile has rows, in `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N]: one for the tile
-    in which its stretch begins and one for that in which it ends. Returns whether this program was the last, and then
-    the sum.
+    in which its stretch begins and one for that in which it ends. At most one tile that others end begins in a stretch,
+    so the flag of the first program is this tile's. Returns whether this program was the last, and then the sum.
     """
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_M: gl.constexpr = acc.shape[1]
@@ -203,9 +206,9 @@ def _add_parts(acc, parts, flag, program, first, last, rows):
     slot = program * 2 + gl.where(program == first, 1, 0)
     gl.store(parts + slot.to(gl.int64) * SIZE, acc, mask=inside)
     cta_barrier()
-    complete = gl.atomic_add(flag, 1, sem="acq_rel", scope="gpu") == last - first
+    complete = gl.atomic_add(flags + first, 1, sem="acq_rel", scope="gpu") == last - first
     if complete:
-        gl.store(flag, 0)
+        gl.store(flags + first, 0)
         acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=layout)
         # Four loads in flight.
         for source in range(first, last + 1, 4):
@@ -214,6 +217,34 @@ def _add_parts(acc, parts, flag, program, first, last, rows):
                 there = inside & (source + i <= last)
                 acc += gl.load(parts + slot.to(gl.int64) * SIZE, mask=there, other=0.0, cache_modifier=".cg")
     return complete, acc
+
+
+@gluon.jit
+def _prefetch(pointer, size):
+    """Brings up to 1024 bytes to the L2 cache, a sector of 32 for each lane."""
+    ASSEMBLY: gl.constexpr = (
+        "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %laneid; shl.b32 at, at, 5; "
+        "setp.lt.u32 inside, at, $2; cvt.u64.u32 place, at; add.u64 place, place, $1; "
+        "@inside prefetch.global.L2 [place]; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl.constexpr, wanted):
+    """tile_m and tile_n of the tile number `tile`, and where its expert's pieces of the weight begin (0 without one).
+
+    The global scales of an expert's rows, which nobody else reads, are asked for meanwhile: the epilogue would wait for
+    memory.
+    """
+    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    if tile_expert is None:
+        return tile_m, tile_n, gl.to_tensor(0)
+    else:
+        expert = gl.load(tile_expert + tile_m, mask=wanted, other=0)
+        row = gl.where(wanted, tile_n * BLOCK_N, 0)
+        _prefetch(global_scale + expert * N + row, gl.minimum(N - row, BLOCK_N) * 4)
+        return tile_m, tile_n, expert * ((K + 127) // 128 * 2)
 
 
 @gluon.jit
@@ -227,7 +258,7 @@ def _fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group,
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_kernel(
-    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, M, N, K,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr
@@ -237,11 +268,11 @@ def nvfp4_wgmma_kernel(
     x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
     N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
     `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N] has room for the parts of tiles that are several programs', and
-    `flags`, a zero for each tile, counts them. With `tile_expert` each tile of M has an expert of its own (-1: no
-    work), whose pieces come after those of the experts before it, and `global_scale` has experts as its leading
-    dimension. With `row_map` row m of the result is stored as row row_map[m], or not if that is negative. With
-    ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out, [M, N / 2], is
-    T(activation(T(gate)) * T(up)).
+    `flags`, a zero for each program, counts them. With `tile_expert` each tile of M has an expert of its own (-1: no
+    work; the first `tile_count[0]` tiles have some), whose pieces come after those of the experts before it, and
+    `global_scale` has experts as its leading dimension. With `row_map` row m of the result is stored as row row_map[m],
+    or not if that is negative. With ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out,
+    [M, N / 2], is T(activation(T(gate)) * T(up)).
     """
     NT: gl.constexpr = BLOCK_N // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
@@ -250,10 +281,14 @@ def nvfp4_wgmma_kernel(
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    store: gl.constexpr = acc_layout if parts is None else store_layout(BLOCK_N, num_warps)
+    # With an activation, a row of the gate and its row of up stay in one lane.
+    whole_lines: gl.constexpr = parts is not None and ACTIVATION is None
+    store: gl.constexpr = store_layout(BLOCK_N, num_warps) if whole_lines else acc_layout
 
     program = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
+    if parts is not None and tile_expert is not None:
+        tiles_m = gl.load(tile_count)
     tiles_n = gl.cdiv(N, BLOCK_N)
     # Steps beyond K multiply zeros: the accelerator reads x as zero there.
     tile_groups = gl.cdiv(K, GROUP_K)
@@ -263,13 +298,10 @@ def nvfp4_wgmma_kernel(
     tile = begin // tile_groups
     group = begin - tile * tile_groups
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
-    first_piece = 0
     if tile_expert is not None:
-        expert = gl.load(tile_expert + tile_m)
+        expert = gl.load(tile_expert + tile_m, mask=begin < end, other=-1)
         if expert < 0:
             return
-        first_piece = expert * ((K + 127) // 128 * 2)
-        global_scale += expert * N
 
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, UNROLL * DEPTH, NT, 128], words.layout)
@@ -278,13 +310,15 @@ def nvfp4_wgmma_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
-    # The weight does not depend on the kernels before this one.
+    # The weight does not depend on the kernels before this one, nor do the experts of tiles on the one just before it.
     weight = (words, scale_pairs, codes, pairs, ready)
+    tiles = (tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
     for stage in gl.static_range(STAGES):
-        _, n = place((begin + stage) // tile_groups, tiles_m, tiles_n)
-        _fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, begin + stage < end)
+        wanted = begin + stage < end
+        _, n, first_piece = _locate((begin + stage) // tile_groups, *tiles, wanted)
+        _fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, wanted)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -294,7 +328,7 @@ def nvfp4_wgmma_kernel(
         load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
     fetched = (begin + STAGES) // tile_groups
     fetched_group = (begin + STAGES) % tile_groups
-    fetched_m, fetched_n = place(fetched, tiles_m, tiles_n)
+    fetched_m, fetched_n, first_piece = _locate(fetched, *tiles, begin + STAGES < end)
 
     mbarrier.wait(ready.index(0), 0)
     operand = _operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
@@ -330,7 +364,7 @@ def nvfp4_wgmma_kernel(
         if fetched_group == tile_groups:
             fetched += 1
             fetched_group = 0
-            fetched_m, fetched_n = place(fetched, tiles_m, tiles_n)
+            fetched_m, fetched_n, first_piece = _locate(fetched, *tiles, fetched * tile_groups < end)
         group += 1
         if (group == tile_groups) | (index + 1 == end):
             total = gl.convert_layout(acc, store)
@@ -340,12 +374,15 @@ def nvfp4_wgmma_kernel(
                 complete = (group == tile_groups) & (begin <= begins)
                 if not complete:
                     complete, total = _add_parts(
-                        total, parts, flags + tile, program, _program_at(begins, groups),
+                        total, parts, flags, program, _program_at(begins, groups),
                         _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M,
                     )  # fmt: skip
             if complete:
+                scale = global_scale
+                if tile_expert is not None:
+                    scale += gl.load(tile_expert + tile_m) * N
                 _store_tile(
-                    total, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
+                    total, tile_m, tile_n, scale, bias, out, row_map, row_weight, M, N,
                     BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
                 )  # fmt: skip
             acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
@@ -374,6 +411,7 @@ def gemm(
     config: Config,
     *,
     tile_expert: torch.Tensor | None = None,
+    tile_count: torch.Tensor | None = None,
     row_map: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     activation: str | None = None,
@@ -392,10 +430,9 @@ def gemm(
     tiles_m = triton.cdiv(m, config.block_m)
     tiles = tiles_m * triton.cdiv(n, config.block_n)
     groups = tiles * triton.cdiv(k, config.block_k * config.unroll)
-    programs = min(config.programs, groups)
+    programs = min(config.programs, groups, FLAGS)
     parts = flags = None
-    # So many tiles need not be shared.
-    if programs and tiles <= FLAGS:
+    if programs:
         parts = torch.empty((programs, 2, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     else:
@@ -408,7 +445,7 @@ def gemm(
         _descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
         _descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
         _descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
-        global_scale, bias, out, parts, flags, tile_expert, row_map, row_weight, m, n, k,
+        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
         PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),

@@ -33,11 +33,13 @@ class Schedule:
         row_map: int32 [tiles * block_m], the slot of each row, or -1 where there is none.
         tile_expert: int32 [tiles], the expert of each tile, or -1 for the tiles that this routing does not need; those
             are the last ones.
+        tile_count: int32 [1], how many tiles it needs.
         row_weight: fp32 [tiles * block_m], the router weight of each row, 0 where there is none; None if not asked for.
     """
 
     row_map: torch.Tensor
     tile_expert: torch.Tensor
+    tile_count: torch.Tensor
     row_weight: torch.Tensor | None
 
 
@@ -93,7 +95,8 @@ def scan_kernel(counts_ptr, PARTS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots"])
 def schedule_kernel(
-    ids_ptr, map_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, row_weight_ptr, slots, known, part_slots,
+    ids_ptr, map_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr, slots,
+    known, part_slots,
     BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One tile of a `Schedule`. counts_ptr: what `scan_kernel` leaves, or None."""
@@ -116,6 +119,7 @@ def schedule_kernel(
     first = tl.sum(tl.where(experts == mine, ends - tiles, 0), 0)
     count = tl.sum(tl.where(experts == mine, counts, 0), 0)
     tl.store(tile_expert_ptr + tile, tl.where(mine < BINS, mine, -1))
+    tl.store(tile_count_ptr, tl.sum(tiles, 0), mask=tile == 0)
 
     # This tile has the slots begin to end of its expert.
     begin = (tile - first) * BLOCK_M
@@ -172,11 +176,12 @@ def schedule(
     tiles = max_tiles(slots, experts, block_m)
     row_map = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
+    tile_count = torch.empty(1, dtype=torch.int32, device=device)
     row_weight = None
     if topk_weights is not None:
         row_weight = torch.empty(tiles * block_m, dtype=torch.float32, device=device)
     if not tiles:
-        return Schedule(row_map, tile_expert, row_weight)
+        return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight)
     bins = max(64, triton.next_power_of_2(experts))
     known = experts if expert_map is None else expert_map.numel()
     constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)}
@@ -192,10 +197,10 @@ def schedule(
         )
         scan_kernel[(bins,)](counts, PARTS=_PARTS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware))
     schedule_kernel[(tiles,)](
-        topk_ids, expert_map, topk_weights, counts, row_map, tile_expert, row_weight, slots, known, part_slots,
-        CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
+        topk_ids, expert_map, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slots, known,
+        part_slots, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
     )  # fmt: skip
-    return Schedule(row_map, tile_expert, row_weight)
+    return Schedule(row_map, tile_expert, tile_count, row_weight)
 
 
 @triton.jit

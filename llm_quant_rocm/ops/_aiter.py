@@ -58,10 +58,15 @@ def refusal(device: torch.device) -> str | None:
 
 
 def _trial_refusal(device: torch.device) -> str | None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(rows: int) -> torch.Tensor:
+        # An engine that builds a model has other defaults of device and type.
+        return torch.randn(rows, 512, generator=generator, device="cpu", dtype=torch.float32).to(device)
+
     fmt = fp8.for_device(device)
-    xq, xscale = fp8.quantize_rows(torch.randn(32, 512, generator=generator).to(device), fmt)
-    wq, wscale = fp8.quantize_rows(torch.randn(256, 512, generator=generator).to(device), fmt)
+    xq, xscale = fp8.quantize_rows(draw(32), fmt)
+    wq, wscale = fp8.quantize_rows(draw(256), fmt)
     expected = reference.ptpc_gemm(xq, xscale, wq, wscale, None, torch.float32)
     with torch.cuda.device_of(xq):  # the kernel's launch goes to the current device
         found = gemm(xq, xscale, shuffle_weight(wq), wscale, None, torch.bfloat16).float()

@@ -77,9 +77,14 @@ def _run_triton(
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
+    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
+
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
-    return kernels.config_of(measured.config) if measured else kernels.moe_config(slots, experts, hidden, inner)
+    if measured:
+        return PairConfig.of(measured.config, kernels.config_of)
+    config = kernels.moe_config(slots, experts, hidden, inner)
+    return PairConfig(config, config)
 
 
 # A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, activation, call) -> [T, H], with

@@ -96,7 +96,7 @@ def prepare_nvfp4_weight(weight: nvfp4.NvFp4Weight, *, gate_up: bool = False) ->
 
 def _runs(global_scale: torch.Tensor) -> torch.Tensor:
     """`PreparedNvFp4Weight.runs` of global scales [N]."""
-    runs = torch.zeros((MAX_RUNS, 2), dtype=torch.float64)
+    runs = torch.zeros((MAX_RUNS, 2), dtype=torch.float64, device="cpu")
     scales, counts = torch.unique_consecutive(global_scale, return_counts=True)
     if len(scales) <= MAX_RUNS:
         runs[: len(scales)] = torch.stack([counts.double(), scales.double()], dim=1)

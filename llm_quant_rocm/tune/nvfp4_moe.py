@@ -1,29 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the routed experts in NVFP4 are tuned. One configuration serves both of their products."""
+"""How the routed experts in NVFP4 are tuned: a configuration for each of their two products."""
 
+from itertools import product
 from typing import Any
 
 import torch
 
 from llm_quant_rocm import hardware, ops
-from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
+from llm_quant_rocm.kernels.nvfp4_moe import PairConfig, nvfp4_moe
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from llm_quant_rocm.tune.nvfp4_gemm import random_weight
 from llm_quant_rocm.tune.routed import Weights, heights_for, tuner
 
-# What an H100's multiprocessor has for a program's groups of steps.
-_SHARED_BYTES = 227 * 1024
+# What an H100's multiprocessor has for a program's groups of steps, and for all programs; each takes 1 KiB more.
+_SHARED_BYTES, _SHARED_BYTES_OF_ALL = 227 * 1024, 228 * 1024
+_MULTIPROCESSORS = 132
 
 
-def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[Any]:
+def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[PairConfig]:
     """Configurations worth trying for m tokens, the default among them."""
-    heights = heights_for(m * topk, experts)
-    found = _hopper(heights) if device.arch == "sm_90" else _cdna(heights)
-    return list(dict.fromkeys([kernels_of(device.arch).moe_config(m * topk, experts, hidden, inner), *found]))
+    slots = m * topk
+    heights = heights_for(slots, experts)
+    default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner)
+    if device.arch != "sm_90":
+        return list(dict.fromkeys(PairConfig(config, config) for config in (default, *_cdna(heights))))
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+
+    found = [PairConfig(config, config) for config in (default, *_whole(heights))]
+    # With few rows a product is as long as the weights are read, and programs that share it evenly read at full speed
+    # to the end. Rows of padding are read, too: with up to eight, tiles are no higher.
+    for block_m in [8, 16] if slots <= 8 * experts else [16] if heights[0] == 16 else []:
+        tried = [*_shared(block_m), Config(block_m, 64, 64, unroll=4, stages=2)]
+        found += [PairConfig(config, config) for config in tried]
+        found += [PairConfig(*pair) for pair in product(tried, repeat=2)]
+    return list(dict.fromkeys(found))
 
 
-def _hopper(heights: list[int]) -> list[Any]:
-    """Whose groups of steps fit into shared memory; none spills registers, compiled with Triton 3.6."""
+def _shared(block_m: int) -> list[Any]:
+    """Programs that run together, up to four on a multiprocessor, and share all steps evenly. The ring takes all the
+    memory that is left to each; none spills registers, compiled with Triton 3.6."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+
+    found = []
+    for block_n, block_k, unroll, together in (
+        (64, 128, 2, 4), (64, 128, 2, 2), (64, 64, 4, 4), (128, 64, 2, 4), (128, 64, 4, 3), (128, 64, 4, 2)
+    ):  # fmt: skip
+        group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
+        # The sums change their layout by way of shared memory; barriers take less than 64 bytes.
+        sums_bytes = block_m * block_n * 4 + 64
+        stages = (_SHARED_BYTES_OF_ALL // together - 1024 - sums_bytes) // group_bytes
+        if stages >= 2:
+            programs = together * _MULTIPROCESSORS
+            found.append(Config(block_m, block_n, block_k, programs, unroll, min(stages, 6)))
+    return found
+
+
+def _whole(heights: list[int]) -> list[Any]:
+    """A program for each tile, whose groups of steps fit into shared memory; none spills registers either."""
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
     found = []
@@ -62,7 +95,7 @@ def weights(experts: int, topk: int, hidden: int, inner: int) -> Weights:
 
 
 def run(
-    weights: tuple[Any, Any], x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, config: Any
+    weights: tuple[Any, Any], x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, config: PairConfig
 ) -> torch.Tensor:
     """The experts' output [T, H]."""
     device = hardware.detect(x.device)

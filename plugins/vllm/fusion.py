@@ -70,7 +70,7 @@ def enable(vllm_config: Any) -> None:
 
     from llm_quant_rocm_vllm import reduce_norm
 
-    fusion = NormQuantFusion(reduce_norm.connect(vllm_config.parallel_config))
+    fusion = NormQuantFusion(reduce_norm.connect(vllm_config))
     passes[HOOK] = CallableInductorPass(fusion, fusion.uuid())
     _log(f"norm fusion: on; {SWITCH}=0 switches it off")
     config = vllm_config.compilation_config.pass_config

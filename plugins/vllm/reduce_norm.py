@@ -2,8 +2,10 @@
 """The tensor-parallel group of this process, made known to `ops.reduce_norm_quant` by vLLM's name of it."""
 
 import weakref
+from typing import Any
 
-from vllm.config import ParallelConfig
+from vllm import envs
+from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator, in_the_same_node_as
 from vllm.platforms import current_platform
@@ -17,17 +19,16 @@ from llm_quant_rocm.comm.policy import Settings
 _connected: "weakref.WeakKeyDictionary[GroupCoordinator, str | None]" = weakref.WeakKeyDictionary()
 
 
-def connect(parallel_config: ParallelConfig) -> str | None:
+def connect(vllm_config: VllmConfig) -> str | None:
     """The name by which `ops.reduce_norm_quant` knows this process's tensor-parallel group; None where there is one
     rank alone, and where the group is better served by vLLM, which one line says. All ranks of the group call."""
     group = get_tp_group()
     if group not in _connected:
-        _connected[group] = _connect(group, parallel_config) if group.world_size > 1 else None
+        _connected[group] = _connect(group, vllm_config) if group.world_size > 1 else None
     return _connected[group]
 
 
-def _connect(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | None:
-    refusal = "halves of a batch run at once, and calls need an order" if parallel_config.use_ubatching else None
+def _connect(group: GroupCoordinator, vllm_config: VllmConfig) -> str | None:
     members = Members(
         engine="vLLM",
         name=group.unique_name,
@@ -39,4 +40,17 @@ def _connect(group: GroupCoordinator, parallel_config: ParallelConfig) -> str | 
     )
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
     all_reduce = getattr(group.device_communicator, "all_reduce", None)
+    refusal = _refusal(vllm_config, transport)
     return norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)
+
+
+def _refusal(vllm_config: VllmConfig, transport: Any) -> str | None:
+    """Why vLLM's all-reduces stay apart from its norms."""
+    if vllm_config.parallel_config.use_ubatching:
+        return "halves of a batch run at once, and calls need an order"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set, and which algorithm serves depends on the size of a batch"
+    if vllm_config.model_config.enable_sleep_mode and not hasattr(transport, "mailbox"):
+        # The quantized all-reduce has its memory from before the model is built.
+        return "--enable-sleep-mode takes away what is allocated while a model is built, as its memory would be"
+    return None

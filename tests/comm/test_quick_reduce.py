@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -12,6 +13,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from llm_quant_rocm.comm import quick_reduce as comm
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
+from llm_quant_rocm.comm.setup_errors import NoPeerMemory
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import amd, nvidia
 from llm_quant_rocm.kernels import quick_reduce as kernels
@@ -21,7 +23,7 @@ from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.amd.operators.quick_reduce import SMALL, Ranks
 from tests.amd.virtual_gpu import activate
-from tests.inputs import assert_same, random_rows
+from tests.inputs import assert_same, engine_defaults, random_rows
 
 FP4 = CODECS["FP4"]
 
@@ -100,12 +102,19 @@ def test_on_the_virtual_gpu(case: str) -> None:
     call(tritons.VERSIONS[-1], on_the_virtual_gpu, case)
 
 
+@pytest.fixture
+def model_is_built() -> Iterator[None]:
+    with engine_defaults():
+        yield
+
+
+@pytest.mark.usefixtures("model_is_built")
 def test_memory_is_zero_before_anybody_calls() -> None:
     """Peers are where the tensors begin in the ranks' buffers, and memory is cleared before the ranks meet."""
     regions: list[torch.Tensor] = []
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        regions.append(torch.full((size,), 255, dtype=dtype))
+        regions.append(torch.full((size,), 255, dtype=dtype, device=device))
         return regions[-1]
 
     def barrier(timeout_ms: int) -> None:
@@ -134,6 +143,19 @@ def test_memory_is_zero_before_anybody_calls() -> None:
     assert box.report.dtype == torch.int64 and box.lost() is None
 
 
+@pytest.mark.usefixtures("model_is_built")
+def test_only_memory_of_the_host_is_pinned() -> None:
+    """On a GPU a kernel writes the report to the host, and no default device moves it to where nothing is pinned."""
+    made: list[dict[str, object]] = []
+    with patch.object(torch, "zeros", lambda count, **options: made.append({"count": count, **options})):
+        comm._own_memory(torch.device("cuda", 1))
+    assert made == [
+        {"count": kernels.STATE_WORDS, "dtype": torch.int32, "device": torch.device("cuda", 1)},
+        {"count": 1, "dtype": torch.int64, "device": "cpu", "pin_memory": True},
+    ]
+
+
+@pytest.mark.usefixtures("model_is_built")
 def test_how_long_a_look_takes() -> None:
     """A call of one tile, on this GPU alone, in which no other rank comes."""
     looks: list[int] = []
@@ -224,5 +246,13 @@ def test_errors() -> None:
     with (
         patch.object(dist, "get_world_size", return_value=9),
         pytest.raises(ValueError, match="serves 2 to 8 ranks, the group has 9"),
+    ):
+        QuickReduce.over(MagicMock(), torch.device("cpu"))
+    refused = RuntimeError("CUDA driver error: invalid device\nand a trace")
+    with (
+        patch.object(dist, "get_world_size", return_value=2),
+        patch.object(symmetric_memory, "empty"),
+        patch.object(symmetric_memory, "rendezvous", side_effect=refused),
+        pytest.raises(NoPeerMemory, match="^torch's symmetric memory does not connect the GPUs: .* invalid device$"),
     ):
         QuickReduce.over(MagicMock(), torch.device("cpu"))

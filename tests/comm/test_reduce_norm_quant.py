@@ -6,19 +6,22 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from llm_quant_rocm import ops, reference
+from llm_quant_rocm.comm import quick_reduce
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice
 from llm_quant_rocm.comm.reduce_norm_quant import FP, Plan, Ranks, connect, disconnect, predicted, ranks_named
+from llm_quant_rocm.comm.setup_errors import NoPeerMemory
 from llm_quant_rocm.formats.fp8 import OCP
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
+from llm_quant_rocm.hardware import nvidia
 from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.comm.processes import run_ranks
@@ -75,6 +78,26 @@ def every_call(rank: int, world: int) -> None:
         norm = Norm(weight, 1e-5, 1.0, scale)
         assert_results(found, reference.reduce_norm_quant(xs, residual, norm, target, *shots_and_codec(plan, xs[0])))
     disconnect("tp:0")
+
+
+@pytest.mark.parametrize(
+    ("error", "obstacle"),
+    [
+        (NoPeerMemory("GPUs of two kinds"), "GPUs of two kinds"),
+        (RuntimeError("cannot be pinned\nand a trace"), "setting it up failed with RuntimeError: cannot be pinned"),
+        (AssertionError(), "setting it up failed with AssertionError: no reason given"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_why_there_is_no_peer_memory(error: Exception, obstacle: str, forgotten: None) -> None:
+    """Whatever was raised: other ranks wait for this one's answer."""
+    with (
+        patch.object(ranks_of, "detect", lambda device: nvidia(9, 0)),
+        patch.object(quick_reduce.QuickReduce, "over", side_effect=error),
+        patch.object(dist, "get_world_size", lambda group: 2),
+    ):
+        ranks = connect("tp:0", MagicMock(), torch.device("cuda", 0))
+    assert (ranks.memory, ranks.obstacle) == (None, obstacle)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -162,7 +162,10 @@ def step_aside(rank: int) -> None:
             patch.object(communicator, "get_current_vllm_config_or_none", lambda: fp32),
         ),
         ("VLLM_BATCH_INVARIANT is set", patch.object(communicator.envs, "VLLM_BATCH_INVARIANT", True, create=True)),
-        ("no memory for rank 1", patch.object(group_module, "warm_up", side_effect=broken if rank == 1 else None)),
+        (
+            "setting it up failed with RuntimeError: no memory for rank 1",
+            patch.object(group_module, "warm_up", side_effect=broken if rank == 1 else None),
+        ),
     ):
         with cause:
             tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")

@@ -337,7 +337,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """One that compiles, as on a GPU; the CPU's way is another one."""
-    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: None)
+    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config: None)
     config = VllmConfig()
     config.compilation_config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor")
     return config
@@ -361,7 +361,7 @@ def test_a_group_is_a_part_of_the_key_too(
     fusion.enable(config)
     alone = config.compute_hash()
     del config.compilation_config.inductor_compile_config[HOOK]
-    monkeypatch.setattr(reduce_norm, "connect", lambda parallel_config: "tp:0")
+    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config: "tp:0")
     config.compilation_config.pass_config.fuse_allreduce_rms = True
     fusion.enable(config)
     assert config.compute_hash() != alone
@@ -484,7 +484,10 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str | None:
     monkeypatch.setattr(reduce_norm, "get_tp_group", lambda: group)
     monkeypatch.setattr(norm_ranks.dist, "get_world_size", lambda _: group.world_size)
-    return reduce_norm.connect(SimpleNamespace(**{"use_ubatching": False, **settings}))
+    parallel = SimpleNamespace(use_ubatching=settings.get("use_ubatching", False))
+    model = SimpleNamespace(enable_sleep_mode=settings.get("enable_sleep_mode", False))
+    monkeypatch.setattr(reduce_norm.envs, "VLLM_BATCH_INVARIANT", settings.get("batch_invariant", False), raising=False)
+    return reduce_norm.connect(SimpleNamespace(parallel_config=parallel, model_config=model))
 
 
 def test_a_group_is_connected_once_and_its_successor_anew(
@@ -508,7 +511,9 @@ def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monk
     memory = SimpleNamespace(mailbox=...)
     assert connect_as_vllm(Group(2, "cuda", memory), monkeypatch) == "tp:0"
     assert connect_as_vllm(Group(2, "cpu", object()), monkeypatch) == "tp:0"
-    assert connections == [memory, None]
+    asleep = {"enable_sleep_mode": True}  # that memory is there before the model is built
+    assert connect_as_vllm(Group(2, "cuda", memory), monkeypatch, **asleep) == "tp:0"
+    assert connections == [memory, None, memory]
 
 
 @pytest.mark.parametrize(
@@ -516,11 +521,13 @@ def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monk
     [
         (Group(9), {}, "it has 9 ranks, and up to 8 are served"),
         (Group(2), {"use_ubatching": True}, "halves of a batch run at once"),
+        (Group(2), {"batch_invariant": True}, "VLLM_BATCH_INVARIANT is set"),
+        (Group(2), {"enable_sleep_mode": True}, "--enable-sleep-mode takes away what is allocated"),
         (Group(2), {"hosts_of": lambda group, same_host: [[0], [1]]}, "its ranks are on several hosts"),
         (Group(2, "cuda"), {"unreachable": lambda *facts: "GPU 1 is far away"}, "GPU 1 is far away"),
         (Group(2, "cuda"), {"obstacle": "no memory"}, "no memory"),
     ],
-    ids=["ranks", "ubatches", "hosts", "peers", "memory"],
+    ids=["ranks", "ubatches", "batch-invariant", "sleep", "hosts", "peers", "memory"],
 )
 def test_groups_left_to_vllm(
     group: Group, change: dict[str, Any], reason: str, connections: list[Any], log: pytest.LogCaptureFixture,
@@ -530,7 +537,7 @@ def test_groups_left_to_vllm(
         norm_ranks.reduce_norm_quant.connect.obstacle = change["obstacle"]
     for name in {"hosts_of", "unreachable"} & change.keys():
         monkeypatch.setattr(norm_ranks, name, change[name])
-    settings = {name: value for name, value in change.items() if name == "use_ubatching"}
+    settings = {name: value for name, value in change.items() if isinstance(value, bool)}
     assert [connect_as_vllm(group, monkeypatch, **settings) for _ in range(2)] == [None, None]
     assert len(log.records) == 1
     assert reason in log.text

@@ -9,6 +9,7 @@ import torch
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from tests.moe_inputs import relative_error
 from tests.nvfp4_inputs import experts, moe64
 
@@ -47,6 +48,50 @@ def test_against_the_reference(tokens: int) -> None:
     found = ops.nvfp4_moe(**cuda(arguments))
     assert torch.equal(found, ops.nvfp4_moe(**cuda(arguments))), "the same bits every run"
     assert relative_error(found.cpu(), ops.nvfp4_moe(**arguments).double()) < TOLERANCE[torch.bfloat16]
+
+
+# Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared.
+PAIRS = [
+    ((8, 64, 128, 528, 2, 4), (8, 128, 64, 528, 2, 4)),
+    ((8, 128, 64, 396, 4, 3), (8, 64, 64, 528, 4, 4)),
+    ((8, 64, 128, 3, 2, 2), (8, 64, 64, 7, 4, 2)),
+    ((8, 64, 64, 0, 4, 2), (8, 64, 128, 264, 2, 6)),
+    ((16, 64, 64, 528, 4, 3), (16, 64, 64, 0, 4, 2)),
+    ((16, 128, 64, 528, 2, 3), (16, 128, 64, 264, 4, 4)),
+    ((16, 64, 128, 5, 2, 3), (16, 128, 64, 1, 2, 3)),
+    ((32, 64, 128, 264, 2, 2), (32, 64, 128, 528, 2, 2)),
+]
+
+
+def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **changes: Any) -> torch.Tensor:
+    """What the kernels give with these configurations, of tensors on the GPU."""
+    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig, nvfp4_moe
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+
+    given = arguments | changes
+    w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
+    routing = given["topk_weights"], given["topk_ids"], given.get("expert_map")
+    device = hardware.detect(torch.device("cuda"))
+    gemm, config = kernels_of(device.arch).grouped_gemm, PairConfig(*(Config(*one) for one in fields))
+    return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, gemm, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 64, 32), (40, 3, 3, 80, 16), (7, 256, 8, 32, 16), (24, 6, 2, 1040, 528)])
+@pytest.mark.parametrize("fields", PAIRS, ids=str)
+def test_every_configuration(fields: tuple[tuple[int, ...], ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    arguments = experts(*shape, dtype)
+    expected, on_gpu = moe64(arguments), cuda(arguments)
+    found = multiply(on_gpu, fields)
+    assert relative_error(found.cpu(), expected) < TOLERANCE[dtype]
+    for _ in range(3):
+        assert torch.equal(found, multiply(on_gpu, fields)), "the same bits every run"
+    nobody = torch.full((shape[1],), -1, dtype=torch.int32, device="cuda")
+    assert (multiply(on_gpu, fields, expert_map=nobody) == 0).all()
+    # All tokens choose the first experts, whose rows fill several tiles: the others have none.
+    ids = torch.arange(shape[2], dtype=torch.int32).expand(shape[0], -1).contiguous()
+    found = multiply(on_gpu, fields, topk_ids=ids.cuda())
+    assert relative_error(found.cpu(), moe64(arguments | {"topk_ids": ids})) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

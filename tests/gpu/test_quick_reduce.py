@@ -63,7 +63,8 @@ def connect(rank: int, timeout: float) -> tuple[torch.device, QuickReduce]:
     keys.settle()
     group = dist.group.WORLD
     assert group is not None
-    return device, QuickReduce.over(group, device, inbox_bytes=8 << 20, timeout=timeout)
+    with device:  # the default one while an engine builds a model
+        return device, QuickReduce.over(group, device, inbox_bytes=8 << 20, timeout=timeout)
 
 
 def draw(count: int, dtype: torch.dtype, seed: int, nasty: bool = True) -> list[torch.Tensor]:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from llm_quant_rocm import ops, reference
+from llm_quant_rocm.comm import norm_ranks
 from llm_quant_rocm.comm import reduce_norm_quant as ranks_of
-from llm_quant_rocm.comm.policy import Algorithm, Choice
+from llm_quant_rocm.comm.group import Members as EngineMembers
+from llm_quant_rocm.comm.policy import Algorithm, Choice, Settings
 from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.comm.reduce_norm_quant import Plan, Ranks
 from llm_quant_rocm.formats import fp8
@@ -251,8 +253,35 @@ def graphs(rank: int) -> None:
     members.memory.check()
 
 
+def connected_by_an_engine(rank: int) -> None:
+    """As vLLM and SGLang connect: over a gloo group, while the GPU and 16 bits are the defaults."""
+    device, cpu_group = torch.device("cuda", rank), dist.new_group(backend="gloo")
+    torch.cuda.set_device(device)
+    keys.settle()
+    engine = {"engine": "an engine", "name": "tp:0", "cpu_group": cpu_group, "device_group": dist.group.WORLD}
+    members = EngineMembers(
+        **engine, device=device, same_host=lambda group, source_rank: [True] * dist.get_world_size(group),
+        visible_devices="CUDA_VISIBLE_DEVICES",
+    )  # fmt: skip
+    kind = options(*TARGETS[1])
+    xs, weight = inputs(dist.get_world_size(), 20, 2880, torch.bfloat16, 1), torch.ones(2880, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        assert norm_ranks.connect(members, Settings(), None, None, None) == "tp:0"
+        ranks = ranks_of.ranks_named("tp:0")
+        assert ranks.memory is not None and ranks.memory.mailbox.report.is_pinned()
+        found = ops.reduce_norm_quant(xs[rank].cuda(), weight.cuda(), group="tp:0", **kind)
+    torch.set_default_dtype(torch.float32)
+    assert_results(found, expect(xs, None, weight, 0.0, ranks.plan, kind), f"rank {rank}")
+    ranks.memory.check()
+    dist.barrier()
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("function", [every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs])
+@pytest.mark.parametrize(
+    "function",
+    [every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs, connected_by_an_engine],
+)
 def test_ranks(world: int, function: Callable[[int], None]) -> None:
     if function is two_groups and world != 4:
         pytest.skip("two groups of two")

@@ -4,7 +4,9 @@
 import inspect
 import textwrap
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,23 +15,44 @@ pytest.importorskip("triton")
 GROUP = 4
 
 
-def place() -> Callable[[int, int, int], tuple[int, int]]:
+def python(name: str, programs: int = 0) -> Callable[..., Any]:
+    """A function of the kernel, where so many programs run."""
     from llm_quant_rocm.kernels import nvfp4_wgmma
 
     assert nvfp4_wgmma.GROUP.value == GROUP
-    source = textwrap.dedent(inspect.getsource(nvfp4_wgmma.place.fn)).replace("@gluon.jit\n", "")
-    names = {"gl": SimpleNamespace(minimum=min), "GROUP": GROUP}
+    source = textwrap.dedent(inspect.getsource(getattr(nvfp4_wgmma, name).fn)).replace("@gluon.jit\n", "")
+    gl = SimpleNamespace(
+        minimum=min, maximum=max, where=lambda here, a, b: a if here else b, num_programs=lambda axis: programs
+    )
+    names = {"gl": gl, "GROUP": GROUP}
     exec(source, names)
-    return names["place"]
+    return names[name]
 
 
 @pytest.mark.parametrize("tiles_n", [1, 2, 17, 33])
 @pytest.mark.parametrize("tiles_m", [1, 3, 4, 5, 8, 11])
 def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(tiles_m: int, tiles_n: int) -> None:
-    placed = [place()(tile, tiles_m, tiles_n) for tile in range(tiles_m * tiles_n)]
+    placed = [python("place")(tile, tiles_m, tiles_n) for tile in range(tiles_m * tiles_n)]
     assert sorted(placed) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
     groups = [m // GROUP for m, _ in placed]
     assert groups == sorted(groups)
     for group in set(groups):
         columns = [n for m, n in placed if m // GROUP == group]
         assert columns == sorted(columns), "programs that run together share a tile of the weight"
+
+
+@pytest.mark.parametrize("tile_groups", [1, 3, 28])
+@pytest.mark.parametrize("tiles", [0, 1, 7, 8, 9, 100])
+@pytest.mark.parametrize("programs", [1, 8, 64])
+def test_tiles_are_shared_evenly_and_their_flags_are_their_own(programs: int, tiles: int, tile_groups: int) -> None:
+    """Also where routing leaves fewer groups of steps than there are programs."""
+    begin_of, program_at = python("begin_of", programs), python("_program_at", programs)
+    groups = tiles * tile_groups
+    begins = [begin_of(program, groups) for program in range(programs + 1)]
+    lengths = [end - begin for begin, end in pairwise(begins)]
+    assert (begins[0], begins[-1]) == (0, groups) and max(lengths) - min(lengths) <= 1
+    owners = [program for program, length in enumerate(lengths) for _ in range(length)]
+    assert [program_at(group, groups) for group in range(groups)] == owners
+    stretches = [(owners[first], owners[first + tile_groups - 1]) for first in range(0, groups, tile_groups)]
+    shared = [first for first, last in stretches if first != last]
+    assert len(set(shared)) == len(shared), "two tiles would count on one flag"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tuner would try, without a GPU: the shipped winners, and nothing twice."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_hopper
+from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
@@ -36,7 +37,7 @@ MAKE = {
     "nvfp4_gemm": lambda fields: nvfp4_hopper.config_of(fields),
     "nvfp4_gemm_fp8": lambda fields: nvfp4_hopper.fp8_config_of(fields),
     "ptpc_moe": lambda fields: MoeConfig(**fields),
-    "nvfp4_moe": lambda fields: nvfp4_hopper.config_of(fields),
+    "nvfp4_moe": lambda fields: PairConfig.of(fields, nvfp4_hopper.config_of),
 }
 
 
@@ -66,6 +67,24 @@ def test_the_shipped_winners_are_candidates(operator: str) -> None:
             (shape.slots, shape.experts, 1, shape.hidden, shape.inner) if method.experts else (shape.m, *shape.weight)
         )
         assert MAKE[operator](shape.config) in method.candidates(HOPPER, *dims), shape
+
+
+def test_one_configuration_in_a_file_serves_both_products_of_experts() -> None:
+    """As files had it before each product had its own."""
+    config = nvfp4_hopper.moe_config(128, 256, 7168, 256)
+    assert PairConfig.of(asdict(config), nvfp4_hopper.config_of) == PairConfig(config, config)
+    with pytest.raises(ValueError, match="tiles of 16 rows cannot be multiplied as tiles of 32"):
+        PairConfig(config, replace(config, block_m=32))
+
+
+def test_few_rows_are_not_padded_to_sixteen_and_fill_the_gpu() -> None:
+    found = tuner("nvfp4_moe").candidates(HOPPER, 16, *WELL_KNOWN_EXPERTS["deepseek-v3/8"])
+    assert {pair.block_m for pair in found} >= {8, 16}
+    assert {pair.w13.programs for pair in found} >= {0, 2 * 132, 4 * 132}
+    assert any(pair.w13.block_n != pair.w2.block_n for pair in found)
+    assert not [pair for pair in found if pair.block_m > 16 and (pair.w13.programs or pair.w2.programs)], (
+        "it would spill"
+    )
 
 
 def test_tiles_that_just_fill_the_gpu_are_among_them() -> None:

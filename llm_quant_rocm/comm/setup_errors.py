@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of an error in which the set-up of a group ended: the engine's own all-reduce serves, and the log says
+why."""
+
+import logging
+
+logger = logging.getLogger("llm_quant_rocm")
+
+
+class NoPeerMemory(RuntimeError):
+    """Torch's symmetric memory gave a group's GPUs none, as where they do not reach each other's memory."""
+
+
+def refusal_of(error: Exception) -> str:
+    """`error` as a refusal of one line, in its own words.
+
+    A NoPeerMemory and a ValueError are answers about the machine and the group, and speak for themselves. Nobody
+    expects another one from a group that was found to be served: its type is said too, and its traceback is logged as a
+    warning.
+    """
+    if isinstance(error, NoPeerMemory | ValueError):
+        return first_line(error)
+    reason = f"setting it up failed with {type(error).__name__}: {first_line(error)}"
+    logger.warning("%s. This is not expected: please report it", reason, exc_info=error)
+    return reason
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's text; without a text, that it has none."""
+    return next(iter(str(error).splitlines()), "no reason given")
