@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,15 +59,22 @@ class Job:
 def serve(folder: Path, start: Callable[[], Callable[[], dict[str, Any]]]) -> NoReturn:
     """In an engine's process: `start` the engine, and leave what the function that it returns measures."""
     threading.Thread(target=_end_without, args=(int((folder / "parent").read_text()),), daemon=True).start()
-    _wait_for(folder / "prepared")
-    measure = start()
-    (folder / "ready").touch()
-    _wait_for(folder / "go")
-    result = measure()
-    (folder / "part").write_text(json.dumps(result))
-    (folder / "part").rename(folder / "result")
-    sys.stdout.flush()
-    os._exit(0)  # without the engine's farewell, which takes long; the parent ends what is left
+    status = 1
+    try:
+        _wait_for(folder / "prepared")
+        measure = start()
+        (folder / "ready").touch()
+        _wait_for(folder / "go")
+        result = measure()
+        (folder / "part").write_text(json.dumps(result))
+        (folder / "part").rename(folder / "result")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        # Without the engine's farewell, which takes long or for ever; the parent ends what is left.
+        os._exit(status)
 
 
 def _end_without(parent: int) -> None:

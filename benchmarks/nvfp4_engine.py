@@ -133,12 +133,12 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
 
     found: dict[str, Any] = {"vllm": version("vllm"), "shape": SHAPES[shape], "methods": {}}
     expected: list[float] = []
-    with tempfile.TemporaryDirectory(dir=scratch_folder()) as name:
-        scratch = Path(name)
-        dense, quantized = scratch / "dense", scratch / "quantized"
+    # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
+    with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
+        dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method == "bf16" else quantized for method in methods}
         jobs = [
-            vllm_engine.job(method, __file__, (shape, method, str(folder)), scratch, METHODS[method])
+            vllm_engine.job(method, __file__, (shape, method, str(folder)), Path(scratch), METHODS[method])
             for method, folder in folders.items()
         ]
         prepare = partial(write_checkpoints, shape, dense, quantized)
