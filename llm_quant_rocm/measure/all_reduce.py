@@ -44,11 +44,11 @@ def cuts(default: Config) -> dict[str, tuple[Config, tuple[int, ...]]]:
     }
     ways["at once"] = at_once, both
     ways["at once, 6 a multiprocessor"] = replace(at_once, programs=6 * units), both
-    ways["together"] = replace(default, flags_together=True), (2,)
-    ways["at once, together"] = replace(at_once, flags_together=True), (2,)
-    ways["at once, own first"] = replace(at_once, own_first=True), (2,)
-    ways["at once, together, own first"] = replace(at_once, flags_together=True, own_first=True), (2,)
-    ways |= {f"at once, {rounds} rounds": (replace(at_once, rounds=rounds), both) for rounds in (1, 2, 4)}
+    ways["last"] = replace(default, flags_last=True), both
+    for rounds in (1, 2, 4):
+        way = replace(at_once, rounds=rounds)
+        ways[f"at once, {rounds} rounds"] = way, both
+        ways[f"at once, last, {rounds} rounds"] = replace(way, flags_last=True), both
     for blocks, warps, many in ((4, 1, 16), (8, 2, 8), (32, 8, 2)):
         way = replace(at_once, blocks=blocks, num_warps=warps, programs=many * units)
         ways[f"at once, {warps} warps, {many} a multiprocessor"] = way, both

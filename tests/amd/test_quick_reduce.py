@@ -79,7 +79,7 @@ def test_a_flag_that_is_not_awaited_gives_wrong_results() -> None:
 
 
 ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2)
-TOGETHER = replace(ONE_PROGRAM, flags_together=True, own_first=True)
+LAST = replace(ONE_PROGRAM, flags_last=True)
 
 
 def ranks_that_stall(shot: str, config: Config, slots: int, seed: int) -> None:
@@ -100,8 +100,8 @@ def ranks_that_stall(shot: str, config: Config, slots: int, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("shot", "config"),
-    [("two_shot", ONE_PROGRAM), ("two_shot", TOGETHER), ("one_shot", ONE_PROGRAM)],
-    ids=["two_shot", "two_shot_flags_together", "one_shot"],
+    [(shot, config) for shot in ("two_shot", "one_shot") for config in (ONE_PROGRAM, LAST)],
+    ids=["two_shot", "two_shot_flags_last", "one_shot", "one_shot_flags_last"],
 )
 def test_ranks_that_stall_in_the_middle_of_a_call(shot: str, config: Config) -> None:
     call(tritons.VERSIONS[-1], ranks_that_stall, shot, config, quick_reduce.SLOTS.value, 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -188,9 +189,18 @@ def test_how_messages_are_cut(world: int, shots: int) -> None:
             assert (cut.tiles - 1) * values < count <= cut.tiles * values
             assert 1 <= cut.programs <= min(cut.tiles, 40) and cut.tiles <= 4096
             assert cut.programs == min(cut.tiles, 40) or cut.buffers == 1 or cut.tiles * 2 > 4096  # small pieces first
-            slots = cut.programs * kernels.SLOTS.value * world
+            slots = min(cut.programs * kernels.SLOTS.value, cut.tiles) * world
             assert slots * cut.buffers * config.buffer_bytes(codec) <= 1 << 22
             assert count > 10**6 or cut.buffers <= 4
+
+
+def test_small_inboxes_make_pieces_small() -> None:
+    """But not those of a message that fits them whole, which takes no slot twice."""
+    config = Config(blocks=16, programs=528, num_warps=4, rounds=1)
+    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 32 << 20, 32768)
+    assert box.cut(2**23, FP4, config, 1) == kernels.Cut(4, 512, 512)
+    assert box.cut(2**25, FP4, config, 1) == kernels.Cut(3, 2731, 528)
+    assert box.cut(2**25, FP4, replace(config, programs=7), 2) == kernels.Cut(8, 512, 7)
 
 
 def test_how_many_programs_run() -> None:

@@ -34,8 +34,8 @@ TYPES = [(codec, dtype) for codec in CODECS for dtype in DTYPES if dtype == torc
 # Other ways of a kernel, with FP4.
 WAYS: list[dict[str, bool]] = [
     {"flags_at_once": True},
-    {"flags_together": True},
-    {"flags_at_once": True, "flags_together": True, "own_first": True},
+    {"flags_last": True},
+    {"flags_at_once": True, "flags_last": True},
 ]
 
 

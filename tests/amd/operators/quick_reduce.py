@@ -22,7 +22,7 @@ from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 PATIENCE = 1_000_000
 SMALL = Config(blocks=2, programs=2, num_warps=2)
 AT_ONCE = replace(SMALL, flags_at_once=True)
-TOGETHER = replace(SMALL, flags_together=True, own_first=True)
+LAST = replace(SMALL, flags_last=True)
 
 
 STORED, WAITED, MET = range(3)
@@ -211,7 +211,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         }
         cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
         cases["many calls"] = partial(many_calls, fp4)
-        cases["late ranks, flags together, own sums first"] = partial(late, fp4, TOGETHER)
+        cases["late ranks, flags last"] = partial(late, fp4, LAST)
+        cases["a lost rank, flags last"] = partial(lost, fp4, LAST)
         cases["late ranks, flags at once"] = partial(late, fp4, AT_ONCE)
         cases["a lost rank, flags at once"] = partial(lost, fp4, AT_ONCE)
         cases |= {
