@@ -113,7 +113,7 @@ class QuickReduce:
         out = torch.empty_like(values)
         if x.numel():
             shots = 2 if algorithm is Algorithm.TWO_SHOT else 1
-            config = self._config or kernels.default_config(self._hardware, x.numel(), self._mailbox.world, shots)
+            config = self._config or kernels.default_config(self._hardware, self._mailbox.world, shots)
             _KERNELS[algorithm](
                 values.view(-1), out.view(-1), self._mailbox, codec, config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,

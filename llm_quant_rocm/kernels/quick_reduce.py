@@ -73,8 +73,8 @@ class Config:
         programs: the most that run, about as many as the GPU runs at once. None waits for one of a higher number, of
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
-        rounds: tiles of a program from which on pieces grow, to at most `buffers` buffers.
-        buffers: the most buffers of a piece.
+        rounds: tiles that a program has before pieces grow.
+        buffers: the most buffers of a piece: larger messages are more tiles.
         flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
         flags_last: whether a program sets its flags when it has received a tile too, so that it waits for all its
             stores once, and they travel while it decodes; or those of each piece as soon as that is stored.
@@ -83,7 +83,7 @@ class Config:
     blocks: int
     programs: int
     num_warps: int
-    rounds: int = 8
+    rounds: int = 1
     buffers: int = 8
     flags_at_once: bool = False
     flags_last: bool = False
@@ -153,8 +153,10 @@ class Mailbox:
         def fits(buffers: int) -> bool:
             return min(triton.cdiv(pieces, buffers), slots) * buffers <= room
 
+        # Pieces as large as rounds, which all programs have in full, leave them: waits are a tile's, not a byte's.
+        rounds = max(config.rounds, triton.cdiv(pieces, config.programs * config.buffers))
+        wanted = triton.cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.
-        wanted = min(triton.cdiv(pieces, config.programs * config.rounds), config.buffers)
         fitting = next((buffers for buffers in range(wanted, 1, -1) if fits(buffers)), 1)
         buffers = max(fitting, triton.cdiv(pieces, self.max_tiles))
         programs = config.programs if fits(buffers) else room // (SLOTS.value * buffers)
@@ -176,22 +178,19 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
 
 
-def default_config(hardware: Hardware, count: int, world: int, shots: int) -> Config:
-    """What serves a message of `count` values between `world` ranks best, as far as it was measured.
+def default_config(hardware: Hardware, world: int, shots: int) -> Config:
+    """What serves messages between `world` ranks best, as far as it was measured.
 
     That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are the
-    fastest from 128 MiB on; with 4 too few loads are under way. Where 4 share all tiles in two rounds, 6 would leave
-    their second round half empty and take as long for each. Smaller messages have fewer tiles than that.
+    fastest from 128 MiB on; with 4 too few loads are under way.
 
     All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured: its
     kernels need up to 128 registers a lane, of which 6 programs do not get as many at once, and those that begin when
     others have ended add a tail as long.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
-    blocks = 16
-    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * world
     measured = hardware.arch == "sm_90" and (world, shots) == (2, 2)
-    return Config(blocks, (6 if measured and not two_rounds else 4) * units, num_warps=128 // hardware.lanes)
+    return Config(16, (6 if measured else 4) * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(

@@ -40,7 +40,7 @@ WAYS: list[dict[str, bool]] = [
 
 
 def config(way: dict[str, bool]) -> Config:
-    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), **way)
+    return replace(kernels.default_config(detect(torch.device("cuda", 0)), WORLD, 2), **way)
 
 
 def compile_kernel(shots: int, codec: str, dtype: torch.dtype, way: dict[str, bool]) -> None:

@@ -128,7 +128,7 @@ def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torc
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def launch(shot: str, world: int, codec: str, at_once: bool) -> None:
         ranks = Ranks(world, 1 << 20)
-        config = quick_reduce.default_config(hardware, 3000, world, 2 if shot == "two_shot" else 1)
+        config = quick_reduce.default_config(hardware, world, 2 if shot == "two_shot" else 1)
         config = replace(config, flags_at_once=at_once)
         ranks.launch(getattr(quick_reduce, shot), draw(1, 3000, torch.bfloat16), CODECS[codec], config)
 
