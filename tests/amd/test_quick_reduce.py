@@ -78,7 +78,7 @@ def test_a_flag_that_is_not_awaited_gives_wrong_results() -> None:
         call(tritons.VERSIONS[-1], two_ranks, "gfx942", {"await_flags": "await_no_flags"}, True)
 
 
-ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2)
+ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2, buffers=1)
 LAST = replace(ONE_PROGRAM, flags_last=True)
 
 

@@ -20,9 +20,9 @@ from tests.amd.budget import Budget
 from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
-SMALL = Config(blocks=2, programs=2, num_warps=2)
+SMALL = Config(blocks=2, programs=2, num_warps=2, buffers=1)
 AT_ONCE = replace(SMALL, flags_at_once=True)
-LAST = replace(SMALL, flags_last=True)
+LAST = replace(SMALL, buffers=2, flags_last=True)
 
 
 STORED, WAITED, MET = range(3)
