@@ -56,7 +56,7 @@ class QuickReduce:
 
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
-                messages are smaller: two ranks fill 16 MiB with 128 MiB of values in FP4, and 117 MiB with 1 GiB.
+                messages are smaller: two ranks fill 36 MiB with 128 MiB of values in FP4, and 112 MiB with 1 GiB.
             timeout: seconds that a call's kernel waits for a rank until it counts as lost; longer, never shorter, where
                 many flags are looked at, as how long a look takes is measured here, on this GPU, for one.
 
