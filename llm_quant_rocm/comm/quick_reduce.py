@@ -57,7 +57,7 @@ class QuickReduce:
 
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
-                messages are smaller: two ranks fill 16 MiB with 128 MiB of values in FP4, and 117 MiB with 1 GiB.
+                messages are smaller: two ranks fill 36 MiB with 128 MiB of values in FP4, and 112 MiB with 1 GiB.
             timeout: seconds that a call's kernel waits for a rank until it counts as lost; longer, never shorter, where
                 many flags are looked at, as how long a look takes is measured here, on this GPU, for one.
 
@@ -117,7 +117,7 @@ class QuickReduce:
         out = torch.empty_like(values)
         if x.numel():
             shots = 2 if algorithm is Algorithm.TWO_SHOT else 1
-            config = self._config or kernels.default_config(self._hardware, x.numel(), self._mailbox.world, shots)
+            config = self._config or kernels.default_config(self._hardware, self._mailbox.world, shots)
             _KERNELS[algorithm](
                 values.view(-1), out.view(-1), self._mailbox, codec, config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,

@@ -20,7 +20,7 @@ A program has SLOTS slots, which its tiles take in turn, so that inboxes are sma
 a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends tile t has
 received t - 3, whose flags the owners set after they read all pieces of t - 3. Who stores the sum of t has seen
 everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
-after everybody received t - 4.
+after everybody received t - 4. Flags that are set last are set after one more tile was received.
 
 **Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of a
 kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in
@@ -73,22 +73,20 @@ class Config:
         programs: the most that run, about as many as the GPU runs at once. None waits for one of a higher number, of
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
-        rounds: tiles of a program from which on pieces grow, to at most `buffers` buffers.
-        buffers: the most buffers of a piece.
+        rounds: tiles that a program has before pieces grow.
+        buffers: the most buffers of a piece: larger messages are more tiles.
         flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
-        flags_together: whether the two-shot sets its flags of a sent tile and of the tile before, whose sum it stored,
-            together: it then waits for its stores once, but tells of the sent tile later.
-        own_first: whether the two-shot decodes its own sums while it waits for the others', or all in one loop.
+        flags_last: whether a program sets its flags when it has received a tile too, so that it waits for all its
+            stores once, and they travel while it decodes; or those of each piece as soon as that is stored.
     """
 
     blocks: int
     programs: int
     num_warps: int
-    rounds: int = 8
+    rounds: int = 1
     buffers: int = 8
     flags_at_once: bool = False
-    flags_together: bool = False
-    own_first: bool = False
+    flags_last: bool = False
 
     @property
     def buffer_values(self) -> int:
@@ -147,13 +145,21 @@ class Mailbox:
         Raises:
             ValueError: inboxes or flags are too few for them, or they are too many to be counted in 32 bits.
         """
-        slots = self.phase_bytes // (SLOTS.value * self.world * config.buffer_bytes(codec))
+        room = self.phase_bytes // (self.world * config.buffer_bytes(codec))
         values = config.buffer_values * (self.world if shots == 2 else 1)
-        wanted = triton.cdiv(count, values * config.programs * config.rounds)
+        pieces = triton.cdiv(count, values)  # of one buffer
+        slots = SLOTS.value * config.programs
+
+        def fits(buffers: int) -> bool:
+            return min(triton.cdiv(pieces, buffers), slots) * buffers <= room
+
+        # Pieces as large as rounds, which all programs have in full, leave them: waits are a tile's, not a byte's.
+        rounds = max(config.rounds, triton.cdiv(pieces, config.programs * config.buffers))
+        wanted = triton.cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.
-        fitting = max(1, slots // config.programs)
-        buffers = max(min(wanted, config.buffers, fitting), triton.cdiv(count, values * self.max_tiles))
-        programs = min(config.programs, slots // buffers)
+        fitting = next((buffers for buffers in range(wanted, 1, -1) if fits(buffers)), 1)
+        buffers = max(fitting, triton.cdiv(pieces, self.max_tiles))
+        programs = config.programs if fits(buffers) else room // (SLOTS.value * buffers)
         if programs == 0:
             raise ValueError(
                 f"inboxes of {self.phase_bytes} bytes with flags of {self.max_tiles} tiles do not serve {count} values "
@@ -172,22 +178,19 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
 
 
-def default_config(hardware: Hardware, count: int, world: int, shots: int) -> Config:
-    """What serves a message of `count` values between `world` ranks best, as far as it was measured.
+def default_config(hardware: Hardware, world: int, shots: int) -> Config:
+    """What serves messages between `world` ranks best, as far as it was measured.
 
     That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are the
-    fastest from 128 MiB on; with 4 too few loads are under way. Where 4 share all tiles in two rounds, 6 would leave
-    their second round half empty and take as long for each. Smaller messages have fewer tiles than that.
+    fastest from 128 MiB on; with 4 too few loads are under way.
 
     All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured: its
     kernels need up to 128 registers a lane, of which 6 programs do not get as many at once, and those that begin when
     others have ended add a tail as long.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
-    blocks = 16
-    two_rounds = count <= 2 * 4 * units * blocks * BLOCK * world
     measured = hardware.arch == "sm_90" and (world, shots) == (2, 2)
-    return Config(blocks, (6 if measured and not two_rounds else 4) * units, num_warps=128 // hardware.lanes)
+    return Config(16, (6 if measured else 4) * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(
@@ -234,7 +237,7 @@ def _launch(
         mailbox.phase_bytes,
         mailbox.max_tiles,
         max_spins,
-        **_constants(shots, codec, carried, config, mailbox.world),
+        **_constants(codec, carried, config, mailbox.world),
     )
 
 
@@ -248,19 +251,19 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
     kernel = two_shot_kernel if shots == 2 else one_shot_kernel
     kernel.warmup(
         dtype, dtype, torch.int64, torch.int32, torch.int64, *[1] * len(_RUNTIME), grid=(1,),
-        **_constants(shots, codec, dtype, config, world),
+        **_constants(codec, dtype, config, world),
     )  # fmt: skip
 
 
-def _constants(shots: int, codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
+def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
-    of_two_shot = {"TOGETHER": config.flags_together, "OWN_FIRST": config.own_first}
-    return (of_two_shot if shots == 2 else {}) | {
+    return {
         **wire_units.constants(codec, carried),
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
         "WORLD": world,
         "AT_ONCE": config.flags_at_once,
+        "LAST": config.flags_last,
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,
     }
@@ -273,8 +276,7 @@ _RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "ma
 def two_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr,
-    TOGETHER: tl.constexpr, OWN_FIRST: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -294,7 +296,7 @@ def two_shot_kernel(
                         x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                         parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
                         wire_units.store_parts(piece + index * BYTES, parts, LOW, HIGH, GROUPS)
-            if not TOGETHER:
+            if not LAST:
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         owned = tile - programs
@@ -314,15 +316,8 @@ def two_shot_kernel(
                         for turn in range(WORLD):
                             buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                             wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
-            if not TOGETHER:
+            if not LAST:
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
-        if TOGETHER and owned < tiles:
-            set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
-        if OWN_FIRST and (owned >= 0) & (owned < tiles):
-            pieces = mine + inbox(call, 1, owned % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
-            for index in range(rank * buffers, (rank + 1) * buffers):
-                begin = (owned * WORLD * buffers + index) * VALUES
-                receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
 
         received = tile - 2 * programs
         if received >= 0:
@@ -331,9 +326,13 @@ def two_shot_kernel(
             )
             pieces = mine + inbox(call, 1, received % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
-                if not OWN_FIRST or index // buffers != rank:
-                    begin = (received * WORLD * buffers + index) * VALUES
-                    receive(out_ptr, pieces + index * BYTES, begin, count, KIND, LIMIT, LOW, HIGH, T, GROUPS)
+                begin = (received * WORLD * buffers + index) * VALUES
+                if begin < count:
+                    buffer = pieces + index * BYTES
+                    pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
+                    store_values(out_ptr, pairs, begin, count, GROUPS)
+        if LAST and owned < tiles:
+            set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
     end_call(state_ptr, call)
 
 
@@ -341,7 +340,7 @@ def two_shot_kernel(
 def one_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -360,11 +359,12 @@ def one_shot_kernel(
                     for turn in range(WORLD):
                         buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                         wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
-            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
-        if tile == tl.program_id(0):
-            end_call(state_ptr, call)
+            if not LAST:
+                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - programs
+        if received == tl.program_id(0):
+            end_call(state_ptr, call)
         if received >= 0:
             patience = await_flags(
                 mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
@@ -377,6 +377,8 @@ def one_shot_kernel(
                     first = pieces + index * BYTES
                     total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
+        if LAST and tile < tiles:
+            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
 
 @triton.jit
@@ -484,8 +486,11 @@ def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
 @triton.jit
 def end_call(state_ptr, call):
     """The last program of the kernel to come here counts the call: all have read its number. In the one-shot they come
-    here when they have sent their first tile, while they wait for others; the two-shot would need more registers."""
-    if tl.atomic_add(state_ptr + DONE, 1) == tl.num_programs(0) - 1:
+    here before they await their first tile, as its flags are on their way; the two-shot would need more registers.
+
+    It orders nothing: who comes here has used the number, and who reads the next one begins when this kernel has ended.
+    A release would wait until the flags that were just set have arrived."""
+    if tl.atomic_add(state_ptr + DONE, 1, sem="relaxed") == tl.num_programs(0) - 1:
         tl.store(state_ptr + DONE, 0)
         tl.store(call_pointer(state_ptr), call)
 
@@ -533,17 +538,6 @@ def add_pieces(
         for i in tl.static_range(0, 8, 2):
             pairs = pairs + (wire_units.pair_of(sums[i], sums[i + 1], T),)
     return pairs
-
-
-@triton.jit
-def receive(
-    out_ptr, buffer, begin, count, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    T: tl.constexpr, GROUPS: tl.constexpr
-):  # fmt: skip
-    """Decodes a buffer of the values from `begin` on into `out_ptr`."""
-    if begin < count:
-        pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
-        store_values(out_ptr, pairs, begin, count, GROUPS)
 
 
 @triton.jit

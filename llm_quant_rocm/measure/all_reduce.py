@@ -44,11 +44,11 @@ def cuts(default: Config) -> dict[str, tuple[Config, tuple[int, ...]]]:
     }
     ways["at once"] = at_once, both
     ways["at once, 6 a multiprocessor"] = replace(at_once, programs=6 * units), both
-    ways["together"] = replace(default, flags_together=True), (2,)
-    ways["at once, together"] = replace(at_once, flags_together=True), (2,)
-    ways["at once, own first"] = replace(at_once, own_first=True), (2,)
-    ways["at once, together, own first"] = replace(at_once, flags_together=True, own_first=True), (2,)
-    ways |= {f"at once, {rounds} rounds": (replace(at_once, rounds=rounds), both) for rounds in (1, 2, 4)}
+    ways["last"] = replace(default, flags_last=True), both
+    for rounds in (2, 4, 8):
+        way = replace(default, rounds=rounds)
+        ways[f"{rounds} rounds"] = way, both
+        ways[f"at once, last, {rounds} rounds"] = replace(way, flags_at_once=True, flags_last=True), both
     for blocks, warps, many in ((4, 1, 16), (8, 2, 8), (32, 8, 2)):
         way = replace(at_once, blocks=blocks, num_warps=warps, programs=many * units)
         ways[f"at once, {warps} warps, {many} a multiprocessor"] = way, both
@@ -97,7 +97,7 @@ def entries(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kernels(world: int, hardware: Hardware, codecs: Sequence[str], with_cuts: bool) -> list[tuple[Any, ...]]:
-    config = kernels.default_config(hardware, 1, world, 2)
+    config = kernels.default_config(hardware, world, 1)
     jobs = [(shots, codec, config, world) for shots in (1, 2) for codec in codecs]
     if with_cuts:
         # How many programs and rounds there are, no kernel knows.
@@ -149,7 +149,7 @@ def _rank(rank: int, report: Report, world: int, sizes: Sequence[int], codecs: S
     if with_cuts:
         reduces |= {
             f", {cut}": (QuickReduce(first.mailbox, first.region, first.max_spins, config), shots)
-            for cut, (config, shots) in cuts(kernels.default_config(detect(device), 1, world, 2)).items()
+            for cut, (config, shots) in cuts(kernels.default_config(detect(device), world, 1)).items()
         }
     torch.manual_seed(rank)
     most = max(*sizes, MIB) // 2

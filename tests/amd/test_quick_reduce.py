@@ -2,7 +2,8 @@
 """The quantized all-reduce on AMD: planted defects are found, and its order of memory is in the machine code."""
 
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -52,6 +53,14 @@ def await_no_flags(
     return patience
 
 
+@contextmanager
+def stalls(seed: int) -> Iterator[None]:
+    """Programs run by turns of very different length, so that each is held up anywhere in the middle of its work."""
+    draw, turn = random.Random(seed), Execution.turn
+    with patch.object(Execution, "turn", lambda execution, limit: turn(execution, draw.choice((1, 40, 3000)))):
+        yield
+
+
 def two_ranks(arch: str, planted: dict[str, str], execute: bool) -> str:
     """One call of two ranks with functions of the kernel replaced; returns its assembly."""
     gpu = activate(arch, execute)
@@ -62,6 +71,7 @@ def two_ranks(arch: str, planted: dict[str, str], execute: bool) -> str:
         for name, function in planted.items():
             replaced.enter_context(patch.object(quick_reduce, name, globals()[function]))
         if execute:
+            replaced.enter_context(stalls(0))
             ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16), CODECS["INT4"])
         else:
             ranks.launch(quick_reduce.two_shot, draw(1, 2000, torch.bfloat16), CODECS["INT4"])
@@ -78,30 +88,24 @@ def test_a_flag_that_is_not_awaited_gives_wrong_results() -> None:
         call(tritons.VERSIONS[-1], two_ranks, "gfx942", {"await_flags": "await_no_flags"}, True)
 
 
-ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2)
-TOGETHER = replace(ONE_PROGRAM, flags_together=True, own_first=True)
+ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2, buffers=1)
+LAST = replace(ONE_PROGRAM, flags_last=True)
 
 
 def ranks_that_stall(shot: str, config: Config, slots: int, seed: int) -> None:
-    """One call of two ranks that run by turns of very different length, so that each is held up anywhere in the middle
-    of its work; one program of each takes nine tiles, and so every slot twice."""
-    draw = random.Random(seed)
-    turn = Execution.turn
+    """One call of two ranks that stall; one program of each takes nine tiles, and so every slot twice."""
     activate("gfx942")
     ranks = Ranks(2)
     count = 9 * config.buffer_values * (2 if shot == "two_shot" else 1)
     inputs = [random_rows(count // 64, 64, torch.bfloat16, seed * 10 + rank).flatten() for rank in range(2)]
-    with (
-        patch.object(quick_reduce, "SLOTS", tl.constexpr(slots)),
-        patch.object(Execution, "turn", lambda execution, limit: turn(execution, draw.choice((1, 40, 3000)))),
-    ):
+    with patch.object(quick_reduce, "SLOTS", tl.constexpr(slots)), stalls(seed):
         ranks.call(getattr(quick_reduce, shot), inputs, CODECS["FP4"], config=config)
 
 
 @pytest.mark.parametrize(
     ("shot", "config"),
-    [("two_shot", ONE_PROGRAM), ("two_shot", TOGETHER), ("one_shot", ONE_PROGRAM)],
-    ids=["two_shot", "two_shot_flags_together", "one_shot"],
+    [(shot, config) for shot in ("two_shot", "one_shot") for config in (ONE_PROGRAM, LAST)],
+    ids=["two_shot", "two_shot_flags_last", "one_shot", "one_shot_flags_last"],
 )
 def test_ranks_that_stall_in_the_middle_of_a_call(shot: str, config: Config) -> None:
     call(tritons.VERSIONS[-1], ranks_that_stall, shot, config, quick_reduce.SLOTS.value, 0)

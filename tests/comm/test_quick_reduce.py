@@ -2,6 +2,7 @@
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
@@ -210,20 +211,32 @@ def test_how_messages_are_cut(world: int, shots: int) -> None:
             assert (cut.tiles - 1) * values < count <= cut.tiles * values
             assert 1 <= cut.programs <= min(cut.tiles, 40) and cut.tiles <= 4096
             assert cut.programs == min(cut.tiles, 40) or cut.buffers == 1 or cut.tiles * 2 > 4096  # small pieces first
-            slots = cut.programs * kernels.SLOTS.value * world
+            slots = min(cut.programs * kernels.SLOTS.value, cut.tiles) * world
             assert slots * cut.buffers * config.buffer_bytes(codec) <= 1 << 22
             assert count > 10**6 or cut.buffers <= 4
 
 
+def test_how_large_pieces_are() -> None:
+    """As large as one round, or so many full ones, leaves them. Small inboxes make them smaller, but not those of a
+    message that fits them whole, which takes no slot twice."""
+    config = Config(blocks=16, programs=528, num_warps=4)
+    box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 32 << 20, 32768)
+    assert box.cut(2**23, FP4, config, 1) == kernels.Cut(4, 512, 512)
+    assert box.cut(2**23, FP4, replace(config, rounds=2), 1) == kernels.Cut(2, 1024, 528)
+    assert box.cut(2**25, FP4, config, 1) == kernels.Cut(3, 2731, 528)
+    assert box.cut(2**25, FP4, replace(config, programs=7), 2) == kernels.Cut(8, 512, 7)
+    large = replace(box, phase_bytes=128 << 20)
+    assert large.cut(2**27, FP4, replace(config, programs=792), 2) == kernels.Cut(7, 2341, 792)  # not 8, in 2.6 rounds
+
+
 def test_how_many_programs_run() -> None:
-    """Between two Hoppers 6 a multiprocessor, but 4 where these share all tiles in two rounds; 4 elsewhere."""
+    """Between two Hoppers 6 a multiprocessor in the two-shot; 4 elsewhere."""
     hopper, mi300 = nvidia(9, 0), amd("gfx942")
-    assert kernels.default_config(hopper, 2**23, 2, 2).programs == 4 * 132  # 16 MiB
-    assert kernels.default_config(hopper, 2**26, 2, 2).programs == 6 * 132
-    assert kernels.default_config(hopper, 2**26, 2, 1).programs == 4 * 132
-    assert kernels.default_config(hopper, 2**26, 8, 2).programs == 4 * 132
-    assert kernels.default_config(mi300, 2**26, 2, 2).programs == 4 * 304
-    assert [kernels.default_config(h, 1, 2, 2).num_warps for h in (hopper, mi300)] == [4, 2]
+    assert kernels.default_config(hopper, 2, 2).programs == 6 * 132
+    assert kernels.default_config(hopper, 2, 1).programs == 4 * 132
+    assert kernels.default_config(hopper, 8, 2).programs == 4 * 132
+    assert kernels.default_config(mi300, 2, 2).programs == 4 * 304
+    assert [kernels.default_config(h, 2, 2).num_warps for h in (hopper, mi300)] == [4, 2]
 
 
 def test_errors() -> None:

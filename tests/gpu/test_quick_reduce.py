@@ -34,13 +34,13 @@ TYPES = [(codec, dtype) for codec in CODECS for dtype in DTYPES if dtype == torc
 # Other ways of a kernel, with FP4.
 WAYS: list[dict[str, bool]] = [
     {"flags_at_once": True},
-    {"flags_together": True},
-    {"flags_at_once": True, "flags_together": True, "own_first": True},
+    {"flags_last": True},
+    {"flags_at_once": True, "flags_last": True},
 ]
 
 
 def config(way: dict[str, bool]) -> Config:
-    return replace(kernels.default_config(detect(torch.device("cuda", 0)), 1, WORLD, 2), **way)
+    return replace(kernels.default_config(detect(torch.device("cuda", 0)), WORLD, 2), **way)
 
 
 def compile_kernel(shots: int, codec: str, dtype: torch.dtype, way: dict[str, bool]) -> None:

@@ -20,9 +20,9 @@ from tests.amd.budget import Budget
 from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
-SMALL = Config(blocks=2, programs=2, num_warps=2)
+SMALL = Config(blocks=2, programs=2, num_warps=2, buffers=1)
 AT_ONCE = replace(SMALL, flags_at_once=True)
-TOGETHER = replace(SMALL, flags_together=True, own_first=True)
+LAST = replace(SMALL, buffers=2, flags_last=True)
 
 
 STORED, WAITED, MET = range(3)
@@ -128,7 +128,7 @@ def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torc
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def launch(shot: str, world: int, codec: str, at_once: bool) -> None:
         ranks = Ranks(world, 1 << 20)
-        config = quick_reduce.default_config(hardware, 3000, world, 2 if shot == "two_shot" else 1)
+        config = quick_reduce.default_config(hardware, world, 2 if shot == "two_shot" else 1)
         config = replace(config, flags_at_once=at_once)
         ranks.launch(getattr(quick_reduce, shot), draw(1, 3000, torch.bfloat16), CODECS[codec], config)
 
@@ -211,7 +211,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         }
         cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
         cases["many calls"] = partial(many_calls, fp4)
-        cases["late ranks, flags together, own sums first"] = partial(late, fp4, TOGETHER)
+        cases["late ranks, flags last"] = partial(late, fp4, LAST)
+        cases["a lost rank, flags last"] = partial(lost, fp4, LAST)
         cases["late ranks, flags at once"] = partial(late, fp4, AT_ONCE)
         cases["a lost rank, flags at once"] = partial(lost, fp4, AT_ONCE)
         cases |= {
