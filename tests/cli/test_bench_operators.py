@@ -59,7 +59,7 @@ def test_a_peer_that_cannot_is_absent_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere/plot.png", "plot", "plot.jpeg"])
-@pytest.mark.parametrize("command", ["moe", "rows", "all_reduce"])
+@pytest.mark.parametrize("command", ["gemm", "moe", "rows", "all_reduce"])
 def test_a_plot_that_cannot_be_drawn_is_said_first(tmp_path: Path, command: str, name: str) -> None:
     result = run(command, "--plot", tmp_path / name)
     assert result.exit_code == 1

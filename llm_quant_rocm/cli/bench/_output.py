@@ -105,8 +105,11 @@ def show(
         return
     output.print(table)
     for name, reason in facts.get("absent", {}).items():
-        output.print(f"{name} is left out: {reason}", highlight=False, soft_wrap=True)
+        output.print(f"{name} is left out: {reason}", markup=False, highlight=False, soft_wrap=True)
     for row in facts["rows"]:
+        where = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
         for name, reason in row.get("failed", {}).items():
-            output.print(f"{name} failed: {reason}", style="red", highlight=False, soft_wrap=True)
+            output.print(
+                f"{where}: {name} failed: {reason}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
     output.print(line, style="dim", highlight=False, soft_wrap=True)
