@@ -3,6 +3,7 @@
 
 import json
 import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -80,6 +81,21 @@ def test_a_vllm_that_does_not_load_is_absent(module: str, monkeypatch: pytest.Mo
     else:
         assert "vllm_fp8" not in command.products([torch.randn(8, 32, dtype=torch.bfloat16)], absent)
     assert "AttributeError: this torch has no such operator" in absent.values()
+
+
+def test_a_vllm_whose_kernels_refuse_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("expected at most 0 arguments\nbut received 4")
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(_custom_ops=None))
+    found = {"quant": [pytest.fail], "vllm_quant": [refuse]}
+    monkeypatch.setattr(rows, "variants", lambda m, k, with_vllm: found)
+    absent: dict[str, str] = {}
+    command = import_module("llm_quant_rocm.cli.bench.rows")
+    assert not command._vllm_is_there(absent)
+    assert absent == {"vLLM": "RuntimeError: expected at most 0 arguments"}
+    found["vllm_quant"] = [lambda: None]
+    assert command._vllm_is_there({})
 
 
 def test_bench_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
