@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import provenance, timing
 from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli.bench._output import head
 from llm_quant_rocm.measure import all_reduce, experts, reduce_norm_quant, rows
 
 ENVIRONMENT = {"device": "a GPU", "torch": "1", "triton": "3", "commit": "abc", "date": "today"}
@@ -81,6 +82,19 @@ def test_a_vllm_that_does_not_load_is_absent(module: str, monkeypatch: pytest.Mo
     else:
         assert "vllm_fp8" not in command.products([torch.randn(8, 32, dtype=torch.bfloat16)], absent)
     assert "AttributeError: this torch has no such operator" in absent.values()
+
+
+@pytest.mark.parametrize("inches", [6, 11, 26])
+def test_a_plot_shows_all_of_where_it_was_measured(inches: int) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(inches, 4.6), layout="constrained")
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    figure.subplots()
+    line = "2 x AMD Instinct MI300X VF, torch 2.13.0+rocm7.2, triton 3.9.0, vllm 0.33.0+rocm723, python 3.13.11, " * 2
+    head(figure, f"routed experts\n{line}")
+    figure.draw_without_rendering()
+    assert figure.get_suptitle().replace("\n", " ") == f"routed experts {line.strip()}"
+    extent = figure._suptitle.get_window_extent()
+    assert extent.x0 >= 0 and extent.x1 <= figure.bbox.x1
 
 
 def test_a_vllm_whose_kernels_refuse_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
