@@ -32,6 +32,9 @@ logger = logging.getLogger("llm_quant_rocm")
 # What is kept of lookups, and of the choices made with them: one for each number of rows of each layer, of which a
 # server meets tens of thousands. The last ones serve.
 KEPT = 4096
+# How far a weight may be from the one that was measured: all its sizes together larger or smaller by so much. A
+# configuration is cut for how many tiles fill the GPU, of which a weight further off has too few or too many.
+FARTHEST = 4
 _SAME = ("llm-quant-rocm", "triton")
 
 
@@ -113,7 +116,7 @@ def shapes(operator: str, arch: str) -> tuple[Shape, ...]:
 @lru_cache(KEPT)
 def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
     """The measurement nearest to the shape, a `Measured` or `MeasuredExperts`: the weight nearest in log size, then the
-    smallest number of rows that covers `rows`. None where there is none.
+    smallest number of rows that covers `rows`. None where there is none within `FARTHEST`.
 
     The next larger number, because a configuration's tiles are cut for the rows it was measured with; beyond the
     largest, the largest.
@@ -126,6 +129,8 @@ def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
         return sum(abs(math.log(theirs / ours)) for theirs, ours in zip(shape.weight, weight, strict=True))
 
     nearest = min(known, key=distance)
+    if distance(nearest) > math.log(FARTHEST):
+        return None
     same_weight = sorted((shape for shape in known if shape.weight == nearest.weight), key=lambda shape: shape.rows)
     return next((shape for shape in same_weight if shape.rows >= rows), same_weight[-1])
 

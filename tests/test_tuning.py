@@ -52,12 +52,17 @@ def test_the_next_larger_m_or_the_largest(known: None, m: int, nearest: int) -> 
 
 @pytest.mark.parametrize(
     ("n", "k", "nearest"),
-    [(8192, 8192, 8192), (1280, 8192, 1280), (1, 1, 1280), (3000, 8192, 1280), (3500, 8192, 8192)],
+    [(8192, 8192, 8192), (1280, 8192, 1280), (640, 4097, 1280), (3000, 8192, 1280), (3500, 8192, 8192)],
 )
 def test_the_nearest_weight_in_log_size(known: None, n: int, k: int, nearest: int) -> None:
     found = lookup(1, n, k)
     assert found is not None
     assert found.n == nearest
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1280, 2047), (319, 8192), (8192, 32769), (16385, 16384)])
+def test_a_weight_far_from_all_that_was_measured_finds_nothing(known: None, n: int, k: int) -> None:
+    assert lookup(1, n, k) is None
 
 
 @pytest.mark.parametrize("operator", ["ptpc_gemm", "nvfp4_gemm"])
