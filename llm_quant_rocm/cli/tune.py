@@ -62,7 +62,7 @@ def tune(
 
     What was measured is kept after every shape, and the same command goes on behind it."""
     output, messages = Console(), Console(stderr=True)
-    with reported("tune", messages):
+    with reported("tune", messages, goes_on=True):
         from llm_quant_rocm.tune import QUICK_REDUCE
 
         require_gpu()
