@@ -32,7 +32,7 @@ def _engine(name: str, title: str, result: dict[str, Any]) -> str:
     if panels:
         lines.bars(name, f"{title}\n{measured_on(result)}", panels)
         text += f"\n\n![time and accuracy]({name}.png)"
-    return text + (f"\n\n{LLAMA}\n\n{engine_table(times)}" if times else "")
+    return text + (f"\n\n{LLAMA}\n\n{engine_table(times, result['environment']['commit'])}" if times else "")
 
 
 def _changes(demo: dict[str, Any]) -> dict[str, float]:
@@ -51,13 +51,15 @@ def accuracy_table(demo: dict[str, Any]) -> str:
     return table(["quantization", "token perplexity", "change", "most likely token as in bf16"], rows)
 
 
-def engine_table(times: dict[str, Any]) -> str:
+def engine_table(times: dict[str, Any], commit: str) -> str:
+    """`commit` is the file's; a method that was measured at another one names it."""
     rows = [
         [method, prompts, *(str(found[prompts][key]) for key in ("prefill_s", "ms_a_step", "total_s"))]
+        + [found.get("commit", commit)]
         for method, found in times.items()
         for prompts in (key for key in found if "prompt" in key)
     ]
-    return table(["quantization", "batch", "prefill, s", "ms a step", "total, s"], rows)
+    return table(["quantization", "batch", "prefill, s", "ms a step", "total, s", "commit"], rows)
 
 
 def quick_reduce(name: str, result: dict[str, Any]) -> str:
@@ -71,7 +73,7 @@ def quick_reduce(name: str, result: dict[str, Any]) -> str:
         f"## The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n\n{measured_on(result)}\n\n"
         f"![perplexity by codec]({name}.png)\n\n{DEMO}\n\n{accuracy_table(codecs)}"
     )
-    return text + (f"\n\n{LLAMA}\n\n{engine_table(timed)}" if timed else "")
+    return text + (f"\n\n{LLAMA}\n\n{engine_table(timed, result['environment']['commit'])}" if timed else "")
 
 
 def words(name: str, result: dict[str, Any]) -> str:

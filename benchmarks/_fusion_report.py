@@ -19,19 +19,28 @@ def times(name: str, result: dict[str, Any]) -> str:
     variants = result["variants"]
     first = next(iter(variants.values()))
     rows = []
-    for prompts in (key for key in first if "prompt" in key):
-        for name, found in variants.items():
-            times, base = found[prompts], first[prompts]
+    batches = [key for key in first if "prompt" in key]
+    for batch in batches:
+        for variant, found in variants.items():
+            times, base = found[batch], first[batch]
             ratios = [f"{base[key] / times[key]:.3f}" for key in ("prefill_s", "ms_a_step")]
-            rows.append([prompts, name, f"{times['prefill_s'] * 1e3:.1f}", f"{times['ms_a_step']:.3f}", *ratios])
-    counts = [[name, *_launches(found["kernels_of_a_prefill"])] for name, found in variants.items()]
+            rows.append([batch, variant, f"{times['prefill_s'] * 1e3:.1f}", f"{times['ms_a_step']:.3f}", *ratios])
+    counts = [[variant, *_launches(found["kernels_of_a_prefill"])] for variant, found in variants.items()]
     base_name = next(iter(variants))
     header = ["batch", "variant", "prefill, ms", "ms a step", f"{base_name} / prefill", f"{base_name} / step"]
     ranks = result["ranks"]
+    title = f"The fusion pass in vLLM {result['vllm']}, {ranks} GPU{'s' if ranks > 1 else ''}"
+    kinds = {"prefill, ms": ("prefill_s", 1e3), "ms a step": ("ms_a_step", 1.0)}
+    panels = {
+        f"{batch}: {kind}": {variant: found[batch][key] * unit for variant, found in variants.items()}
+        for kind, (key, unit) in kinds.items()
+        for batch in batches
+    }
+    lines.bars(name, f"{title}\n{measured_on(result)}", panels)
     return (
-        f"## The fusion pass in vLLM {result['vllm']}, {ranks} GPU{'s' if ranks > 1 else ''}\n\n{measured_on(result)}"
-        "\n\nThe shape of Llama-3-70B cut to eight layers, ptpc_fp8, dummy weights, CUDA graphs, 1024 tokens in and "
-        f"129 out:\n\n{table(header, rows)}\n\nKernels that the first GPU ran in one prefill:\n\n"
+        f"## {title}\n\n{measured_on(result)}\n\n![prefill and step]({name}.png)\n\nThe shape of Llama-3-70B "
+        f"cut to eight layers, ptpc_fp8, dummy weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
+        f"{table(header, rows)}\n\nKernels that the first GPU ran in one prefill:\n\n"
         f"{table(['variant', *KERNELS], counts)}"
     )
 
@@ -41,9 +50,12 @@ def _launches(kernels: dict[str, int]) -> list[str]:
 
 
 def accuracy(name: str, result: dict[str, Any]) -> str:
-    rows = [[name, f"{found['perplexity']:.3f}"] for name, found in result["variants"].items()]
+    values = {variant: found["perplexity"] for variant, found in result["variants"].items()}
+    rows = [[variant, f"{value:.3f}"] for variant, value in values.items()]
+    title = "The fusion pass and the demo model's accuracy"
+    lines.bars(name, f"{title}\n{measured_on(result)}", {"token perplexity": values})
     return (
-        f"## The fusion pass and the demo model's accuracy\n\n{measured_on(result)}\n\n"
+        f"## {title}\n\n{measured_on(result)}\n\n![perplexity]({name}.png)\n\n"
         f"{table(['variant', 'token perplexity'], rows)}"
     )
 
@@ -51,12 +63,12 @@ def accuracy(name: str, result: dict[str, Any]) -> str:
 def kernel(name: str, result: dict[str, Any]) -> str:
     """All-reduce, residual, norm and quantization in one kernel."""
     widths = list(dict.fromkeys(row["columns"] for row in result["rows"]))
-    chosen = ("separate", "two_kernels", "one_shot", "two_shot", "planned")
+    left_out = re.compile("nccl|symm_|quick_|fused|planned|speed_up")
     panels = {}
     for width in widths:
         rows = [row for row in result["rows"] if row["columns"] == width]
         panels[f"{width} columns"] = {
-            who: points for who, points in lines.speed_up(rows, "rows", "separate").items() if who in chosen
+            who: points for who, points in lines.speed_up(rows, "rows", "separate").items() if not left_out.match(who)
         }
     lines.plot(
         name, f"All-reduce, residual, RMSNorm and FP8 in one kernel, {result['world']} GPUs\n{measured_on(result)}",
@@ -71,6 +83,8 @@ def kernel(name: str, result: dict[str, Any]) -> str:
     return (
         f"## All-reduce, residual, RMSNorm and FP8 in one kernel, {result['world']} GPUs\n\n{measured_on(result)}\n\n"
         f"![speed-up over separate operators]({name}.png)\n\n`separate` is the fastest all-reduce of the run, then "
-        f"norm and quantization, {result['norm_and_quant']}; `fused` is the better of both shots.\n\n"
+        f"norm and quantization, {result['norm_and_quant']}; `two_kernels` has ours in one kernel behind it. `fused` "
+        "is the fastest of what serves without a codec, `two_kernels` and both shots, and `planned` what the plan of "
+        "that commit chose. Names with a codec send by it from end to end.\n\n"
         f"{table(['columns', 'tokens', *names, 'separate / fused'], body)}"
     )

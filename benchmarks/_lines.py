@@ -20,23 +20,35 @@ def speed_up(rows: Sequence[Mapping[str, Any]], size: str, base: str) -> dict[st
     }
 
 
+def by_size(axis: Any, sizes: Sequence[float]) -> None:
+    """Gives an axis a logarithmic x with `sizes`, or every second one if they are many, as plain numbers."""
+    shown = sizes[:: 1 if len(sizes) < 9 else 2]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(shown, [f"{size:g}" for size in shown], rotation=30, fontsize=8)
+    axis.minorticks_off()
+
+
 def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], sizes: str, numbers: str) -> None:
     """results/NAME.png, with a grey line at 1."""
     columns = min(3, len(panels))
     count = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        count, columns, figsize=(1 + 4.2 * columns, 0.8 + 3.2 * count), squeeze=False, layout="constrained"
+        count, columns, figsize=(2.2 + 4.2 * columns, 0.8 + 3.4 * count), squeeze=False, layout="constrained"
     )
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
+    names = dict.fromkeys(who for curves in panels.values() for who in curves)
+    colours = {who: f"C{place}" for place, who in enumerate(names)}
+    legend = {}
     for axis, (label, curves) in zip(axes.flat, panels.items(), strict=False):
         for who, points in curves.items():
-            axis.plot([x for x, _ in points], [y for _, y in points], marker=".", linewidth=1.4, label=who)
+            xs, ys = zip(*points, strict=True)
+            (legend[who],) = axis.plot(xs, ys, color=colours[who], marker=".", linewidth=1.4)
         axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
+        by_size(axis, sorted({x for points in curves.values() for x, _ in points}))
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+    figure.legend(legend.values(), legend, loc="outside right upper", fontsize=8)
     figure.supxlabel(sizes)
     figure.supylabel(numbers)
     figure.suptitle(title, fontsize=10)
@@ -46,10 +58,14 @@ def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], size
 
 def bars(name: str, title: str, panels: Mapping[str, Mapping[str, float]]) -> None:
     """results/NAME.png: a bar a case, a panel a number; as wide as a title with a device and versions at least."""
+    columns = len(panels) if len(panels) < 5 else 3
+    count = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(max(8.0, 1 + 3.6 * len(panels)), 3.6), squeeze=False, layout="constrained"
+        count, columns, figsize=(max(8.0, 1 + 3.6 * columns), 0.4 + 3.2 * count), squeeze=False, layout="constrained"
     )
-    for axis, (label, values) in zip(axes.flat, panels.items(), strict=True):
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (label, values) in zip(axes.flat, panels.items(), strict=False):
         drawn = axis.bar(range(len(values)), list(values.values()))
         axis.bar_label(drawn, fmt="%.4g", fontsize=7)
         axis.margins(y=0.12)

@@ -30,21 +30,26 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     ]
     means_table = table(["M", *names, "limit"], means)
     return (
-        f"## NVFP4 GEMM\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 {result['bf16_tflop_s']} "
-        f"TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n`limit` is the larger of the least memory "
-        "traffic at that bandwidth and of the operations at that rate, which FP8 exceeds. `nvfp4_gemm_fp8` is "
-        "`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. `marlin` is vLLM 0.26's kernel, "
-        "`humming` the package humming-kernels.\n\nMean speed-up over bf16 of Llama-3-70B's layers:\n\n"
-        f"{means_table}\n\nMicroseconds of all layers:\n\n{table(header, body)}{_failures(rows)}"
+        f"## {_title(name)}\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 "
+        f"{result['bf16_tflop_s']} TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n"
+        "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
+        "which FP8 exceeds. `nvfp4_gemm_fp8` is "
+        f"`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. {_peers(names)}\n\nMean speed-up "
+        f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n"
+        f"{table(header, body)}{_failures(rows)}"
     )
+
+
+def _title(name: str) -> str:
+    return "NVFP4 GEMM, prefill in FP8" if "_fp8_" in name else "NVFP4 GEMM"
 
 
 def plot(result: dict[str, Any], name: str) -> None:
     """Speed-up over cuBLAS bf16 against M, a panel a layer, with the limit."""
     layers = list(dict.fromkeys(row["layer"] for row in result["rows"]))
     columns = min(4, len(layers))
-    lines = -(-len(layers) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4 * columns, 3.2 * lines), squeeze=False, layout="constrained")
+    count = -(-len(layers) // columns)
+    figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3.2 * count), squeeze=False, layout="constrained")
     for axis, layer in zip(axes.flat, layers, strict=False):
         rows = [_with_limit(row) for row in result["rows"] if row["layer"] == layer]
         for who in [name for name in [*_names(rows), "limit"] if name != "bf16"]:
@@ -56,7 +61,7 @@ def plot(result: dict[str, Any], name: str) -> None:
                 style = {"linewidth": 2.2, "marker": "."}
             axis.plot([m for m, _ in points], [ratio for _, ratio in points], label=who, **style)
         axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
+        lines.by_size(axis, [row["m"] for row in rows])
         axis.set_ylim(bottom=0)
         axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}", fontsize=9)
         axis.grid(alpha=0.3)
@@ -65,7 +70,7 @@ def plot(result: dict[str, Any], name: str) -> None:
         axis.set_visible(False)
     figure.supxlabel("M (tokens)")
     figure.supylabel("speed-up over cuBLAS bf16")
-    figure.suptitle(f"NVFP4 GEMM\n{measured_on(result)}", fontsize=10)
+    figure.suptitle(f"{_title(name)}\n{measured_on(result)}", fontsize=10)
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 
@@ -109,7 +114,8 @@ def engine(name: str, result: dict[str, Any]) -> str:
             times = found[prompts]
             base = methods.get("bf16", {}).get(prompts)
             faster = f"{base['total_s'] / times['total_s']:.2f}" if base else ""
-            rows.append([method, prompts, *(str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s")), faster])
+            numbers = (str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s"))
+            rows.append([method, prompts, *numbers, faster, found.get("commit", result["environment"]["commit"])])
     counts = dict.fromkeys(key for found in methods.values() for key in found if key.endswith("prompts"))
     panels = {
         f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
@@ -123,9 +129,16 @@ def engine(name: str, result: dict[str, Any]) -> str:
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8.\n\n"
         f"![total time]({name}.png)\n\n"
-        + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total"], rows)
+        + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total", "commit"], rows)
         + "".join(f"\n\nFailed: {why}" for why in failed)
     )
+
+
+def _peers(names: list[str]) -> str:
+    """Who they are."""
+    known = {"marlin": "vLLM 0.26's kernel", "humming": "the package humming-kernels"}
+    found = [f"`{name}` is {what}." for name, what in known.items() if name in names]
+    return " ".join(found)
 
 
 def _names(rows: list[dict[str, Any]]) -> list[str]:

@@ -24,7 +24,7 @@ def plot_gemm(name: str, result: dict[str, Any]) -> None:
                 style = {"linewidth": 2.2} if who in OURS else {"linewidth": 1.2, "linestyle": "--"}
                 axis.plot([row["m"] for row in rows], ratios, marker=".", label=who, **style)
         axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
+        lines.by_size(axis, [row["m"] for row in rows])
         axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}")
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
@@ -48,12 +48,12 @@ def plot_rows(name: str, result: dict[str, Any]) -> None:
             ms = [row["m"] for row in rows]
             axis.plot(ms, [row["us"][operator] for row in rows], marker=".", label=f"K={k}")
             axis.plot(ms, [row["limit_us"][operator] for row in rows], color="grey", linewidth=0.8, linestyle=":")
-        axis.set_xscale("log", base=2)
+        lines.by_size(axis, ms)
         axis.set_yscale("log")
         axis.set_title(operator)
         axis.set_xlabel("M (tokens)")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("microseconds (dotted: memory traffic at copy bandwidth)")
+    axes[0].set_ylabel("microseconds\n(dotted: memory traffic at copy bandwidth)")
     axes[0].legend(fontsize=8)
     figure.suptitle(f"Per-token FP8 quantization, alone and with RMSNorm\n{measured_on(result)}", fontsize=10)
     figure.tight_layout()

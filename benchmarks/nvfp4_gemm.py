@@ -2,6 +2,7 @@
 """The NVFP4 GEMM against its peers, on layers of Llama-3-70B, Qwen3-30B-A3B and DeepSeek-V3.
 
     python benchmarks/nvfp4_gemm.py [--vllm-ops FOLDER] [--humming FOLDER] [--layers PATTERN ...] [--ms M ...]
+                                    [--result NAME]
 
 Peers: cuBLAS bf16 on the decoded weight, Marlin from vLLM's operator library (vLLM 0.26 for torch 2.11), and Humming
 (`pip install --no-deps --target FOLDER humming-kernels`; it compiles with the CUDA toolkit's NVRTC). All multiply the
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--humming", type=Path, help="folder that holds the unpacked wheel of humming-kernels")
     parser.add_argument("--layers", nargs="+", default=["*"], help="patterns of the layers' names")
     parser.add_argument("--ms", nargs="+", type=int, help="rows of x; left out, those of each layer")
+    parser.add_argument("--result", default="nvfp4_gemm", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
     args = parser.parse_args()
     layers = harness.LAYERS | OTHER_LAYERS
     chosen = {name: layers[name] for name in layers if any(fnmatchcase(name, pattern) for pattern in args.layers)}
@@ -114,7 +116,7 @@ def main() -> None:
         "unit": "microseconds a call", "copy_gb_s": round(bandwidth / 1e9), "bf16_tflop_s": round(rate / 1e12),
         "absent": absent, "rows": rows,
     }  # fmt: skip
-    name = f"nvfp4_gemm_{hardware.detect(torch.device('cuda')).arch}"
+    name = f"{args.result}_{hardware.detect(torch.device('cuda')).arch}"
     for title, (n, k) in chosen.items():
         layer = Layer(n, k, everyone)
         for m in args.ms or (MS if title in harness.LAYERS else OTHER_MS):

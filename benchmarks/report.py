@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results/*.json: a PNG a file, and results/README.md with every figure, losses included.
+"""Draws results/*.json: a PNG a file, results/README.md with every figure, losses included, and the tables of figures
+in README and docs.
 
 python -m benchmarks.report
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import _engine_report, _fusion_report, _nvfp4_report, _ptpc_report, _quick_reduce_report
+from benchmarks import _engine_report, _figures, _fusion_report, _nvfp4_report, _ptpc_report, _quick_reduce_report
 from benchmarks._markdown import RESULTS, load, measured_on, table
 
 Section = Callable[[str, dict[str, Any]], str]
@@ -101,6 +102,7 @@ def page(names: list[str]) -> str:
 
 def main() -> None:
     (RESULTS / "README.md").write_text(page([file.stem for file in RESULTS.glob("*.json")]))
+    _figures.update()
 
 
 if __name__ == "__main__":

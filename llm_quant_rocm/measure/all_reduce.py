@@ -92,7 +92,7 @@ def measure(
 def entries(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What serves which size best, as `comm.crossovers.merged` takes it, for every codec in the result."""
     timed = {name for row in result["rows"] for name in row["us"]}
-    codecs = [codec for codec in CODECS if codec != "FP" and timed & {codec, f"{codec} one-shot"}]
+    codecs = [codec for codec in CODECS if timed & {codec, f"{codec} one-shot"}]
     return [crossovers(result["rows"], result["world"], codec) for codec in codecs]
 
 

@@ -106,7 +106,9 @@ def _in_fp8(call: GemmCall) -> bool:
 def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     """How to compute in FP8; None where the exact product is faster."""
     kernels, measured = kernels_of(device.arch), tuning.lookup(FP8_NAME, device.arch, m, n, k)
-    if measured is None:
+    # Whether FP8 pays depends on both sizes: the nearest weight's measurement, or that of twice as many rows, does not
+    # say it.
+    if measured is None or measured.weight != (n, k) or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
     return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
 

@@ -201,9 +201,9 @@ def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path, mon
 
 
 def test_what_was_not_measured_follows_upstream() -> None:
-    measured("sm_90")
+    measured("gfx950")
     for world, codec in ((2, "INT4"), (4, "INT8")):
-        policy = Policy(settings(QUANTIZATION=codec), world, "sm_90")
+        policy = Policy(settings(QUANTIZATION=codec), world, "gfx950")
         assert policy.choose(5000, torch.bfloat16) == ENGINE
         assert "upstream's thresholds" in policy.describe()
 

@@ -245,6 +245,8 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen(hopper.hardware, 128, 8192, 8192) == Expanded(2**24)
     measured.append(tuning.Measured(8192, 8192, 128, "triton", {"block_m": 256, "block_n": 128, "cut": 1}))
     assert chosen(hopper.hardware, 128, 8192, 8192) == Config(256, 128, 1)
+    # Measurements of another weight, or of twice as many rows.
+    assert chosen(hopper.hardware, 128, 8192, 4096) is None and chosen(hopper.hardware, 64, 8192, 8192) is None
 
 
 @pytest.mark.usefixtures("with_triton")

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of README and docs that hold figures: made of results/*.json, between two comments.
+
+    <!-- figures: NAME -->
+    <!-- end of figures -->
+
+A table has what there are files for.
+"""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _harness as harness
+from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks._quick_reduce_report import size
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+MIB = 1 << 20
+SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 1 << 30)
+OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
+PROMPTS = ("10 prompts", "64 prompts")
+MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3/8": "DeepSeek-V3, 1/8 of each", "mixtral-8x7b": "Mixtral 8x7B"}
+
+Row = Mapping[str, Any]
+
+
+def filled(text: str) -> str:
+    """A page with its tables anew.
+
+    Raises:
+        KeyError: there is no table of such a name.
+    """
+    return MARK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def update() -> None:
+    """Writes README and docs with their tables anew."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+
+
+def results(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and contents of the files there are."""
+    for file in sorted(RESULTS.glob(f"{pattern}.json")):
+        yield file.stem, load(file.name)
+
+
+def commit(result: Row) -> str:
+    return result["environment"]["commit"]
+
+
+# --- the all-reduce
+
+
+def fastest(us: Mapping[str, float], codec: str) -> float:
+    """Of a codec's two shots."""
+    return min(us[name] for name in (codec, f"{codec} one-shot") if name in us)
+
+
+def all_reduce() -> str:
+    parts = []
+    for _, result in results("quick_reduce_sm_90_tp*"):
+        codecs = ("FP4", "INT4", "INT8", "FP8", "FP")
+        rows = []
+        for row in (row for row in result["rows"] if row["bytes"] in SIZES):
+            us, base = row["us"], row["us"]["NCCL"]
+            others = min(us[name] for name in OTHERS if name in us)
+            cells = [f"{t:.1f} ({base / t:.2f})" for t in (fastest(us, codec) for codec in codecs)]
+            rows.append([size(row["bytes"]), f"{base:.1f}", f"{others:.1f}", *cells])
+        parts.append(f"{measured_on(result)}:\n\n{table(['message', 'NCCL', 'others', *codecs], rows)}")
+    return "\n\n".join(parts)
+
+
+# --- all-reduce, norm and quantization
+
+
+def plan(world: int, codec: str, nbytes: int) -> str:
+    """The name in the figures of what the shipped crossovers choose."""
+    file = ROOT / "llm_quant_rocm" / "configs" / "reduce_norm_quant" / "sm_90.json"
+    entries = json.loads(file.read_text())["crossovers"]
+    steps = next(e["steps"] for e in entries if (e["world_size"], e["codec"]) == (world, codec))
+    step = steps[bisect_right(steps, nbytes, key=lambda step: step["from_bytes"]) - 1]
+    if step["algorithm"] == "engine":
+        return "two_kernels"
+    return step["algorithm"] + ("" if step["codec"] == "FP" else f"_{step['codec']}")
+
+
+def planned(result: Row, row: Row, codec: str = "FP") -> float:
+    return row["us"][plan(result["world"], codec, 2 * row["rows"] * row["columns"])]
+
+
+def fused_norm() -> str:
+    parts = []
+    for _, result in results("reduce_norm_quant_tp*_sm_90"):
+        rows = []
+        for row in (row for row in result["rows"] if row["rows"] in (1, 16, 64, 1024, 8192)):
+            us, apart, ours, coded = row["us"], row["us"]["separate"], planned(result, row), planned(result, row, "FP4")
+            cells = [str(row["columns"]), str(row["rows"]), f"{apart:.1f}", f"{ours:.1f}", f"{apart / ours:.2f}"]
+            by_codec = [""] * 3
+            if "separate_FP4" in us:
+                by_codec = [f"{coded:.1f}", f"{apart / coded:.2f}", f"{us['separate_FP4'] / coded:.2f}"]
+            rows.append(cells + by_codec)
+        header = ["hidden size", "tokens", "separate", "ours", "ratio", "ours by FP4", "ratio", "over separate by FP4"]
+        parts.append(f"{measured_on(result)}:\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def cells(base: Row, found: Row, key: str, unit: float) -> list[str]:
+    """A time, and the base's over it."""
+    return [f"{found[key] * unit:.2f}", f"{base[key] / found[key]:.2f}"]
+
+
+def fused_engine() -> str:
+    parts = []
+    for name, result in results("vllm_fusion_*_ranks_sm_90"):
+        variants = result["variants"]
+        base = next(iter(variants.values()))
+        batches = [key for key in base if "prompt" in key]
+        rows = [
+            [batch, f"`{variant}`", *cells(base[batch], found[batch], "prefill_s", 1e3)]
+            + cells(base[batch], found[batch], "ms_a_step", 1.0)
+            for batch in batches
+            for variant, found in variants.items()
+        ]
+        header = ["batch", "variant", "time to first token, ms", "ratio", "time per output token, ms", "ratio"]
+        parts.append(
+            f"A whole vLLM {result['vllm']} on {result['ranks']} GPUs, `ptpc_fp8`, the shape of Llama-3-70B cut to "
+            "eight layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without the pass; "
+            f"QuickReduce sends by INT4 ([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
+            f"{table(header, rows)}"
+        )
+    return "\n\n".join(parts)
+
+
+# --- NVFP4
+
+
+def ratios(result: Row, m: int, who: str) -> dict[str, float]:
+    """By layer of Llama-3-70B, cuBLAS's time in bf16 over somebody's."""
+    rows = [row for row in result["rows"] if row["m"] == m and row["layer"] in harness.LAYERS]
+    return {row["layer"]: row["us"]["bf16"] / row["us"][who] for row in rows}
+
+
+def mean(result: Row, m: int, who: str) -> str:
+    found = ratios(result, m, who).values()
+    return f"{sum(found) / len(found):.2f}"
+
+
+def fp8_prefill() -> str:
+    result = load("nvfp4_gemm_fp8_sm_90.json")
+    rows = [
+        [str(m), *(f"{ratio:.2f}" for ratio in ratios(result, m, "nvfp4_gemm_fp8").values())]
+        + [mean(result, m, "nvfp4_gemm_fp8")]
+        for m in (256, 512, 1024, 2048, 4096)
+    ]
+    return f"{measured_on(result)}:\n\n{table(['rows', *harness.LAYERS, 'mean'], rows)}"
+
+
+def over_marlin(result: Row, model: str, router: str) -> dict[int, str]:
+    rows = [row for row in result["rows"] if (row["model"], row["router"]) == (model, router)]
+    return {row["tokens"]: f"{row['us']['marlin'] / row['us']['nvfp4_moe']:.2f}" for row in rows}
+
+
+def experts() -> str:
+    result = load("nvfp4_moe_sm_90.json")
+    fair, skewed = ({model: over_marlin(result, model, router) for model in MODELS} for router in ("fair", "skewed"))
+    rows = [
+        [str(tokens), *(f"{fair[model][tokens]} ({skewed[model][tokens]})" for model in MODELS)]
+        for tokens in next(iter(fair.values()))
+    ]
+    return f"{measured_on(result)}:\n\n{table(['tokens', *MODELS.values()], rows)}"
+
+
+# --- engines
+
+
+def engine_rows(result: Row, methods: Mapping[str, Row], base: str) -> list[list[str]]:
+    return [
+        [f"`{method}`", prompts, *(f"{found[prompts][key]:.3f}" for key in ("prefill_s", "ms_a_step", "total_s"))]
+        + [f"{methods[base][prompts]['total_s'] / found[prompts]['total_s']:.2f}", found.get("commit", commit(result))]
+        for prompts in PROMPTS
+        for method, found in methods.items()
+        if prompts in found
+    ]
+
+
+ENGINE = ["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total", "commit"]
+
+
+def nvfp4_engine() -> str:
+    parts = []
+    for name, result in results("nvfp4_engine_*_sm_90"):
+        shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
+        layers = result["shape"]["num_hidden_layers"]
+        parts.append(
+            f"{shape}, {layers} layers ([file](../benchmarks/results/{name}.json)), {result['environment']['device']}:"
+            f"\n\n{table(ENGINE, engine_rows(result, result['methods'], 'bf16'))}"
+        )
+    return "\n\n".join(parts)
+
+
+def sglang_engine() -> str:
+    result = load("sglang_engine_sm_90.json")
+    text = table(ENGINE, engine_rows(result, result["llama_3_70b_8_layers"], "bf16"))
+    demo = {name: found for name, found in result.get("demo_model", {}).items() if "perplexity" in found}
+    if demo:
+        rows = [
+            [f"`{name}`", f"{found['perplexity']:.2f}", f"{100 * found['agreement']:.1f}%"]
+            for name, found in demo.items()
+        ]
+        text += f"\n\n{table(['method', 'token perplexity of the demo model', 'most likely token as in bf16'], rows)}"
+    return f"{measured_on(result)}:\n\n{text}"
+
+
+# --- the README
+
+
+def totals(methods: Mapping[str, Row], base: str) -> str:
+    """Of each method but the base, the base's time over its own, by prompts."""
+    said = []
+    for method, found in methods.items():
+        if method != base and all(prompts in found for prompts in PROMPTS):
+            times = [f"{methods[base][prompts]['total_s'] / found[prompts]['total_s']:.2f}" for prompts in PROMPTS]
+            said.append(f"`{method}` {' and '.join(times)}")
+    return "; ".join(said)
+
+
+def overview() -> str:
+    rows: list[list[str]] = []
+
+    def add(name: str, what: str, figures: str) -> None:
+        if figures:
+            rows.append([f"[{what}](benchmarks/results/{name}.json)", figures])
+
+    for name, result in results("quick_reduce_sm_90_tp*"):
+        at = {row["bytes"]: row["us"] for row in result["rows"]}
+        sizes = [n for n in (MIB, 16 * MIB, 1 << 30) if n in at]
+        said = []
+        for codec in ("FP4", "INT4", "INT8"):
+            times = [at[n]["NCCL"] / fastest(at[n], codec) for n in sizes]
+            said.append(f"{codec} {', '.join(f'{time:.2f}' for time in times)}")
+        add(name, f"quantized all-reduce, {result['environment']['device']}", f"times as fast as NCCL at "
+            f"{', '.join(map(size, sizes))}: {'; '.join(said)}")  # fmt: skip
+    for name, result in results("reduce_norm_quant_tp*_sm_90"):
+        found = {(row["columns"], row["rows"]): row["us"]["separate"] / planned(result, row) for row in result["rows"]}
+        few = [ratio for (_, tokens), ratio in found.items() if tokens <= 64]
+        many = [f"{ratio:.2f} ({columns})" for (columns, tokens), ratio in found.items() if tokens == 8192]
+        title = f"all-reduce, residual, norm and FP8 as one kernel, {result['environment']['device']}"
+        add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
+            f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
+    for name, result in results("nvfp4_gemm_sm_90"):
+        ms = (1, 16, 64, 256, 1024, 4096)
+        said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
+        add(name, "NVFP4 GEMM, mean of Llama-3-70B's layers, H100", "times as fast as cuBLAS in bf16 by tokens, in "
+            f"brackets Marlin: {', '.join(said)}")  # fmt: skip
+    for name, result in results("nvfp4_gemm_fp8_sm_90"):
+        said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
+        add(name, 'the same with `prefill="fp8"`', ", ".join(said))
+    for name, result in results("nvfp4_moe_sm_90"):
+        said = [f"{title} {', '.join(over_marlin(result, model, 'fair').values())}" for model, title in MODELS.items()]
+        tokens = ", ".join(map(str, over_marlin(result, next(iter(MODELS)), "fair")))
+        add(name, "NVFP4 experts, H100", f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
+    for name, result in results("nvfp4_engine_*_sm_90"):
+        shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
+        title = f"NVFP4 in vLLM {result['vllm']}, shape of {shape}, {result['shape']['num_hidden_layers']} layers, H100"
+        said = totals(result["methods"], "bf16")
+        add(name, title, said and IN_ALL + said)
+    for name, result in results("vllm_engine_sm_90"):
+        said = totals(result["llama_3_70b_8_layers"], "none")
+        add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, H100", IN_ALL + said)
+    for name, result in results("vllm_fusion_*_ranks_sm_90"):
+        said = totals(result["variants"], "apart")
+        title = f"`ptpc_fp8` in vLLM {result['vllm']}, {result['ranks']} ranks, with fusion and QuickReduce"
+        add(name, title, f"times as fast as without, with 10 and 64 prompts: {said}")
+    for name, result in results("sglang_engine_sm_90"):
+        said = totals(result["llama_3_70b_8_layers"], "bf16")
+        add(name, f"SGLang {result['sglang']}, Llama-3-70B's shape, 8 layers, H100", IN_ALL + said)
+    return table(["what", "measured"], rows)
+
+
+IN_ALL = "times as fast as bf16 with 10 and 64 prompts: "
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (all_reduce, fused_norm, fused_engine, fp8_prefill, experts, nvfp4_engine, sglang_engine, overview)
+}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What configs/ ships is what serves by default, and what benchmarks/results measured to be fast."""
+
+import json
+from collections.abc import Iterator
+from importlib import import_module, resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm import hardware, tuning
+from llm_quant_rocm.comm.policy import Algorithm, Choice, Policy, Settings
+from llm_quant_rocm.comm.reduce_norm_quant import Plan
+from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.tune.shapes import WELL_KNOWN, WELL_KNOWN_EXPERTS
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
+SLOWER = 1.03  # than the fastest of the others may be what serves, at most
+HOPPER = hardware.nvidia(9, 0)
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of the user's counts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached = [tuning.shapes, tuning.lookup]
+    for name, functions in {"nvfp4_gemm": ("_config", "_fp8_config"), "nvfp4_moe": ("_config",)}.items():
+        cached += [getattr(import_module(f"llm_quant_rocm.ops.{name}"), function) for function in functions]
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def shipped(operator: str) -> dict[str, Any]:
+    return json.loads((resources.files("llm_quant_rocm") / "configs" / operator / "sm_90.json").read_text())
+
+
+def crossovers(operator: str) -> list[tuple[int, str]]:
+    """Numbers of ranks and codecs."""
+    return [(entry["world_size"], entry["codec"]) for entry in shipped(operator)["crossovers"]]
+
+
+# --- the all-reduce
+
+
+def time_of(us: dict[str, float], choice: Choice) -> float:
+    """Of the row of a table; the engine's all-reduce is taken to be the fastest of all that are not ours."""
+    if choice.codec is None:
+        return min(us[name] for name in OTHERS if name in us)
+    return us[choice.codec.name + " one-shot" * (choice.algorithm is Algorithm.ONE_SHOT)]
+
+
+@pytest.mark.parametrize(("world", "codec"), crossovers("quick_reduce"), ids=lambda value: str(value))
+def test_the_policy_is_never_slower_than_the_others(world: int, codec: str) -> None:
+    """At any size of the table, by more than 3%; and as fast as the fastest of its own, by as much."""
+    policy = Policy(Settings(CODECS[codec]), world, "sm_90")
+    assert policy.measured and "configs" in policy.source and "quick_reduce" in policy.source
+    table = results(f"quick_reduce_sm_90_tp{world}")["rows"]
+    assert (table[0]["bytes"], table[-1]["bytes"]) == (4 << 10, 1 << 30)
+    for row in table:
+        us, choice = row["us"], policy.choose(row["bytes"], torch.bfloat16)
+        ours = [time for name, time in us.items() if name.removesuffix(" one-shot") in ("FP", codec)]
+        fastest = min(*ours, time_of(us, Choice(Algorithm.ENGINE)))
+        assert time_of(us, choice) <= SLOWER * fastest, (row["bytes"], choice)
+
+
+@pytest.mark.parametrize("codec", ["FP4", "INT4"])
+def test_the_all_reduce_between_two_gpus(codec: str) -> None:
+    """What README and docs say of it: nearly three times NCCL at 1 GiB; ours from 8 KiB on."""
+    policy = Policy(Settings(CODECS[codec]), 2, "sm_90")
+    ratios = {}
+    for row in results("quick_reduce_sm_90_tp2")["rows"]:
+        choice = policy.choose(row["bytes"], torch.bfloat16)
+        assert (choice.algorithm is Algorithm.ENGINE) == (row["bytes"] < 8 << 10)
+        ratios[row["bytes"]] = row["us"]["NCCL"] / time_of(row["us"], choice)
+    assert ratios[1 << 30] > 2.9 and ratios[16 << 20] > 2.0
+
+
+# --- all-reduce, residual, norm and quantization
+
+
+@pytest.mark.parametrize(("world", "codec"), crossovers("reduce_norm_quant"), ids=lambda value: str(value))
+def test_the_plan_is_faster_than_separate_operators(world: int, codec: str) -> None:
+    plan = Plan.of(world, CODECS[codec], "sm_90", engine=True)
+    assert "configs" in plan.source and "reduce_norm_quant" in plan.source
+    for row in results(f"reduce_norm_quant_tp{world}_sm_90")["rows"]:
+        us, choice = row["us"], plan.choose(2 * row["rows"] * row["columns"])
+        ours = f"{choice.algorithm}{'' if choice.codec is CODECS['FP'] else f'_{codec}'}" if choice.codec else None
+        ratio = us["separate"] / us[ours or "two_kernels"]
+        # docs/fusion.md: narrow rows gain less where there are many.
+        least = 1.4 if row["rows"] <= 64 else 1.2 if row["columns"] >= 7168 else 1.1
+        assert ratio >= least, (row["rows"], row["columns"], ratio)
+
+
+# --- launch configurations
+
+
+@needs_triton
+def test_fp8_at_prefill_serves_the_layers_that_were_measured() -> None:
+    """Llama-3-70B's. Smaller weights, and up to 128 rows, are what the estimate says: computed exactly."""
+    from llm_quant_rocm.kernels import nvfp4_hopper
+
+    module, shapes = import_module("llm_quant_rocm.ops.nvfp4_gemm"), tuning.shapes("nvfp4_gemm_fp8", "sm_90")
+    assert {shape.weight for shape in shapes} == {shape for name, shape in WELL_KNOWN.items() if "llama" in name}
+    for shape in shapes:
+        assert shape.backend == "triton"
+        assert module._fp8_config(HOPPER, shape.rows, *shape.weight) == nvfp4_hopper.fp8_config_of(shape.config)
+    assert all(module._fp8_config(HOPPER, m, *WELL_KNOWN["llama-qkv"]) is None for m in (65, 128))
+    assert all(module._fp8_config(HOPPER, m, *WELL_KNOWN["qwen3-o"]) is None for m in (65, 256, 1024))
+
+
+@needs_triton
+def test_experts_take_what_was_measured() -> None:
+    from llm_quant_rocm.kernels import nvfp4_hopper
+
+    module, shapes = import_module("llm_quant_rocm.ops.nvfp4_moe"), tuning.shapes("nvfp4_moe", "sm_90")
+    known = {(experts, hidden, inner) for experts, _, hidden, inner in WELL_KNOWN_EXPERTS.values()}
+    assert {shape.weight for shape in shapes} == known
+    for shape in shapes:
+        found = module._config(HOPPER, shape.slots, *shape.weight)
+        assert found == nvfp4_hopper.config_of(shape.config)
