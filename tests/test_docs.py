@@ -64,15 +64,20 @@ def checks(program: str) -> Callable[[Callable[[list[str], Path], None]], Callab
     return register
 
 
+def filled_in(arguments: list[str], folder: Path) -> list[str]:
+    """With a checkpoint for MODEL and a new folder for other names in capitals."""
+    known = {"MODEL": str(ROOT / "examples" / "demo_model"), "COMMAND": "doctor"}
+    return [known.get(a) or (str(folder / a) if re.fullmatch(r"[A-Z][A-Z0-9-]+", a) else a) for a in arguments]
+
+
 @checks("llm-quant-rocm")
 def check_ours(arguments: list[str], folder: Path) -> None:
-    """By the command's own parser, with a checkpoint for MODEL and a new folder for other names in capitals."""
+    """By the command's own parser."""
     from typer.main import get_command
 
     from llm_quant_rocm.cli import app
 
-    known = {"MODEL": str(ROOT / "examples" / "demo_model"), "COMMAND": "doctor"}
-    arguments = [known.get(a) or (str(folder / a) if re.fullmatch(r"[A-Z][A-Z0-9-]+", a) else a) for a in arguments]
+    arguments = filled_in(arguments, folder)
     group = get_command(app)
     if not arguments or arguments[0].startswith("-"):
         assert arguments in (["--help"], ["--version"]), arguments
@@ -80,6 +85,10 @@ def check_ours(arguments: list[str], folder: Path) -> None:
     name, *rest = arguments
     command = group.commands.get(name)
     assert command is not None, f"llm-quant-rocm has no command {name}: {', '.join(group.commands)}"
+    if hasattr(command, "commands"):  # a group parses its own options alone
+        assert rest and rest[0] in command.commands, f"llm-quant-rocm {name} has {', '.join(command.commands)}"
+        name, *rest = rest
+        command = command.commands[name]
     try:
         command.make_context(name, rest)
     except Exception as error:  # the parser's own, of whichever click typer brings
@@ -97,7 +106,8 @@ def check_make(arguments: list[str], folder: Path) -> None:
 
 @checks("python")
 def check_python(arguments: list[str], folder: Path) -> None:
-    """A script of ours, that compiles; or a module with -m, of ours or of an engine that is not here."""
+    """A script of ours, that compiles and names the options; or a module with -m, of ours or of an engine that is not
+    here."""
     if arguments[0] == "-m":
         module = arguments[1]
         top = module.partition(".")[0]
@@ -105,7 +115,10 @@ def check_python(arguments: list[str], folder: Path) -> None:
         return
     script = ROOT / arguments[0]
     assert script.is_file(), arguments[0]
-    compile(script.read_text(), str(script), "exec")
+    text = script.read_text()
+    compile(text, str(script), "exec")
+    for option in arguments[1:]:
+        assert not option.startswith("--") or f'"{option}"' in text, f"{arguments[0]} has no {option}"
 
 
 @checks("sh")
@@ -179,12 +192,50 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(
     "command",
     ["llm-quant-rocm docter", "llm-quant-rocm doctor --json=5", "llm-quant-rocm doctor MODEL --tp two", "make dmeo",
-     "python examples/gone.py"],
+     "llm-quant-rocm bench gemm --plott x.png", "llm-quant-rocm bench gem", "llm-quant-rocm bench --json",
+     "python benchmarks/regenerate.py --lst", "python examples/gone.py"],
 )  # fmt: skip
 def test_a_wrong_command_is_found(command: str, tmp_path: Path) -> None:
     _, program, arguments = program_of(command)
     with pytest.raises(AssertionError):
         CHECKS[program](arguments, tmp_path)
+
+
+def runs_here(arguments: list[str]) -> bool:
+    """Whether a command of ours ends in seconds without an engine. Those that start one run in tests/engine and in
+    `make demo`, doctor's --engines in tests/cli."""
+    name, *rest = arguments or [""]
+    return name in ("doctor", "quantize", "tune") and "--engines" not in rest or name == "bench" and rest[0] != "serve"
+
+
+OURS = sorted({command for _, command in COMMANDS if program_of(command)[1] == "llm-quant-rocm"})
+OURS = [command for command in OURS if runs_here(program_of(command)[2])]
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU, where `tune` and `bench` say what they want instead."""
+    torch = pytest.importorskip("torch")
+    from typer.testing import CliRunner
+
+    from llm_quant_rocm.cli import app
+
+    arguments = filled_in(program_of(command)[2], tmp_path)
+    if arguments[0] in ("tune", "bench") and torch.cuda.is_available():
+        pytest.skip("tests/gpu measures")
+    if arguments[0] == "quantize":
+        pytest.importorskip("compressed_tensors")
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    if arguments[0] == "doctor":
+        assert result.output.splitlines()[-1].startswith("doctor: "), result.output
+    elif arguments[0] == "quantize":
+        assert result.exit_code == 0 and (Path(arguments[2]) / "config.json").is_file(), result.output
+    else:
+        assert result.exit_code == 1 and "FAILED. no GPU is here" in result.stderr, result.output
 
 
 # Reads command lines (JSON), parses them by vLLM's own parser with our methods registered, and prints those it refuses.

@@ -295,4 +295,4 @@ def _check_room(reader: Reader, chosen: set[str], method: Scheme, target: Path, 
     folder = next(folder for folder in (target, *target.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"{folder} has {free / 2**30:.1f} GiB free, and {target} needs {needed / 2**30:.1f} GiB")
+        raise OSError(f"{folder} has {free // 2**20:,} MiB free, and {target} needs {-(-needed // 2**20):,} MiB")

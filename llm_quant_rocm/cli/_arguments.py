@@ -58,10 +58,26 @@ def _of(model: Path, ranks: int, shapes: Callable[[Any, int], dict[str, Shape]])
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
+    config = json_object(file)
     try:
-        return shapes(json.loads(file.read_text()), ranks)
+        return shapes(config, ranks)
     except ValueError as error:
         raise CommandError(f"{error}.") from error
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """What a JSON file of a checkpoint says.
+
+    Raises:
+        CommandError: it is broken.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+        raise CommandError(f"{file} is no JSON ({error}): download the checkpoint again.") from error
+    if not isinstance(found, dict):
+        raise CommandError(f"{file} holds no JSON object: download the checkpoint again.")
+    return found
 
 
 def _chosen(

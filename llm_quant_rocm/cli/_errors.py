@@ -14,13 +14,20 @@ class CommandError(Exception):
 
 
 @contextmanager
-def reported(command: str, messages: Console) -> Iterator[None]:
-    """A `CommandError` becomes the command's last line, and exit status 1."""
+def reported(command: str, messages: Console, goes_on: bool = False) -> Iterator[None]:
+    """A `CommandError` becomes the command's last line, and exit status 1; Ctrl-C another, and 130, as shells have it.
+
+    Args:
+        goes_on: whether the command goes on where it was stopped.
+    """
     try:
         yield
     except CommandError as error:
         messages.print(f"[red]{command}: FAILED[/red]. {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        messages.print(f"{command}: stopped" + ("; the same command goes on." if goes_on else "."), highlight=False)
+        raise typer.Exit(130) from None
 
 
 @contextmanager

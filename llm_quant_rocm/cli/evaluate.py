@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
+from llm_quant_rocm.cli._arguments import json_object
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._methods import Method, methods_named
@@ -139,7 +140,11 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
         raise CommandError(f"{model} has no config.json: name the folder of a checkpoint.")
     if not text.is_file():
         raise CommandError(f"{text} is not there: name a text file by --text.")
-    if not text.read_text(encoding="utf-8").strip():
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{text} is no text in UTF-8 ({error.reason}): name another by --text.") from error
+    if not content.strip():
         raise CommandError(f"{text} is empty: name another text file by --text.")
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise CommandError("--tasks needs lm-eval: pip install 'llm-quant-rocm[tools]'")
@@ -147,5 +152,5 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
 
 def _longest(model: Path) -> int:
     """The longest sequence of a model, in tokens."""
-    config = json.loads((model / "config.json").read_text())
-    return (config | config.get("text_config", {})).get("max_position_embeddings", CONTEXT)
+    config = json_object(model / "config.json")
+    return (config | (config.get("text_config") or {})).get("max_position_embeddings", CONTEXT)

@@ -61,7 +61,7 @@ def quantize(
 ) -> None:
     """Write a quantized checkpoint that vLLM and SGLang load. When it is stopped, the same command goes on."""
     output, messages = Console(), Console(stderr=True)
-    with reported("quantize", messages):
+    with reported("quantize", messages, goes_on=True):
         report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
         plot = _plot(report, out, f"{model.name}: {scheme}, {format}", messages)
     if as_json:

@@ -62,7 +62,7 @@ def tune(
 
     What was measured is kept after every shape, and the same command goes on behind it."""
     output, messages = Console(), Console(stderr=True)
-    with reported("tune", messages):
+    with reported("tune", messages, goes_on=True):
         from llm_quant_rocm.tune import QUICK_REDUCE
 
         require_gpu()
@@ -80,7 +80,7 @@ def tune(
             raise CommandError(f"{nvfp4[0]} has no kernel for {device.arch}: name the operators to tune.")
         measured_on = provenance.environment()
         messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
-        end = time.monotonic() + (budget or float("inf"))
+        end = time.monotonic() + (float("inf") if budget is None else budget)
         try:
             contents = {
                 name: _tune_all_reduce(tp, device, end, out, measured_on, messages)

@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -67,7 +68,13 @@ class Compiler:
 
     @staticmethod
     def _new_pool(workers: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+        # Ctrl-C reaches them too, and is for the process that asks them.
+        return ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),
+        )
 
 
 class _Attempt:

@@ -171,6 +171,6 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(OSError, match=r"has 0\.0 GiB free, and .*target needs 0\.0 GiB"):
+    with pytest.raises(OSError, match=r"has 0 MiB free, and .*target needs 1 MiB"):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that tune and bench share."""
 
+from pathlib import Path
+
 import pytest
 
 from llm_quant_rocm.cli._arguments import layers, numbers
@@ -20,3 +22,18 @@ def test_numbers_rise_and_are_counted_once() -> None:
 def test_layers_by_pattern() -> None:
     assert list(layers(None, 1, ["qwen3-*"])) == ["qwen3-qkv", "qwen3-o"]
     assert len(layers(None, 1, None)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": ', r"config\.json is no JSON \(Expecting value"),
+        (b"\xe8", "is no JSON"),
+        (b"[1]", "holds no JSON object"),
+    ],
+    ids=["cut", "binary", "list"],
+)
+def test_a_broken_config_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CommandError, match=message):
+        layers(tmp_path, 1, None)

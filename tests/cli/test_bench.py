@@ -60,6 +60,15 @@ def test_a_plot_in_no_folder_is_said_before_a_server_starts(monkeypatch: pytest.
     assert "it must be a file's name that ends in .png, in a folder that is there" in result.stderr
 
 
+def test_an_open_quotation_is_said_before_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--serve-args", "--dtype 'half"])
+    assert result.exit_code == 1 and result.stderr.startswith(
+        "bench serve: FAILED. --serve-args --dtype 'half: No closing"
+    )
+
+
 def test_vllm_is_called_with_the_flag_and_the_users_arguments() -> None:
     command = _vllm.serve_command(Path("/m"), 1234, 512, "ptpc_fp8", ["--tensor-parallel-size", "2"])
     assert command[command.index("--quantization") + 1] == "ptpc_fp8"

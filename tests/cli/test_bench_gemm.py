@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench gemm` on a CPU: everyone's results are checked as on a GPU; only the clock is made up."""
 
+import json
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm import timing
+from llm_quant_rocm import provenance, timing
 from llm_quant_rocm.cli import app
-from llm_quant_rocm.cli.bench.gemm import BASE, TOLERANCE, measure, products, table
+from llm_quant_rocm.cli.bench.gemm import BASE, TOLERANCE, measure, panels, products, table
 
 N, K = 48, 256
 
@@ -60,6 +63,38 @@ def test_the_table_shows_speedups_and_gaps() -> None:
     console.print(table(rows))
     text = console.export_text()
     assert "5.0 (2.00)" in text and "20.0 (0.50)" in text
+
+
+def test_a_panel_for_each_who_was_timed_and_a_line_a_layer() -> None:
+    rows = [
+        {"layer": "qkv", "m": 1, "us": {BASE: 10.0, "ptpc_linear": 5.0}},
+        {"layer": "qkv", "m": 99, "us": {BASE: 12.0, "ptpc_linear": 4.0, "vllm_fp8": 24.0}},
+        {"layer": "o", "m": 1, "us": {BASE: 10.0}, "failed": {"ptpc_linear": "no"}},
+        {"layer": "o", "m": 99, "us": {"ptpc_linear": 5.0}, "failed": {BASE: "no"}},
+    ]
+    found = panels(rows)
+    assert [panel.title for panel in found] == ["ptpc_linear: times as fast as bf16", "vllm_fp8: times as fast as bf16"]
+    assert [panel.lines for panel in found] == [{"qkv": [(1, 2.0), (99, 3.0)]}, {"qkv": [(99, 0.5)]}]
+
+
+def test_the_command_prints_draws_and_names_the_row_that_failed(
+    clock: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = import_module("llm_quant_rocm.cli.bench.gemm")
+    monkeypatch.setattr(module, "require_gpu", lambda: None)
+    monkeypatch.setattr(module, "layers_of", lambda *arguments: {"tiny": (N, K)})
+    monkeypatch.setattr(module, "measure", lambda *a: measure(*a[:4], torch.device("cpu"), a[5]))
+    monkeypatch.setattr(module, "_nvfp4", lambda weight, prefill, x: torch.zeros(x.shape[0], N))
+    monkeypatch.setattr(provenance, "environment", lambda: {"device": "a GPU", "commit": "abc", "date": "today"})
+    command = partial(CliRunner().invoke, app)
+    plot = tmp_path / "gemm.png"
+    result = command(["bench", "gemm", "--ms", "1,8", "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    assert "5.0 (2.00)" in result.stdout and "a GPU, commit abc, today" in result.stdout
+    assert "layer tiny, n 48, k 256, m 8: nvfp4_gemm failed: ArithmeticError" in result.stdout
+    assert plot.stat().st_size > 5000
+    found = json.loads(command(["bench", "gemm", "--ms", "1,8", "--json"]).stdout)
+    assert found["environment"]["commit"] == "abc" and [row["m"] for row in found["rows"]] == [1, 8]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import provenance, timing
 from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli.bench._output import head
 from llm_quant_rocm.measure import all_reduce, experts, reduce_norm_quant, rows
 
 ENVIRONMENT = {"device": "a GPU", "torch": "1", "triton": "3", "commit": "abc", "date": "today"}
@@ -59,7 +61,7 @@ def test_a_peer_that_cannot_is_absent_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["nowhere/plot.png", "plot", "plot.jpeg"])
-@pytest.mark.parametrize("command", ["moe", "rows", "all_reduce"])
+@pytest.mark.parametrize("command", ["gemm", "moe", "rows", "all_reduce"])
 def test_a_plot_that_cannot_be_drawn_is_said_first(tmp_path: Path, command: str, name: str) -> None:
     result = run(command, "--plot", tmp_path / name)
     assert result.exit_code == 1
@@ -80,6 +82,34 @@ def test_a_vllm_that_does_not_load_is_absent(module: str, monkeypatch: pytest.Mo
     else:
         assert "vllm_fp8" not in command.products([torch.randn(8, 32, dtype=torch.bfloat16)], absent)
     assert "AttributeError: this torch has no such operator" in absent.values()
+
+
+@pytest.mark.parametrize("inches", [6, 11, 26])
+def test_a_plot_shows_all_of_where_it_was_measured(inches: int) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(inches, 4.6), layout="constrained")
+    import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    figure.subplots()
+    line = "2 x AMD Instinct MI300X VF, torch 2.13.0+rocm7.2, triton 3.9.0, vllm 0.33.0+rocm723, python 3.13.11, " * 2
+    head(figure, f"routed experts\n{line}")
+    figure.draw_without_rendering()
+    assert figure.get_suptitle().replace("\n", " ") == f"routed experts {line.strip()}"
+    extent = figure._suptitle.get_window_extent()
+    assert extent.x0 >= 0 and extent.x1 <= figure.bbox.x1
+
+
+def test_a_vllm_whose_kernels_refuse_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("expected at most 0 arguments\nbut received 4")
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(_custom_ops=None))
+    found = {"quant": [pytest.fail], "vllm_quant": [refuse]}
+    monkeypatch.setattr(rows, "variants", lambda m, k, with_vllm: found)
+    absent: dict[str, str] = {}
+    command = import_module("llm_quant_rocm.cli.bench.rows")
+    assert not command._vllm_is_there(absent)
+    assert absent == {"vLLM": "RuntimeError: expected at most 0 arguments"}
+    found["vllm_quant"] = [lambda: None]
+    assert command._vllm_is_there({})
 
 
 def test_bench_moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

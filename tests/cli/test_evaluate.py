@@ -75,19 +75,26 @@ def test_figures_compare_with_the_first() -> None:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ([], [], "has no config.json: name the folder of a checkpoint."),
-        (["config.json"], [], "heldout.txt is not there: name a text file by --text."),
-        (["config.json", "heldout.txt"], [], "heldout.txt is empty: name another text file by --text."),
-        (["config.json"], ["--quantization", "bf16,bf16"], "--quantization names bf16 twice."),
+        ({}, [], "has no config.json: name the folder of a checkpoint."),
+        ({"config.json": b"{}"}, [], "heldout.txt is not there: name a text file by --text."),
+        ({"config.json": b"{}", "heldout.txt": b"\n"}, [], "heldout.txt is empty: name another text file by --text."),
+        (
+            {"config.json": b"{}", "heldout.txt": b"\x92\xff"},
+            [],
+            "heldout.txt is no text in UTF-8 (invalid start byte)",
+        ),
+        ({"config.json": b'{"a": ', "heldout.txt": b"a"}, [], "config.json is no JSON (Expecting value"),
+        ({"config.json": b"[1]", "heldout.txt": b"a"}, [], "config.json holds no JSON object: download"),
+        ({"config.json": b"{}"}, ["--quantization", "bf16,bf16"], "--quantization names bf16 twice."),
     ],
-    ids=["model", "text", "empty", "methods"],
+    ids=["model", "text", "empty", "picture", "broken", "list", "methods"],
 )
 def test_one_sentence_for_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], options: list[str], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], options: list[str], message: str
 ) -> None:
     monkeypatch.setattr(_vllm, "require", lambda: None)
-    for file in files:
-        (tmp_path / file).write_text("{}" if file == "config.json" else "\n")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
     assert result.exit_code == 1
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1

@@ -107,6 +107,21 @@ def test_it_goes_on_where_it_stopped(timed: list[int], monkeypatch: pytest.Monke
     assert timed == [1, 16, 1, 16]
 
 
+def test_ctrl_c_is_one_line(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "fastest", stopped)
+    result = run("--layers", "llama-o")
+    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "tune: stopped; the same command goes on."
+
+
+def test_no_time_is_not_all_time(timed: list[int]) -> None:
+    result = run("--layers", "llama-o", "--budget", 0)
+    assert result.exit_code == 0 and timed == []
+    assert "2 of 2 shapes are left: the same command goes on" in result.stderr
+
+
 def test_shapes_that_are_there_are_not_measured_again(timed: list[int]) -> None:
     assert run("--layers", "llama-o", "--ms", "16").exit_code == 0
     assert run("--layers", "llama-o").exit_code == 0

@@ -2,6 +2,7 @@
 """The compiler of candidates: what fails, and what takes its process with it, is left out and costs nothing else."""
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -24,6 +25,16 @@ def test_what_fails_or_crashes_is_left_out() -> None:
         assert compiler.fit([1, 5, 6, 7]) == [1, 6, 7]
         assert compiler.reasons[5] == "it ends the process that compiles it"
         assert compiler.fit([7, 8]) == [7, 8], "there is a pool again"
+
+
+def who_hears_ctrl_c(config: int) -> None:
+    raise ValueError(signal.Handlers(signal.getsignal(signal.SIGINT)).name)
+
+
+def test_ctrl_c_is_not_for_the_compiling_processes() -> None:
+    with Compiler(who_hears_ctrl_c) as compiler:
+        compiler.fit([1])
+        assert compiler.reasons == {1: "ValueError SIG_IGN"}
 
 
 def test_the_fastest_is_that_of_the_careful_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,21 @@
 
 import importlib.util
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from llm_quant_rocm.cli._errors import CommandError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TITLE_POINTS = 8
 
 
 @dataclass
@@ -64,14 +70,22 @@ def draw(panels: Sequence[Panel], path: Path, title: str) -> None:
         axis.set_title(panel.title, fontsize=9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
-    figure.suptitle(title, fontsize=8)
+    head(figure, title)
     figure.savefig(path, dpi=110)
 
 
+def head(figure: "Figure", title: str) -> None:
+    """Give a figure its title, broken into as many lines as its width asks for: the last line says where it was
+    measured, and nothing of that may be cut off."""
+    characters = int(figure.get_figwidth() * 72 / (0.6 * _TITLE_POINTS))
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, characters)]
+    figure.suptitle("\n".join(lines), fontsize=_TITLE_POINTS)
+
+
 def times(title: str, keys: Mapping[str, str], rows: Sequence[Mapping[str, Any]], base: str) -> Table:
-    """Microseconds and, in brackets, how many times faster than `base`; `keys` are the first columns, headings by
+    """Microseconds and, in brackets, how many times as fast as `base`; `keys` are the first columns, headings by
     field."""
-    rendered = Table(title=f"{title}: microseconds a call (times faster than {base})")
+    rendered = Table(title=f"{title}: microseconds a call (times as fast as {base})")
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     for heading in (*keys.values(), *names):
         rendered.add_column(heading, justify="right")
@@ -99,14 +113,17 @@ def show(
 
     line = provenance.line(dict(environment))
     if plot:
-        draw(panels, plot, f"{table.title}\n{line}")
+        draw(panels, plot, f"{str(table.title).split(':')[0]}\n{line}")
     if as_json:
         output.print_json(json.dumps({"environment": dict(environment), **facts}))
         return
     output.print(table)
     for name, reason in facts.get("absent", {}).items():
-        output.print(f"{name} is left out: {reason}", highlight=False, soft_wrap=True)
+        output.print(f"{name} is left out: {reason}", markup=False, highlight=False, soft_wrap=True)
     for row in facts["rows"]:
+        where = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
         for name, reason in row.get("failed", {}).items():
-            output.print(f"{name} failed: {reason}", style="red", highlight=False, soft_wrap=True)
+            output.print(
+                f"{where}: {name} failed: {reason}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
     output.print(line, style="dim", highlight=False, soft_wrap=True)

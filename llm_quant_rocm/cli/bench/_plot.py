@@ -4,6 +4,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_quant_rocm.cli.bench._output import head
+
 if TYPE_CHECKING:
     from llm_quant_rocm.cli.bench.serve import Loads
 
@@ -27,5 +29,5 @@ def draw(found: "Loads", path: Path, title: str) -> None:
         axis.set_title(label, fontsize=9)
         axis.grid(axis="y", alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(title, fontsize=8)
+    head(figure, title)
     figure.savefig(path, dpi=110)

@@ -46,9 +46,7 @@ def all_reduce(
             raise CommandError(f"--kib {max(sizes) // 1024}: messages have up to {_MOST_KIB} KiB.")
         environment = provenance.environment()
         found = _measured(
-            messages,
-            len(sizes),
-            lambda heard: measurement.measure(tp, heard, sizes, names, seconds=seconds or float("inf")),
+            messages, len(sizes), lambda heard: measurement.measure(tp, heard, sizes, names, seconds=_limit(seconds))
         )
         rows = [row | {"kib": row["bytes"] // 1024} for row in found["rows"]]
         table = times(f"all-reduce between {tp} GPUs", {"kib": "KiB"}, rows, "NCCL")
@@ -81,7 +79,7 @@ def reduce_norm_quant(
         found = _measured(
             messages,
             len(widths) * len(tokens),
-            lambda heard: measurement.measure(tp, heard, widths, tokens, codec, seconds=seconds or float("inf")),
+            lambda heard: measurement.measure(tp, heard, widths, tokens, codec, seconds=_limit(seconds)),
         )
         for row in found["rows"]:
             row["us"].pop("speed_up", None)  # it is no time, and the table has it
@@ -104,6 +102,10 @@ def _check(tp: int, plot: Path | None) -> None:
         raise CommandError(f"--tp {tp}: it is between 2 to 8 GPUs.")
     check_plot(plot)
     require_gpu(tp)
+
+
+def _limit(seconds: float | None) -> float:
+    return float("inf") if seconds is None else seconds
 
 
 def _measured(

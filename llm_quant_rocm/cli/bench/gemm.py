@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm bench gemm`: the linear layers of a model in bf16, PTPC FP8 and NVFP4, and as vLLM computes them."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.table import Table
 from llm_quant_rocm.cli._arguments import layers as layers_of
 from llm_quant_rocm.cli._arguments import numbers, require_gpu
 from llm_quant_rocm.cli._errors import reported
-from llm_quant_rocm.cli.bench._output import times
+from llm_quant_rocm.cli.bench._output import Panel, check_plot, show, times
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +33,14 @@ def gemm(
     tp: Annotated[int, typer.Option(min=1, help="GPUs that the model is cut over; one of them measures.")] = 1,
     layers: Annotated[list[str] | None, typer.Option(help="Only layers of this name, * for anything.")] = None,
     ms: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,16,64,256,1024,4096",
+    plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Time linear layers: cuBLAS or hipBLASLt in bf16, this library's PTPC FP8 and NVFP4, and vLLM's FP8 where it is
     installed. Results are checked before they are timed."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench gemm", messages):
+        check_plot(plot)
         require_gpu()
         chosen, tokens = layers_of(model, tp, layers), numbers("--ms", ms)
         import torch
@@ -48,22 +49,13 @@ def gemm(
 
         environment = provenance.environment()
         absent: dict[str, str] = {}
-        rows = []
+        rows: list[dict[str, Any]] = []
         for number, (layer, (n, k)) in enumerate(chosen.items(), 1):
             with messages.status(f"{layer} ({number} of {len(chosen)})"):
                 rows += measure(layer, n, k, tokens, torch.device("cuda"), absent)
             torch.cuda.empty_cache()
-    if as_json:
         facts = {"unit": "microseconds a call", "absent": absent, "rows": rows}
-        output.print_json(json.dumps({"environment": environment, **facts}))
-        return
-    output.print(table(rows))
-    for row in rows:
-        for name, reason in row.get("failed", {}).items():
-            output.print(f"{row['layer']} m={row['m']}: {name} failed: {reason}", style="red", soft_wrap=True)
-    for name, reason in absent.items():
-        output.print(f"{name} is left out: {reason}", highlight=False, soft_wrap=True)
-    output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)
+        show(output, table(rows), panels(rows), facts, environment, plot, as_json)
 
 
 def measure(
@@ -160,3 +152,15 @@ def _vllm_fp8(vllm_ops: Any, codes: "torch.Tensor", scale: "torch.Tensor", x: "t
 def table(rows: list[dict[str, Any]]) -> Table:
     """A row a layer and number of tokens."""
     return times("linear layers", {"layer": "layer", "n": "N", "k": "K", "m": "M"}, rows, BASE)
+
+
+def panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """Speed-up by the number of tokens: a panel for each who was timed, a line a layer."""
+    found = {}
+    for who in dict.fromkeys(name for row in rows for name in row["us"] if name != BASE):
+        found[who] = Panel(f"{who}: times as fast as {BASE}", "tokens", level=1.0)
+        for row in rows:
+            if {who, BASE} <= row["us"].keys():
+                point = (row["m"], row["us"][BASE] / row["us"][who])
+                found[who].lines.setdefault(row["layer"], []).append(point)
+    return [panel for panel in found.values() if panel.lines]

@@ -63,17 +63,17 @@ def rows(
 
 
 def _vllm_is_there(absent: dict[str, str]) -> bool:
-    """Whether torch.ops._C holds vLLM's kernels; `absent` takes why not."""
-    import torch
-
+    """Whether torch.ops._C holds vLLM's kernels, and they run here; `absent` takes why not."""
     from llm_quant_rocm import timing
+    from llm_quant_rocm.measure.rows import variants
 
     try:
         from vllm import _custom_ops  # noqa: F401  # loads them
+
+        for name, calls in variants(1, 64, with_vllm=True).items():
+            if name.startswith("vllm_"):
+                calls[0]()
     except Exception as error:  # one for another torch fails in many ways
         absent["vLLM"] = timing.first_line(error)
-        return False
-    if not hasattr(torch.ops._C, "dynamic_per_token_scaled_fp8_quant"):
-        absent["vLLM"] = "its build has no quantization of rows"
         return False
     return True

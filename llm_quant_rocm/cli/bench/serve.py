@@ -71,10 +71,14 @@ def serve(
     with reported("bench serve", messages):
         methods, counts = methods_named(quantization), list(numbers("--prompts", prompts))
         _check(model, plot)
+        try:
+            more = shlex.split(serve_args)
+        except ValueError as error:
+            raise CommandError(f"--serve-args {serve_args}: {error}: write it as a shell would read it.") from error
         options = [
             "--tensor-parallel-size", str(tp), "--no-enable-prefix-caching", "--max-num-seqs", str(max(counts)),
             "--gpu-memory-utilization", str(_vllm.memory_fraction() if _vllm.on_cpu() else GPU_MEMORY),
-            *shlex.split(serve_args),
+            *more,
         ]  # fmt: skip
         found: Loads = {}
         with tempfile.TemporaryDirectory() as scratch:
