@@ -77,14 +77,14 @@ def test_the_policy_is_never_slower_than_the_others(world: int, codec: str) -> N
 
 @pytest.mark.parametrize("codec", ["FP4", "INT4"])
 def test_the_all_reduce_between_two_gpus(codec: str) -> None:
-    """What README and docs say of it: nearly three times NCCL at 1 GiB; ours from 8 KiB on."""
+    """What README and docs say of it: three times NCCL at 1 GiB, and ours at every size."""
     policy = Policy(Settings(CODECS[codec]), 2, "sm_90")
     ratios = {}
     for row in results("quick_reduce_sm_90_tp2")["rows"]:
         choice = policy.choose(row["bytes"], torch.bfloat16)
-        assert (choice.algorithm is Algorithm.ENGINE) == (row["bytes"] < 8 << 10)
+        assert choice.algorithm is not Algorithm.ENGINE
         ratios[row["bytes"]] = row["us"]["NCCL"] / time_of(row["us"], choice)
-    assert ratios[1 << 30] > 2.9 and ratios[16 << 20] > 2.0
+    assert ratios[1 << 30] > 3.0 and ratios[16 << 20] > 2.6
 
 
 # --- all-reduce, residual, norm and quantization
@@ -123,10 +123,11 @@ def test_fp8_at_prefill_serves_the_layers_that_were_measured() -> None:
 @needs_triton
 def test_experts_take_what_was_measured() -> None:
     from llm_quant_rocm.kernels import nvfp4_hopper
+    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 
     module, shapes = import_module("llm_quant_rocm.ops.nvfp4_moe"), tuning.shapes("nvfp4_moe", "sm_90")
     known = {(experts, hidden, inner) for experts, _, hidden, inner in WELL_KNOWN_EXPERTS.values()}
     assert {shape.weight for shape in shapes} == known
     for shape in shapes:
         found = module._config(HOPPER, shape.slots, *shape.weight)
-        assert found == nvfp4_hopper.config_of(shape.config)
+        assert found == PairConfig.of(shape.config, nvfp4_hopper.config_of)

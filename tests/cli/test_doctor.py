@@ -24,6 +24,7 @@ from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.environment import VARIABLES
 
 ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 
 
@@ -218,6 +219,31 @@ def test_a_forced_backend_that_cannot_serve(monkeypatch: pytest.MonkeyPatch, val
     assert what in part.problems[0].what
     assert "ptpc_gemm" not in {row.operator for row in part.rows}
     assert part.problems[0].cure == "unset LLM_QUANT_ROCM_PTPC_GEMM"
+
+
+def test_what_was_measured_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operator's shipped file, and the user's own, of the fused all-reduce crossovers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counted = {row.operator: operators._measured(row.operator, "sm_90") for row in operators.examine(CPU).rows}
+    shipped = {folder.name for folder in (Path(operators.tuning.__file__).parent / "configs").iterdir()}
+    assert {name for name, count in counted.items() if count} == shipped & counted.keys()
+    assert operators._measured("reduce_norm_quant", "gfx942") == 0
+    entry = {"dtype": "bfloat16", "steps": [{"from_bytes": 0, "algorithm": "one_shot", "codec": "FP"}]}
+    mine = [{"world_size": ranks, "codec": codec, **entry} for ranks in (2, 8) for codec in ("FP", "FP4")]
+    file = operators.tuning.cache_file("reduce_norm_quant", "gfx942")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": {}, "crossovers": mine}))
+    assert operators._measured("reduce_norm_quant", "gfx942") == 4
+
+
+def test_a_broken_file_of_measurements_names_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = operators.tuning.cache_file("reduce_norm_quant", hardware.detect(CPU).arch)
+    broken.parent.mkdir(parents=True)
+    broken.write_text("{}")
+    part = operators.examine(CPU)
+    assert [problem.what.split(" is no file")[0] for problem in part.problems] == [str(broken)]
+    assert "delete it" in part.problems[0].what and part.problems[0].cure == "as it says"
 
 
 def test_the_policy_of_the_all_reduce_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from llm_quant_rocm import backends, environment, hardware, tuning
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
-from llm_quant_rocm.comm import policy
+from llm_quant_rocm.comm import policy, reduce_norm_quant
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
+from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.ops import prepare_nvfp4_weight, prepare_ptpc_weight
 from llm_quant_rocm.ops._row_call import RowCall
 
@@ -33,7 +34,8 @@ class Choice:
     Attributes:
         runs_on: the backend.
         others: why each other backend does not, by name.
-        measured: how many shapes were measured on this architecture. Without any, launch configurations are guesses.
+        measured: how many shapes were measured on this architecture; of the fused all-reduce, how many numbers of ranks
+            with a codec. Without any, launch configurations and crossovers are guesses.
     """
 
     operator: str
@@ -79,12 +81,20 @@ def _choice(operator: str, module: ModuleType, call: Any, arch: str) -> Choice:
         if backend.name != chosen
     }
     forced = " (forced)" if backends.forced(operator) else ""
-    return Choice(operator, [], chosen + forced, others, len(tuning.shapes(operator, arch)))
+    return Choice(operator, [], chosen + forced, others, _measured(operator, arch))
+
+
+def _measured(operator: str, arch: str) -> int:
+    if operator != reduce_norm_quant.OPERATOR:
+        return len(tuning.shapes(operator, arch))
+    files = (policy.measured(arch, ranks, by, operator) for ranks in policy.WORLD_SIZES for by in CODECS.values())
+    return sum(found is not None for found in files)
 
 
 def _problem(operator: str, error: Exception) -> Problem:
     forced = backends.forced(operator)
-    cure = f"unset {environment.backend_of(operator)}" if forced else "run on a supported device"
+    usual = "run on a supported device" if isinstance(error, NotImplementedError) else "as it says"
+    cure = f"unset {environment.backend_of(operator)}" if forced else usual
     return Problem(str(error), cure)
 
 
