@@ -152,6 +152,7 @@ class _Engine:
 
     def __init__(self, job: Job, scratch: Path) -> None:
         self.name, self._folder = job.name, scratch / job.name
+        self._killed = False
         self._folder.mkdir()
         (self._folder / "parent").write_text(str(os.getpid()))
         self._log = Path(os.environ.get("OUT", self._folder)) / f"{job.name}.log"
@@ -177,11 +178,13 @@ class _Engine:
     def measure(self) -> dict[str, Any]:
         self.hear("go")
         deadline = time.monotonic() + MEASURE_S
-        while not self.has("result"):
-            if self.has_ended or time.monotonic() > deadline:
+        while True:
+            over = self.has_ended or time.monotonic() > deadline  # asked first: it may leave its result and end now
+            if self.has("result"):
+                return json.loads((self._folder / "result").read_text())
+            if over:
                 return self.failure("measured")
             time.sleep(_POLL_S)
-        return json.loads((self._folder / "result").read_text())
 
     def failure(self, what: str) -> dict[str, Any]:
         """What is kept of an engine that failed or was too late."""
@@ -190,6 +193,9 @@ class _Engine:
 
     def end(self) -> None:
         """Its workers too, which are of one session."""
+        if self._killed:  # the session's number may be another's by now
+            return
+        self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -207,7 +213,8 @@ def gpus(shared: bool) -> Iterator[None]:
     """
     name = f"llm-quant-rocm-{os.getuid()}"
     turn, lock = (Path(tempfile.gettempdir()) / f"{name}.{ending}" for ending in ("turn", "lock"))
-    with turn.open("a") as waiting, lock.open("a") as held:
+    # To read too: network file systems want that of who shares a lock.
+    with turn.open("a+") as waiting, lock.open("a+") as held:
         deadline = time.monotonic() + OTHERS_S
         for file, path, how in (
             (waiting, turn, fcntl.LOCK_EX),

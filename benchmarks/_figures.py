@@ -55,6 +55,11 @@ def commit(result: Row) -> str:
     return result["environment"]["commit"]
 
 
+def device(result: Row) -> str:
+    """In short, "H100" of "NVIDIA H100 80GB HBM3"."""
+    return result["environment"]["device"].removeprefix("NVIDIA ").split(" ")[0]
+
+
 # --- the all-reduce
 
 
@@ -81,10 +86,17 @@ def all_reduce() -> str:
 
 
 def plan(world: int, codec: str, nbytes: int) -> str:
-    """The name in the figures of what the shipped crossovers choose."""
+    """The name in the figures of what the shipped crossovers choose.
+
+    Raises:
+        KeyError: none ship for so many ranks and the codec.
+    """
     file = ROOT / "llm_quant_rocm" / "configs" / "reduce_norm_quant" / "sm_90.json"
     entries = json.loads(file.read_text())["crossovers"]
-    steps = next(e["steps"] for e in entries if (e["world_size"], e["codec"]) == (world, codec))
+    known = {(entry["world_size"], entry["codec"]): entry["steps"] for entry in entries}
+    if (world, codec) not in known:
+        raise KeyError(f"{file} has no crossovers of {world} ranks by {codec}: merge those that were measured")
+    steps = known[world, codec]
     step = steps[bisect_right(steps, nbytes, key=lambda step: step["from_bytes"]) - 1]
     if step["algorithm"] == "engine":
         return "two_kernels"
@@ -120,11 +132,11 @@ def fused_engine() -> str:
     parts = []
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
         variants = result["variants"]
-        base = next(iter(variants.values()))
+        base = variants["apart"]
         batches = [key for key in base if "prompt" in key]
         rows = [
             [batch, f"`{variant}`", *cells(base[batch], found[batch], "prefill_s", 1e3)]
-            + cells(base[batch], found[batch], "ms_a_step", 1.0)
+            + [*cells(base[batch], found[batch], "ms_a_step", 1.0), found.get("commit", commit(result))]
             for batch in batches
             for variant, found in variants.items()
         ]
@@ -133,7 +145,7 @@ def fused_engine() -> str:
             f"A whole vLLM {result['vllm']} on {result['ranks']} GPUs, `ptpc_fp8`, the shape of Llama-3-70B cut to "
             "eight layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without the pass; "
             f"QuickReduce sends by INT4 ([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
-            f"{table(header, rows)}"
+            f"{table([*header, 'commit'], rows)}"
         )
     return "\n\n".join(parts)
 
@@ -257,30 +269,32 @@ def overview() -> str:
     for name, result in results("nvfp4_gemm_sm_90"):
         ms = (1, 16, 64, 256, 1024, 4096)
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
-        add(name, "NVFP4 GEMM, mean of Llama-3-70B's layers, H100", "times as fast as cuBLAS in bf16 by tokens, in "
-            f"brackets Marlin: {', '.join(said)}")  # fmt: skip
+        title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
+        add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
     for name, result in results("nvfp4_gemm_fp8_sm_90"):
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
     for name, result in results("nvfp4_moe_sm_90"):
         said = [f"{title} {', '.join(over_marlin(result, model, 'fair').values())}" for model, title in MODELS.items()]
         tokens = ", ".join(map(str, over_marlin(result, next(iter(MODELS)), "fair")))
-        add(name, "NVFP4 experts, H100", f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
+        title = f"NVFP4 experts, {device(result)}"
+        add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
     for name, result in results("nvfp4_engine_*_sm_90"):
         shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
-        title = f"NVFP4 in vLLM {result['vllm']}, shape of {shape}, {result['shape']['num_hidden_layers']} layers, H100"
+        title = f"NVFP4 in vLLM {result['vllm']}, shape of {shape}, {result['shape']['num_hidden_layers']} layers"
+        title += f", {device(result)}"
         said = totals(result["methods"], "bf16")
         add(name, title, said and IN_ALL + said)
     for name, result in results("vllm_engine_sm_90"):
         said = totals(result["llama_3_70b_8_layers"], "none")
-        add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, H100", IN_ALL + said)
+        add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
         said = totals(result["variants"], "apart")
         title = f"`ptpc_fp8` in vLLM {result['vllm']}, {result['ranks']} ranks, with fusion and QuickReduce"
         add(name, title, f"times as fast as without, with 10 and 64 prompts: {said}")
     for name, result in results("sglang_engine_sm_90"):
         said = totals(result["llama_3_70b_8_layers"], "bf16")
-        add(name, f"SGLang {result['sglang']}, Llama-3-70B's shape, 8 layers, H100", IN_ALL + said)
+        add(name, f"SGLang {result['sglang']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
     return table(["what", "measured"], rows)
 
 

@@ -14,10 +14,11 @@ Points = list[tuple[float, float]]
 def speed_up(rows: Sequence[Mapping[str, Any]], size: str, base: str) -> dict[str, Points]:
     """By name, `base`'s time over its own, for the rows that have both."""
     names = dict.fromkeys(name for row in rows for name in row["us"] if name != base)
-    return {
+    found = {
         name: [(row[size], row["us"][base] / row["us"][name]) for row in rows if {name, base} <= row["us"].keys()]
         for name in names
     }
+    return {name: points for name, points in found.items() if points}
 
 
 def by_size(axis: Any, sizes: Sequence[float]) -> None:

@@ -37,7 +37,7 @@ class QuickReduce:
         Args:
             region: this rank's part of the memory behind `mailbox`, kept alive; zeros on all ranks by now.
             max_spins: looks at a flag until its rank counts as lost.
-            config: how messages are cut, on all ranks alike; None for what their size says.
+            config: how messages are cut, on all ranks alike; None for the default of their algorithm.
         """
         self._mailbox, self._region, self._max_spins, self._config = mailbox, region, max_spins, config
         self._hardware = detect(region.device)

@@ -27,4 +27,4 @@ def refusal_of(error: Exception) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of the error's text; without a text, that it has none."""
-    return next(iter(str(error).splitlines()), "no reason given")
+    return next(iter(str(error).strip().splitlines()), "no reason given")

@@ -181,12 +181,12 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
 def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     """What serves messages between `world` ranks best, as far as it was measured.
 
-    That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are the
-    fastest from 128 MiB on; with 4 too few loads are under way.
+    That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are faster
+    than 4 from 32 MiB on, as fast below; with 4 too few loads are under way.
 
-    All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured: its
-    kernels need up to 128 registers a lane, of which 6 programs do not get as many at once, and those that begin when
-    others have ended add a tail as long.
+    All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured but
+    for the one-shot on two H200: kernels need up to 128 registers a lane, of which 6 programs do not get as many at
+    once, and those that begin when others have ended add a tail as long.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     measured = hardware.arch == "sm_90" and (world, shots) == (2, 2)

@@ -2,6 +2,7 @@
 """Ranks of a measurement: a process a GPU (or, without GPUs, on the CPU), whose first one reports what it finds."""
 
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -85,9 +86,14 @@ def compile_together(job: Callable[..., None], arguments: Iterable[tuple[Any, ..
     """Calls `job`, a function of a module, with each of `arguments`, several at a time: Triton's cache on disk then has
     the kernels that the ranks will load. Returns how many there were."""
     jobs = list(arguments)
-    with ProcessPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1, 16)), get_context("spawn")) as pool:
+    workers = max(1, min(len(jobs), os.cpu_count() or 1, 16))
+    # Ctrl-C reaches them too, and is for the process that asks them: an idle one would take the pool's lock with it.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
         for submitted in [pool.submit(_settled, job, *each) for each in jobs]:
             submitted.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
     return len(jobs)
 
 

@@ -38,7 +38,7 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
 
 def _shared(block_m: int) -> list[Any]:
     """Programs that run together, up to four on a multiprocessor, and share all steps evenly. The ring takes all the
-    memory that is left to each; none spills registers, compiled with Triton 3.6."""
+    memory that is left to each, up to six groups; none spills registers, compiled with Triton 3.6."""
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
     found = []

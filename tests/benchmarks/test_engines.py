@@ -109,7 +109,7 @@ def results(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 def test_scripts_at_the_same_time_measure_when_no_engine_starts(tmp_path: Path) -> None:
     """Whoever has started first waits for the engines of the other, and no two are measured at once."""
-    found = [one for process in [script(tmp_path, 0, 1), script(tmp_path, 3, 0)] for one in results(process)]
+    found = [one for process in [script(tmp_path, 0, 4), script(tmp_path, 3, 0)] for one in results(process)]
     assert len(found) == 4
     last = max(one["up"] for one in found)
     assert all(one["measured"][0] >= last for one in found)

@@ -24,7 +24,11 @@ def test_answers_speak_for_themselves(kind: type[Exception], caplog: pytest.LogC
 
 @pytest.mark.parametrize("kind", [RuntimeError, AssertionError, ImportError])
 def test_what_nobody_expected_is_seen(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
-    for text, reason in (("this broke\nand more", "this broke"), ("", "no reason given")):
+    for text, reason in (
+        ("this broke\nand more", "this broke"),
+        ("\nthis broke", "this broke"),
+        ("", "no reason given"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.INFO, "llm_quant_rocm"):
             assert refusal_of(raised(kind(text))) == f"setting it up failed with {kind.__name__}: {reason}"

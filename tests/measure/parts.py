@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks of tests/measure/test_ranks.py do; other processes import it."""
 
+import signal
 import time
 
 import torch
@@ -32,6 +33,10 @@ def hang(rank: int, report: Report) -> None:
     report("before", rank)
     time.sleep(600)
     report("after", rank)
+
+
+def wants_no_ctrl_c() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def write(folder: str, name: str) -> None:

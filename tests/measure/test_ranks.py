@@ -43,3 +43,8 @@ def test_all_is_compiled(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     with pytest.raises(FileExistsError):
         compile_together(parts.write, [(str(tmp_path), "0")])
+
+
+def test_ctrl_c_is_not_for_the_compiling_processes() -> None:
+    """An idle one that it ended would keep the pool's lock, and the pool would wait for ever."""
+    assert compile_together(parts.wants_no_ctrl_c, [()]) == 1
