@@ -134,7 +134,7 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     def measure() -> dict[str, Any]:
         result = throughput(llm, 129, counts, 3)
         llm.apply_model(Profile())
-        one_prefill(llm, 1024)
+        generate(llm, 1, 1)
         kernels = llm.apply_model(Profile(stop=True))[0]
         try:
             of_a_step = steps(llm, counts)
@@ -246,13 +246,6 @@ def warm_up(llm: Any, prompts: int = 64) -> None:
     tokens = min(1024, llm.model_config.max_model_len - 8)
     ask = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": list(range(3, 3 + tokens))}] * prompts, ask, use_tqdm=False)
-
-
-def one_prefill(llm: Any, tokens: int) -> None:
-    from vllm import SamplingParams
-
-    ask = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    llm.generate([{"prompt_token_ids": list(range(3, 3 + tokens))}], ask, use_tqdm=False)
 
 
 def throughput(llm: Any, tokens: int, counts: Sequence[int] = (10, 64), runs: int = 2) -> dict[str, dict[str, float]]:

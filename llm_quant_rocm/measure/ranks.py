@@ -2,12 +2,10 @@
 """Ranks of a measurement: a process a GPU (or, without GPUs, on the CPU), whose first one reports what it finds."""
 
 import os
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
@@ -19,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from llm_quant_rocm.kernels import keys
+from llm_quant_rocm.measure.pool import compile_pool
 
 # A rank says (a word, what it is about).
 Report = Callable[[str, Any], None]
@@ -86,9 +85,7 @@ def compile_together(job: Callable[..., None], arguments: Iterable[tuple[Any, ..
     """Calls `job`, a function of a module, with each of `arguments`, several at a time: Triton's cache on disk then has
     the kernels that the ranks will load. Returns how many there were."""
     jobs = list(arguments)
-    workers = max(1, min(len(jobs), os.cpu_count() or 1, 16))
-    # Ctrl-C reaches them too, and is for the process that asks them: an idle one would take the pool's lock with it.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    pool = compile_pool(max(1, min(len(jobs), os.cpu_count() or 1, 16)))
     try:
         for submitted in [pool.submit(_settled, job, *each) for each in jobs]:
             submitted.result()

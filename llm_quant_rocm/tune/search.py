@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the best configuration: compile all in parallel, time each roughly, the best few carefully."""
 
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
@@ -13,6 +10,7 @@ import torch
 
 from llm_quant_rocm import timing
 from llm_quant_rocm.kernels import keys
+from llm_quant_rocm.measure.pool import compile_pool
 from llm_quant_rocm.tune.workload import Calls
 
 # Rough timing of a candidate: the median of so few replays within so little time.
@@ -34,7 +32,7 @@ class Compiler:
         keys.settle()  # here and in the pool, so that what is compiled there is found here
         self._attempt = _Attempt(compile_one)
         self._workers = max(1, (os.cpu_count() or 2) - 2)
-        self._pool = self._new_pool(self._workers)
+        self._pool = compile_pool(self._workers)
         self.reasons: dict[Any, str | None] = {}
 
     def __enter__(self) -> Self:
@@ -49,10 +47,10 @@ class Compiler:
         if crashed:
             # One of them took the pool with it: each again, by itself.
             for config in crashed:
-                self._pool = self._new_pool(1)
+                self._pool = compile_pool(1)
                 if self._try([config]):
                     self.reasons[config] = "it ends the process that compiles it"
-            self._pool = self._new_pool(self._workers)
+            self._pool = compile_pool(self._workers)
         return [config for config in configs if self.reasons[config] is None]
 
     def _try(self, configs: Sequence[Any]) -> list[Any]:
@@ -65,16 +63,6 @@ class Compiler:
             except BrokenProcessPool:
                 crashed.append(config)
         return crashed
-
-    @staticmethod
-    def _new_pool(workers: int) -> ProcessPoolExecutor:
-        # Ctrl-C reaches them too, and is for the process that asks them.
-        return ProcessPoolExecutor(
-            workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=signal.signal,
-            initargs=(signal.SIGINT, signal.SIG_IGN),
-        )
 
 
 class _Attempt:
