@@ -68,12 +68,10 @@ def quick_reduce(name: str, result: dict[str, Any]) -> str:
         name, f"The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n{measured_on(result)}",
         {"change of perplexity, %": _changes(codecs)},
     )  # fmt: skip
-    timed = {codec: found["time"] for codec, found in codecs.items() if found.get("time")}
-    text = (
+    return (
         f"## The quantized all-reduce in vLLM {result['vllm']}, {result['ranks']} ranks\n\n{measured_on(result)}\n\n"
         f"![perplexity by codec]({name}.png)\n\n{DEMO}\n\n{accuracy_table(codecs)}"
     )
-    return text + (f"\n\n{LLAMA}\n\n{engine_table(timed, result['environment']['commit'])}" if timed else "")
 
 
 def words(name: str, result: dict[str, Any]) -> str:

@@ -144,7 +144,7 @@ def fused_engine() -> str:
         parts.append(
             f"A whole vLLM {result['vllm']} on {result['ranks']} GPUs, `ptpc_fp8`, the shape of Llama-3-70B cut to "
             "eight layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without the pass; "
-            f"QuickReduce sends by INT4 ([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
+            f"QuickReduce sends by FP4 ([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
             f"{table([*header, 'commit'], rows)}"
         )
     return "\n\n".join(parts)

@@ -97,14 +97,7 @@ STEPS = (
         )
         for ranks in (1, 2, 4, 8)
     ),
-    Step(
-        "quick_reduce_engine_tp2_{arch}",
-        "quick_reduce_engine.py",
-        ("--time", "--codecs", "FP4", "INT4"),
-        gpus=2,
-        engine="vllm",
-        seconds=300,
-    ),
+    Step("quick_reduce_engine_tp2_{arch}", "quick_reduce_engine.py", gpus=2, engine="vllm", seconds=300),
     Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang", seconds=300),
     Step("quick_reduce_engine_tp2_cpu", "quick_reduce_engine.py", gpus=0, engine="vllm", seconds=900),
     Step("demo_cpu", "demo_model.py", ("demo",), gpus=0, engine="vllm", seconds=600),

@@ -43,7 +43,7 @@ AT_ONCE = 4
 DEMO_METHODS = ("none", "ptpc_fp8", "fp8_per_tensor")
 LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
-OFF, QUICK = {"LLM_QUANT_ROCM_FUSION": "0"}, {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4"}
+OFF, QUICK = {"LLM_QUANT_ROCM_FUSION": "0"}, {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "FP4"}
 FUSION = {"apart": OFF, "fused": {}, "apart_quick_reduce": OFF | QUICK, "fused_quick_reduce": QUICK}
 LOGGED = ("norm fusion:", "quantized all-reduce:", "reduce_norm_quant over")
 LLAMA = {

@@ -85,17 +85,18 @@ class Config:
 
 
 def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
-    """What should serve `rows` best; not measured.
+    """What should serve `rows` best.
 
-    As long as there is a compute unit for each row, more threads end a row sooner. More rows share units in pairs, of
-    which one waits for links while the other computes: on Hopper 2 programs of 256 threads fit, with up to 128
-    registers a lane. Where rows are encoded, lanes without a group to encode would make others' words cross lanes.
+    As long as there is a compute unit for each row, more threads end a row sooner. More rows share units, so that some
+    wait for links while others compute: on Hopper 2 programs of 256 threads fit, with up to 128 registers a lane, and 4
+    where a row is half as long, for as many bytes on the way. Where rows are encoded, lanes without a group to encode
+    would make others' words cross lanes.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     most = 512 if rows <= units else 256
     units_of_row = triton.next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
     threads = min(most, max(128, units_of_row))
-    return Config(threads, units * (512 // most))
+    return Config(threads, units * (1 if rows <= units else 4 if columns <= 4096 else 2))
 
 
 def piece_bytes(columns: int, codec: Codec) -> int:
