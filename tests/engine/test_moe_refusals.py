@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llm_quant_rocm_vllm.experts import lacking
+from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
 
 def experts(**changes: Any) -> Any:
@@ -38,3 +39,10 @@ def test_ordinary_experts_lack_nothing(activation: str) -> None:
 )
 def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
     assert words in lacking(experts(**change))
+
+
+def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer: Any = SimpleNamespace(moe_config=experts())
+    with pytest.raises(NotImplementedError, match=r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"):
+        NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
