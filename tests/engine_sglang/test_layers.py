@@ -95,6 +95,22 @@ def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypat
     assert engine_layers.is_dummy() is (change.get("load_format") == "dummy")
 
 
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        ({}, False),
+        ({"enable_eplb": True}, True),
+        ({"ep_num_redundant_experts": 2}, True),
+        ({"init_expert_location": "experts.json"}, True),
+    ],
+    ids=["trivial", "balanced", "redundant", "file"],
+)
+def test_who_moves_experts(change: dict[str, Any], moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
+    monkeypatch.setattr(engine_layers, "get_server_args", lambda: SimpleNamespace(**(usual | change)))
+    assert engine_layers.moves_experts() is moves
+
+
 def test_attention_gets_scales_of_its_cache() -> None:
     layer = object.__new__(RadixAttention)
     assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
