@@ -11,8 +11,10 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from llm_quant_rocm_sglang import communicator, engine_layers, experts
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
 
@@ -113,7 +115,19 @@ def test_who_moves_experts(change: dict[str, Any], moves: bool, monkeypatch: pyt
 
 def test_attention_gets_scales_of_its_cache() -> None:
     layer = object.__new__(RadixAttention)
-    assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "kv_cache_quant_algo": "FP8"}
+    for config in (PtpcFp8Config(), NvFp4Config.from_config(settings)):
+        assert isinstance(config.get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+
+
+@pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])
+def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | None) -> None:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    group = {"targets": [target], "weights": weights, "format": "nvfp4-pack-quantized"}
+    config = NvFp4Config.from_config(
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
+    )
+    assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
 
 
 @pytest.mark.parametrize(("wish", "words"), [("1", "--enable-deterministic-inference is set"), ("0", None)])
