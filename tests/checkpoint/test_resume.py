@@ -104,6 +104,8 @@ def test_a_file_that_was_cut_off_since_is_made_again(source: Path, tmp_path: Pat
 def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
     first = quantize_checkpoint(source, tmp_path / "target")
     times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("target/*.safetensors")}
+    modes = {file.stat().st_mode for file in (tmp_path / "target").iterdir()}
+    assert len(modes) == 1, "who may read config.json may read the weights"
     assert quantize_checkpoint(source, tmp_path / "target") == first
     assert {file: file.stat().st_mtime_ns for file in times} == times
 
