@@ -176,3 +176,12 @@ def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"has 0 MiB free, and .*target needs 1 MiB"):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_what_is_whole_needs_no_room_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target)
+    (target / "config.json").unlink()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    quantize_checkpoint(source, target)
+    assert (target / "config.json").exists()

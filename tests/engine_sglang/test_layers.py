@@ -128,6 +128,8 @@ def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | Non
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
     )
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
+    config.ignore = ["lm_head"]
+    assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") is None
 
 
 @pytest.mark.parametrize(("wish", "words"), [("1", "--enable-deterministic-inference is set"), ("0", None)])
