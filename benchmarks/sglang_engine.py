@@ -7,8 +7,8 @@
 Accuracy: perplexity over examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token
 is BF16's. Time: dummy weights, CUDA graphs of decoding, offline, 1024 tokens in, 129 out; the prefill is the time of
 one token out, a step is the rest over 128, each the better of two runs. `sglang_fp8` is SGLang's own --quantization fp8
-(per-tensor weights), `sglang_w8a8_fp8` its per-channel one, `sglang_nvfp4` its own kernels for the checkpoint that
-`nvfp4` serves without a flag.
+(a scale a channel and a token where its CUTLASS kernels run, a scale a tensor elsewhere), `sglang_w8a8_fp8` its other
+one, `sglang_nvfp4` its own kernels for the checkpoint that `nvfp4` serves without a flag.
 
 Engines start side by side and are measured alone (_engines.py). Figures are written after each method, so that a run
 that is cut short leaves what it had. SGLang need only be importable; the plugin is found in this repository even where

@@ -79,7 +79,7 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nvfp4_engine.measure(shape, ["bf16", "ours", "marlin"], 2, 240)
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
-    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts"} | (
+    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )
 
