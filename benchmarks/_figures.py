@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness as harness
+from benchmarks._engine_report import SHAPES
 from benchmarks._markdown import RESULTS, load, measured_on, table
 from benchmarks._quick_reduce_report import size
 
@@ -224,7 +225,11 @@ def nvfp4_engine() -> str:
 
 def sglang_engine() -> str:
     result = load("sglang_engine_sm_90.json")
-    text = table(ENGINE, engine_rows(result, result["llama_3_70b_8_layers"], "bf16"))
+    text = "\n\n".join(
+        f"{title}\n\n{table(ENGINE, engine_rows(result, result[group], 'bf16'))}"
+        for group, title in SHAPES.items()
+        if group in result
+    )
     demo = {name: found for name, found in result.get("demo_model", {}).items() if "perplexity" in found}
     if demo:
         rows = [
@@ -299,8 +304,12 @@ def overview() -> str:
         said = totals(result["variants"], base)
         add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")
     for name, result in results("sglang_engine_sm_90"):
-        said = totals(result["llama_3_70b_8_layers"], "bf16")
-        add(name, f"SGLang {result['sglang']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
+        for group, title in (
+            ("llama_3_70b_8_layers", "Llama-3-70B's shape, 8 layers"),
+            ("qwen3_30b_a3b_12_layers", "Qwen3-30B-A3B's shape, 12 layers"),
+        ):
+            said = totals(result.get(group, {}), "bf16")
+            add(name, f"SGLang {result['sglang']}, {title}, {device(result)}", said and IN_ALL + said)
     return table(["what", "measured"], rows)
 
 

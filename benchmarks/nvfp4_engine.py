@@ -120,9 +120,9 @@ def write_checkpoints(shape: str, dense: Path, quantized: Path) -> None:
     from benchmarks import _random_checkpoint
 
     config = SHAPES[shape]
-    _random_checkpoint.write(quantized, config)
+    _random_checkpoint.write(quantized, config, "modelopt")
     if is_routed(shape):
-        _random_checkpoint.write(dense, config, decoded=True)
+        _random_checkpoint.write(dense, config, "")
     else:
         dense.mkdir()
         (dense / "config.json").write_text(json.dumps(config))
