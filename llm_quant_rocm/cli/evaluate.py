@@ -16,7 +16,7 @@ from llm_quant_rocm.cli import _evaluate, _vllm, _worker
 from llm_quant_rocm.cli._arguments import json_object
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
-from llm_quant_rocm.cli._methods import Method, methods_named
+from llm_quant_rocm.cli._methods import Method, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
 
 CONTEXT = 2048  # tokens, where the model has room for as many
@@ -50,6 +50,7 @@ def evaluate(
         methods = methods_named(quantization)
         document = text or model / "heldout.txt"
         _check(model, document, tasks)
+        refuse_unknown(methods, messages)
         tokens = context or min(CONTEXT, _longest(model))
         fraction = None if _vllm.on_cpu() else GPU_MEMORY
         results = _evaluate.evaluate_all(
