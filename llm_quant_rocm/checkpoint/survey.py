@@ -161,8 +161,23 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
         elif len(tensor.shape) == 3 and not part.startswith("weight"):
             module, part = name, "weight"
         parts[module][part] = tensor
+    if promised:
+        _find_signed_codes(parts, faults)
     found = (_module(name, parts[name], promised, faults) for name in sorted(parts))
     return [module for module in found if module]
+
+
+def _find_signed_codes(parts: dict[str, dict[str, Tensor]], faults: list[str]) -> None:
+    """A fault where NVFP4's codes are int8, which `linear_tensors` and `expert_tensors` refuse as they arrive."""
+    signed = [f"{name}.{codes}" for name in sorted(parts) for codes in _NVFP4_PARTS if _are_signed(parts[name], codes)]
+    if signed:
+        others = f" and {len(signed) - 1} more are" if len(signed) > 1 else " is"
+        faults.append(f"{signed[0]}{others} int8 in the checkpoint, and NVFP4 codes are uint8: {_FETCH}")
+
+
+def _are_signed(parts: dict[str, Tensor], codes: str) -> bool:
+    """Whether `codes` are int8 beside a global scale. Weights in INT8, 8 bits each, have none."""
+    return codes in parts and parts[codes].dtype == "I8" and _NVFP4_PARTS[codes][-1] in parts
 
 
 def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[str]) -> Module | None:
@@ -172,7 +187,9 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
         return Module(name, MXFP4, (*leading, 2 * blocks * size), nbytes)
     for codes, others in _NVFP4_PARTS.items():
         weight = parts.get(codes)
-        if weight is None or weight.dtype != "U8" or len(weight.shape) < 2:
+        if weight is None or len(weight.shape) < 2:
+            continue
+        if weight.dtype != "U8" and not (promised and _are_signed(parts, codes)):
             continue
         shape = (*weight.shape[:-1], 2 * weight.shape[-1])
         scales = parts.get("weight_scale")
