@@ -4,7 +4,6 @@
 No weight is read, so a model of any size takes seconds.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_ind
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm.json_files import json_object
 
 NVFP4, MXFP4, FP8, OTHER = "NVFP4", "MXFP4", "FP8", "other"
 _FLOATS = {"BF16", "F16", "F32"}
@@ -88,7 +88,7 @@ def survey(folder: Path) -> Survey:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     faults: list[str] = []
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     tensors = _tensors(folder, faults)
     quantization = _quantization(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
@@ -103,22 +103,12 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not (folder / "hf_quant_config.json").is_file():
         return found
-    older = _json(folder / "hf_quant_config.json")
+    older = json_object(folder / "hf_quant_config.json")
     if found is None:
         return older
     settings, older_settings = modelopt_settings(found) or {}, modelopt_settings(older) or {}
     settings.setdefault("quantized_layers", older_settings.get("quantized_layers"))
     return found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): {_FETCH}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: {_FETCH}")
-    return content
 
 
 def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
