@@ -110,7 +110,8 @@ def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     # whether FP8 pays at all, and where it does not, it costs more than tiles that fit badly. On an H100 at 128 rows,
     # with the configuration of 256, FP8 took 1.1 to 1.7 times as long as the exact product in Llama-3-70B's four layers
     # (benchmarks/results/nvfp4_gemm_fp8_sm_90.json). Of other weights within FARTHEST of those, DeepSeek-V3's o alone
-    # has figures, with what the estimate chose at the time: FP8 lost at 256 rows (nvfp4_gemm_sm_90.json).
+    # has figures, with what the estimate chose at the time: FP8 lost at 256 rows and won at 1024
+    # (nvfp4_gemm_sm_90.json).
     if measured is None or measured.weight != (n, k) or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
     return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
