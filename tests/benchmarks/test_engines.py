@@ -96,7 +96,7 @@ def test_an_engine_is_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Once it is waited for, its number may be that of another's session."""
     killed, kill = [], os.killpg
     monkeypatch.setattr(os, "killpg", lambda *session: killed.append(session) or kill(*session))
-    engine = engines._Engine(Job("one", ["sleep", "600"], {}), tmp_path)
+    engine = engines._Engine(Job("one", ["sh", "-c", "exec sleep 600"], {}), tmp_path)
     for _ in range(2):
         engine.end()
     assert killed == [(engine._process.pid, signal.SIGKILL)] and engine._process.returncode == -signal.SIGKILL
