@@ -24,6 +24,7 @@ from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.amd.operators.quick_reduce import SMALL, Ranks
 from tests.amd.virtual_gpu import activate
+from tests.comm.processes import run_ranks
 from tests.inputs import assert_same, engine_defaults, random_rows
 
 FP4 = CODECS["FP4"]
@@ -128,6 +129,7 @@ def test_memory_is_zero_before_anybody_calls() -> None:
 
     with (
         patch.object(dist, "get_world_size", return_value=3),
+        patch.object(comm, "first_refusal", return_value=None),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(comm, "seconds_of_a_look", return_value=2e-6),
@@ -263,8 +265,24 @@ def test_errors() -> None:
     refused = RuntimeError("CUDA driver error: invalid device\nand a trace")
     with (
         patch.object(dist, "get_world_size", return_value=2),
+        patch.object(comm, "first_refusal", return_value=None),
         patch.object(symmetric_memory, "empty"),
         patch.object(symmetric_memory, "rendezvous", side_effect=refused),
         pytest.raises(NoPeerMemory, match="^torch's symmetric memory does not connect the GPUs: .* invalid device$"),
     ):
         QuickReduce.over(MagicMock(), torch.device("cpu"))
+
+
+def full_on_one_gpu(rank: int) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nand a trace")
+    with (
+        patch.object(symmetric_memory, "empty", side_effect=full if rank else None),
+        patch.object(symmetric_memory, "rendezvous") as met,
+        pytest.raises(NoPeerMemory, match="does not connect the GPUs: CUDA out of memory. Tried to allocate$"),
+    ):
+        QuickReduce.over(dist.group.WORLD, torch.device("cpu"))
+    assert not met.called
+
+
+def test_nobody_waits_for_a_rank_without_memory() -> None:
+    run_ranks(2, full_on_one_gpu)
