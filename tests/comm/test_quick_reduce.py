@@ -205,7 +205,7 @@ def test_kernels_get_contiguous_values_at_multiples_of_16_bytes() -> None:
 def test_how_messages_are_cut(world: int, shots: int) -> None:
     """Every value is in a tile, tiles have flags, and what programs have on their way fits the inboxes."""
     box = kernels.Mailbox(torch.zeros(world, dtype=torch.int64), *own_memory(), 0, 1 << 22, 4096)
-    config = Config(blocks=16, programs=40, num_warps=4, rounds=4, buffers=4)
+    config = Config(blocks=16, programs=40, num_warps=4, buffers=4)
     for codec in CODECS.values():
         for count in (1, 4096, 4097, 10**6, 2**28 - 1):
             cut = box.cut(count, codec, config, shots)
@@ -224,7 +224,6 @@ def test_how_large_pieces_are() -> None:
     config = Config(blocks=16, programs=528, num_warps=4)
     box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 32 << 20, 32768)
     assert box.cut(2**23, FP4, config, 1) == kernels.Cut(4, 512, 512)
-    assert box.cut(2**23, FP4, replace(config, rounds=2), 1) == kernels.Cut(2, 1024, 528)
     assert box.cut(2**25, FP4, config, 1) == kernels.Cut(3, 2731, 528)
     assert box.cut(2**25, FP4, replace(config, programs=7), 2) == kernels.Cut(8, 512, 7)
     large = replace(box, phase_bytes=128 << 20)
