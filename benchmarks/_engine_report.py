@@ -7,7 +7,12 @@ from benchmarks import _lines as lines
 from benchmarks._markdown import measured_on, table
 
 DEMO = "The demo model over its held-out text, in windows of 200 tokens:"
-LLAMA = "The shape of Llama-3-70B cut to eight layers, dummy weights, CUDA graphs, 1024 tokens in and 129 out:"
+_HOW = "CUDA graphs, 1024 tokens in and 129 out:"
+# What is timed, by its name in the figures.
+SHAPES = {
+    "llama_3_70b_8_layers": f"The shape of Llama-3-70B cut to eight layers, dummy weights, {_HOW}",
+    "qwen3_30b_a3b_12_layers": f"The shape of Qwen3-30B-A3B cut to twelve layers, random weights, {_HOW}",
+}
 
 
 def vllm(name: str, result: dict[str, Any]) -> str:
@@ -20,10 +25,14 @@ def sglang(name: str, result: dict[str, Any]) -> str:
 
 def _engine(name: str, title: str, result: dict[str, Any]) -> str:
     text = f"## {title}\n\n{measured_on(result)}"
-    times = {method: found for method, found in result.get("llama_3_70b_8_layers", {}).items() if "failed" not in found}
-    demo = {method: found for method, found in result.get("demo_model", {}).items() if "failed" not in found}
+    measured = {
+        group: {method: found for method, found in result.get(group, {}).items() if "failed" not in found}
+        for group in (*SHAPES, "demo_model")
+    }
+    demo = measured.pop("demo_model")
     panels = {
-        f"{count}: total, s": {method: found[count]["total_s"] for method, found in times.items() if count in found}
+        f"{group}\n{count}: total, s": {method: found[count]["total_s"] for method, found in times.items()}
+        for group, times in measured.items()
         for count in dict.fromkeys(count for found in times.values() for count in found if "prompt" in count)
     }
     if demo:
@@ -32,7 +41,10 @@ def _engine(name: str, title: str, result: dict[str, Any]) -> str:
     if panels:
         lines.bars(name, f"{title}\n{measured_on(result)}", panels)
         text += f"\n\n![time and accuracy]({name}.png)"
-    return text + (f"\n\n{LLAMA}\n\n{engine_table(times, result['environment']['commit'])}" if times else "")
+    for group, times in measured.items():
+        if times:
+            text += f"\n\n{SHAPES[group]}\n\n{engine_table(times, result['environment']['commit'])}"
+    return text
 
 
 def _changes(demo: dict[str, Any]) -> dict[str, float]:

@@ -156,6 +156,7 @@ class _Engine:
         self._folder.mkdir()
         (self._folder / "parent").write_text(str(os.getpid()))
         self._log = Path(os.environ.get("OUT", self._folder)) / f"{job.name}.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*job.command, str(self._folder)], env={**os.environ, "HF_HUB_OFFLINE": "1", **job.variables},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness as harness
+from benchmarks._engine_report import SHAPES
 from benchmarks._markdown import RESULTS, load, measured_on, table
 from benchmarks._quick_reduce_report import size
 
@@ -123,6 +124,10 @@ def fused_norm() -> str:
     return "\n\n".join(parts)
 
 
+def gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
+
+
 def cells(base: Row, found: Row, key: str, unit: float) -> list[str]:
     """A time, and the base's over it."""
     return [f"{found[key] * unit:.2f}", f"{base[key] / found[key]:.2f}"]
@@ -132,7 +137,7 @@ def fused_engine() -> str:
     parts = []
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
         variants = result["variants"]
-        base = variants["apart"]
+        base_name, base = next(iter(variants.items()))
         batches = [key for key in base if "prompt" in key]
         rows = [
             [batch, f"`{variant}`", *cells(base[batch], found[batch], "prefill_s", 1e3)]
@@ -142,9 +147,10 @@ def fused_engine() -> str:
         ]
         header = ["batch", "variant", "time to first token, ms", "ratio", "time per output token, ms", "ratio"]
         parts.append(
-            f"A whole vLLM {result['vllm']} on {result['ranks']} GPUs, `ptpc_fp8`, the shape of Llama-3-70B cut to "
-            "eight layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without the pass; "
-            f"QuickReduce sends by FP4 ([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
+            f"A whole vLLM {result['vllm']} on {gpus(result['ranks'])}, `ptpc_fp8`, the shape of Llama-3-70B cut to "
+            f"{result['layers']} layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without "
+            f"the pass; QuickReduce sends by FP4; ratios are `{base_name}`'s time over the row's "
+            f"([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
             f"{table([*header, 'commit'], rows)}"
         )
     return "\n\n".join(parts)
@@ -219,7 +225,11 @@ def nvfp4_engine() -> str:
 
 def sglang_engine() -> str:
     result = load("sglang_engine_sm_90.json")
-    text = table(ENGINE, engine_rows(result, result["llama_3_70b_8_layers"], "bf16"))
+    text = "\n\n".join(
+        f"{title}\n\n{table(ENGINE, engine_rows(result, result[group], 'bf16'))}"
+        for group, title in SHAPES.items()
+        if group in result
+    )
     demo = {name: found for name, found in result.get("demo_model", {}).items() if "perplexity" in found}
     if demo:
         rows = [
@@ -289,12 +299,17 @@ def overview() -> str:
         said = totals(result["llama_3_70b_8_layers"], "none")
         add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
-        said = totals(result["variants"], "apart")
-        title = f"`ptpc_fp8` in vLLM {result['vllm']}, {result['ranks']} ranks, with fusion and QuickReduce"
-        add(name, title, f"times as fast as without, with 10 and 64 prompts: {said}")
+        base = next(iter(result["variants"]))
+        title = f"The fusion pass in vLLM {result['vllm']}, `ptpc_fp8`, {gpus(result['ranks'])}"
+        said = totals(result["variants"], base)
+        add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")
     for name, result in results("sglang_engine_sm_90"):
-        said = totals(result["llama_3_70b_8_layers"], "bf16")
-        add(name, f"SGLang {result['sglang']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
+        for group, title in (
+            ("llama_3_70b_8_layers", "Llama-3-70B's shape, 8 layers"),
+            ("qwen3_30b_a3b_12_layers", "Qwen3-30B-A3B's shape, 12 layers"),
+        ):
+            said = totals(result.get(group, {}), "bf16")
+            add(name, f"SGLang {result['sglang']}, {title}, {device(result)}", said and IN_ALL + said)
     return table(["what", "measured"], rows)
 
 

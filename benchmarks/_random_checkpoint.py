@@ -2,11 +2,12 @@
 """Checkpoints of a model's shape with random NVFP4 weights, written at the speed of the disk: nothing is quantized.
 
 Codes are uniform, block scales are in E4M3's upper two octaves, and global scales give rows of unit gain, so that
-activations stay finite and no kernel meets zeros. The tensors are those of ModelOpt's W4A16_NVFP4, or what they decode
-to in bf16: the same model, for the same seed.
+activations stay finite and no kernel meets zeros. The tensors are those of ModelOpt's W4A16_NVFP4, of
+compressed-tensors, or what they decode to in bf16: the same model, for the same seed.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from safetensors.torch import save_file
 from llm_quant_rocm.checkpoint import LAYOUTS
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
 
-_LAYOUT = LAYOUTS["modelopt"]
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _SCALES = 0x70, 0x7E  # the bytes of 128 and 448
 # Root mean squares of the values of uniform E2M1 codes, and of uniform bytes between _SCALES as E4M3.
 _RMS_OF_CODES, _RMS_OF_SCALES = 2.93, 280.0
 
 
-def write(folder: Path, config: dict[str, Any], decoded: bool = False, device: str = "cuda") -> None:
-    """Write config.json and a file a layer to `folder`, for a Llama or Qwen3-MoE `config` (of transformers)."""
+def write(folder: Path, config: dict[str, Any], layout: str, device: str = "cuda") -> None:
+    """Write config.json and a file a layer to `folder`, for a Llama or Qwen3-MoE `config` (of transformers).
+
+    Args:
+        layout: one of `checkpoint.LAYOUTS`, or "" for bf16.
+    """
     folder.mkdir()
     torch.manual_seed(0)
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -59,14 +63,17 @@ def write(folder: Path, config: dict[str, Any], decoded: bool = False, device: s
             linear |= _mlp("mlp", hidden, config["intermediate_size"])
         for name, (n, k) in linear.items():
             weight = _weight(n, k, device)
-            parts = {"weight": weight.dequantize(torch.bfloat16)} if decoded else _LAYOUT.weight(weight)
+            parts = LAYOUTS[layout].weight(weight) if layout else {"weight": weight.dequantize(torch.bfloat16)}
             tensors |= {f"{layer}.{name}.{part}": tensor.cpu() for part, tensor in parts.items()}
         save_file(tensors, folder / f"layer-{number}.safetensors", metadata={"format": "pt"})
-    if decoded:
-        (folder / "config.json").write_text(json.dumps(config))
-    else:
-        for name, content in _LAYOUT.describe(config, kept, False).items():
-            (folder / name).write_text(json.dumps(content))
+    describe(folder, config, kept, layout)
+
+
+def describe(folder: Path, config: dict[str, Any], kept: Sequence[str], layout: str) -> None:
+    """Write the files beside the tensors: config.json, and what else the layout has. `kept` modules are in bf16."""
+    files = LAYOUTS[layout].describe(config, kept, False) if layout else {"config.json": config}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
 
 
 def _mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:

@@ -6,10 +6,11 @@
 
 The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 10 and 64 prompts of 1024 random tokens, 256
 tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the better of two
-runs. All load one random ModelOpt checkpoint without a flag (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it
-to vLLM, which takes Marlin for it on Hopper. bf16 loads what it decodes to where a router looks at it, and dummy
-weights (which take the same time and less disk) where none does. `difference` is the mean absolute difference of a
-prompt's log probabilities from the first method's with the same weights: rounding makes some, a wrong layer about 1.
+runs, and `steps` says how much of a step is the GPU's. All load one random ModelOpt checkpoint without a flag
+(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. bf16 loads what
+it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none does.
+`difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
+weights: rounding makes some, a wrong layer about 1.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 6
 minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
@@ -99,7 +100,12 @@ def figures(llm: Any) -> dict[str, Any]:
     candidates = llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)[0].prompt_logprobs[1:]
     logprobs = [found[token].logprob for token, found in zip(prompt[1:], candidates, strict=True)]
     served_by = llm.model_config.quantization or "none"
-    return {"logprobs": logprobs, "quantization": served_by, **vllm_engine.throughput(llm, TOKENS)}
+    return {
+        "logprobs": logprobs,
+        "quantization": served_by,
+        **vllm_engine.throughput(llm, TOKENS),
+        "steps": vllm_engine.or_failure(lambda: vllm_engine.step_times(llm, (10, 64))),
+    }
 
 
 def scratch_folder() -> str:
@@ -114,9 +120,9 @@ def write_checkpoints(shape: str, dense: Path, quantized: Path) -> None:
     from benchmarks import _random_checkpoint
 
     config = SHAPES[shape]
-    _random_checkpoint.write(quantized, config)
+    _random_checkpoint.write(quantized, config, "modelopt")
     if is_routed(shape):
-        _random_checkpoint.write(dense, config, decoded=True)
+        _random_checkpoint.write(dense, config, "")
     else:
         dense.mkdir()
         (dense / "config.json").write_text(json.dumps(config))

@@ -4,10 +4,10 @@
     python benchmarks/quick_reduce_engine.py                         every codec, on a CPU or on two GPUs
     python benchmarks/quick_reduce_engine.py --ranks 4 --codecs FP4 INT4
 
-Perplexity of the demo model over examples/demo_model/heldout.txt in windows of 200 tokens, every all-reduce quantized,
-whatever its size, and how often the most likely token is the one without quantization. What it gains in
-time says `vllm_engine.py fusion`. Engines start side by side and are measured alone (_engines.py); figures are written
-after each.
+Perplexity of the demo model over examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most
+likely token is the one without quantization. On a CPU every all-reduce is quantized, whatever its size; on GPUs the
+crossovers leave the smallest to FP. What it gains in time says `vllm_engine.py fusion`. Engines start side by side and
+are measured alone (_engines.py); figures are written after each.
 """
 
 import argparse

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole SGLang on one GPU: accuracy on the demo model, and the time of a Llama-3-70B shape cut to eight layers.
+"""A whole SGLang on one GPU: accuracy on the demo model, and the time of two shapes.
 
-    python benchmarks/sglang_engine.py            both
-    python benchmarks/sglang_engine.py demo       accuracy alone (also `llama`: time alone)
+    python benchmarks/sglang_engine.py            everything
+    python benchmarks/sglang_engine.py demo       one of demo, llama and experts
 
-Accuracy: perplexity over examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token
-is BF16's. Time: dummy weights, CUDA graphs of decoding, offline, 1024 tokens in, 129 out; the prefill is the time of
-one token out, a step is the rest over 128, each the better of two runs. `sglang_fp8` is SGLang's own --quantization fp8
-(per-tensor weights), `sglang_w8a8_fp8` its per-channel one, `sglang_nvfp4` its own kernels for the checkpoint that
-`nvfp4` serves without a flag.
+`demo`: perplexity over examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is
+BF16's. `llama`: the shape of Llama-3-70B cut to eight layers, dummy weights, CUDA graphs of decoding, offline, 1024
+tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128, each the better of two runs.
+`experts`: the same of Qwen3-30B-A3B cut to twelve layers, with random weights that are the same for all
+(_random_checkpoint.py); `difference` is the mean absolute difference of a prompt's log probabilities from BF16's.
+
+`sglang_fp8` is SGLang's own --quantization fp8 (a scale a channel and a token where its CUTLASS kernels run, a scale a
+tensor elsewhere), `sglang_w8a8_fp8` its other one, `sglang_nvfp4` its own kernels for the checkpoint that `nvfp4`
+serves without a flag.
 
 Engines start side by side and are measured alone (_engines.py). Figures are written after each method, so that a run
 that is cut short leaves what it had. SGLang need only be importable; the plugin is found in this repository even where
@@ -23,7 +27,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,31 +36,30 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import _engines as engines  # noqa: E402
+from benchmarks import nvfp4_engine  # noqa: E402
 from benchmarks.vllm_engine import LLAMA  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 HELDOUT = DEMO / "heldout.txt"
-NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "group_size": 16,
-    "ignore": ["lm_head"],
+# By method: --quantization, the checkpoint's NVFP4 layout ("" for BF16), and environment variables.
+METHODS: dict[str, tuple[str | None, str, dict[str, str]]] = {
+    "bf16": (None, "", {}),
+    "sglang_fp8": ("fp8", "", {}),
+    "sglang_w8a8_fp8": ("w8a8_fp8", "", {}),
+    "ptpc_fp8": ("ptpc_fp8", "", {}),
+    "ptpc_fp8_norms_apart": ("ptpc_fp8", "", {"LLM_QUANT_ROCM_FUSION": "0"}),
+    "sglang_nvfp4": (None, "modelopt", {"LLM_QUANT_ROCM_NVFP4": "0"}),
+    "nvfp4": (None, "modelopt", {}),
+    "nvfp4_compressed_tensors": (None, "compressed-tensors", {}),
 }
-# By method: --quantization, whether the checkpoint is NVFP4, and environment variables.
-METHODS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
-    "bf16": (None, False, {}),
-    "sglang_fp8": ("fp8", False, {}),
-    "sglang_w8a8_fp8": ("w8a8_fp8", False, {}),
-    "ptpc_fp8": ("ptpc_fp8", False, {}),
-    "ptpc_fp8_norms_apart": ("ptpc_fp8", False, {"LLM_QUANT_ROCM_FUSION": "0"}),
-    "sglang_nvfp4": (None, True, {"LLM_QUANT_ROCM_NVFP4": "0"}),
-    "nvfp4": (None, True, {}),
-}
+# By task, the name of its figures.
+FIGURES = {"llama": "llama_3_70b_8_layers", "demo": "demo_model", "experts": "qwen3_30b_a3b_12_layers"}
 # So many at once: their weights, caches and graphs share one GPU's memory.
-AT_ONCE = {"llama": 3, "demo": 4}
+AT_ONCE = {"llama": 3, "demo": 4, "experts": 2}
 DEFAULT = {
     "llama": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4", "sglang_nvfp4", "sglang_w8a8_fp8"),
-    "demo": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4"),
+    "demo": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4", "nvfp4_compressed_tensors"),
+    "experts": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4"),
 }
 
 
@@ -108,60 +111,93 @@ def demo(model: str, method: str) -> Callable[[], dict[str, Any]]:
 
 
 def llama(model: str, method: str) -> Callable[[], dict[str, Any]]:
-    """Seconds of the prefill and of the whole, and milliseconds a step, of 10 and 64 prompts of 1024 tokens."""
+    served = timed_engine(model, method, load_format="dummy")
+    return lambda: throughput(served)
+
+
+def experts(model: str, method: str) -> Callable[[], dict[str, Any]]:
+    served = timed_engine(model, method)
+
+    def measure() -> dict[str, Any]:
+        random.seed(1)
+        prompt = [random.randrange(3, 31999) for _ in range(128)]
+        ask = {"max_new_tokens": 1, "temperature": 0}
+        (output,) = served.generate(input_ids=[prompt], sampling_params=ask, return_logprob=True, logprob_start_len=0)
+        logprobs = [logprob for logprob, *_ in output["meta_info"]["input_token_logprobs"][1:]]
+        return {"logprobs": logprobs, **throughput(served)}
+
+    return measure
+
+
+def timed_engine(model: str, method: str, **options: Any) -> Any:
+    """Warm: what is compiled at the first use is part of the start."""
     served = engine(
-        model, method, load_format="dummy", skip_tokenizer_init=True, max_total_tokens=80_000,
-        max_running_requests=64, chunked_prefill_size=16384,
+        model, method, skip_tokenizer_init=True, max_total_tokens=80_000, max_running_requests=64,
+        chunked_prefill_size=16384, **options,
     )  # fmt: skip
     served.generate(
         input_ids=[list(range(3, 1027))] * 64,
         sampling_params={"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
     )
-
-    def measure() -> dict[str, Any]:
-        result = {}
-        for count in (10, 64):
-            random.seed(0)
-            prompts = [[random.randrange(3, 31999) for _ in range(1024)] for _ in range(count)]
-
-            def seconds(tokens: int, prompts: list[list[int]] = prompts) -> float:
-                ask = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-                start = time.perf_counter()
-                served.generate(input_ids=prompts, sampling_params=ask)
-                return time.perf_counter() - start
-
-            seconds(4)
-            prefill = min(seconds(1) for _ in range(2))
-            total = min(seconds(129) for _ in range(2))
-            result[f"{count} prompts"] = {
-                "prefill_s": round(prefill, 3),
-                "total_s": round(total, 3),
-                "ms_a_step": round((total - prefill) / 128 * 1e3, 2),
-            }
-        return result
-
-    return measure
+    return served
 
 
-TASKS = {"llama": llama, "demo": demo}
+def throughput(served: Any) -> dict[str, Any]:
+    """Seconds of the prefill and of the whole, and milliseconds a step, of 10 and 64 prompts of 1024 tokens."""
+    result = {}
+    for count in (10, 64):
+        random.seed(0)
+        prompts = [[random.randrange(3, 31999) for _ in range(1024)] for _ in range(count)]
+
+        def seconds(tokens: int, prompts: list[list[int]] = prompts) -> float:
+            ask = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            start = time.perf_counter()
+            served.generate(input_ids=prompts, sampling_params=ask)
+            return time.perf_counter() - start
+
+        seconds(4)
+        prefill = min(seconds(1) for _ in range(2))
+        total = min(seconds(129) for _ in range(2))
+        result[f"{count} prompts"] = {
+            "prefill_s": round(prefill, 3),
+            "total_s": round(total, 3),
+            "ms_a_step": round((total - prefill) / 128 * 1e3, 2),
+        }
+    return result
 
 
-def checkpoint(task: str, is_nvfp4: bool, folder: Path) -> Path:
+TASKS = {"llama": llama, "demo": demo, "experts": experts}
+
+
+def checkpoint(task: str, layout: str, folder: Path) -> Path:
     """Where `write_checkpoints` leaves a task's checkpoint."""
-    return DEMO if task == "demo" and not is_nvfp4 else folder / f"{task}-{'nvfp4' if is_nvfp4 else 'bf16'}"
+    return DEMO if task == "demo" and not layout else folder / f"{task}-{layout or 'bf16'}"
 
 
-def write_checkpoints(task: str, folder: Path) -> None:
-    if task == "demo":
-        from llm_quant_rocm.checkpoint import quantize_checkpoint
+def write_checkpoints(task: str, layouts: Collection[str], folder: Path) -> None:
+    from benchmarks import _random_checkpoint
+    from llm_quant_rocm.checkpoint import quantize_checkpoint
 
-        quantize_checkpoint(DEMO, checkpoint(task, True, folder), "modelopt")
-        return
-    for is_nvfp4 in (False, True):
-        path = checkpoint(task, is_nvfp4, folder)
-        path.mkdir()
-        config = {**LLAMA, "quantization_config": NVFP4} if is_nvfp4 else LLAMA
-        (path / "config.json").write_text(json.dumps(config))
+    for layout in layouts:
+        path = checkpoint(task, layout, folder)
+        if task == "experts":
+            _random_checkpoint.write(path, nvfp4_engine.SHAPES["qwen3-30b-a3b"], layout)
+        elif task == "llama":
+            path.mkdir()
+            _random_checkpoint.describe(path, LLAMA, ["lm_head"], layout)
+        elif layout:
+            quantize_checkpoint(DEMO, path, layout)
+
+
+def compare(entry: dict[str, Any], base: dict[str, Any]) -> None:
+    """Replaces what an engine said of a text by how far it is from what `base` said."""
+    if greedy := entry.pop("greedy", None):
+        entry["perplexity"] = round(entry["perplexity"], 4)
+        if expected := base.get("greedy"):
+            entry["agreement"] = round(sum(a == b for a, b in zip(greedy, expected, strict=True)) / len(greedy), 4)
+    if (logprobs := entry.pop("logprobs", None)) and (expected := base.get("logprobs")):
+        gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+        entry["difference"] = round(sum(gaps) / len(gaps), 4)
 
 
 def main() -> None:
@@ -183,26 +219,25 @@ def main() -> None:
     from benchmarks import _harness as harness
 
     result: dict[str, Any] = {"sglang": version("sglang")}
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        path = engines.plugin_path("sglang", scratch)
+    with (
+        tempfile.TemporaryDirectory() as entry_points,
+        tempfile.TemporaryDirectory(dir=nvfp4_engine.scratch_folder()) as name,
+    ):
+        scratch, path = Path(name), engines.plugin_path("sglang", Path(entry_points))
         for task in TASKS if args.task == "all" else (args.task,):
-            found = result[{"demo": "demo_model", "llama": "llama_3_70b_8_layers"}[task]] = {}
-            bf16: list[int] = []
+            found = result[FIGURES[task]] = {}
+            bf16: dict[str, Any] = {}
             methods, jobs = args.methods or DEFAULT[task], []
             for method in methods:
-                _, is_nvfp4, variables = METHODS[method]
-                command = [sys.executable, __file__, task, "--run", method, str(checkpoint(task, is_nvfp4, scratch))]
+                _, layout, variables = METHODS[method]
+                command = [sys.executable, __file__, task, "--run", method, str(checkpoint(task, layout, scratch))]
                 jobs.append(engines.Job(f"{task}-{method}", command, {"PYTHONPATH": path, **variables}))
-            write = partial(write_checkpoints, task, scratch)
+            layouts = dict.fromkeys(METHODS[method][1] for method in methods)
+            write = partial(write_checkpoints, task, layouts, scratch)
             measured = engines.run(jobs, args.at_once or AT_ONCE[task], args.start_seconds, write)
             for method, (entry, _) in zip(methods, measured, strict=True):
-                if greedy := entry.pop("greedy", None):
-                    bf16 = greedy if method == "bf16" else bf16
-                    if bf16:
-                        same = sum(a == b for a, b in zip(greedy, bf16, strict=True))
-                        entry["agreement"] = round(same / len(bf16), 4)
-                    entry["perplexity"] = round(entry["perplexity"], 4)
+                bf16 = {**entry} if method == "bf16" else bf16
+                compare(entry, bf16)
                 found[method] = entry
                 engines.say(json.dumps({method: entry}))
                 if torch.cuda.is_available():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole vLLM on one machine: accuracy on the demo model, and the time of a Llama-3-70B shape cut to eight layers.
+"""A whole vLLM on one machine: accuracy on the demo model, and the time of a Llama-3-70B shape cut to a few layers.
 
     python benchmarks/vllm_engine.py                                   accuracy and time of ptpc_fp8 and vLLM's own
     python benchmarks/vllm_engine.py fusion                            ptpc_fp8 with and without the fusion pass
@@ -9,10 +9,10 @@
 Engines start side by side and are measured alone (_engines.py). Accuracy: perplexity over
 examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is BF16's. Time: dummy
 weights, CUDA graphs, 1024 tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128,
-each the best of some runs. `fusion` also counts the norms, quantizations and all-reduces that the first rank's GPU ran
-in one prefill, says for a step after it what that GPU did and how long the host took from one to the next, and keeps
-what the plugin logged. vLLM need only be importable (PYTHONPATH); the plugin is found in this repository even where it
-is not installed.
+each the best of some runs. `fusion` has 24 layers, since the host takes longer for a step than GPUs for eight of them;
+it counts the norms, quantizations and all-reduces that the first rank's GPU ran in one prefill, says for a step after
+it what that GPU did and how long the host took from one to the next, and keeps what the plugin logged. vLLM need only
+be importable (PYTHONPATH); the plugin is found in this repository even where it is not installed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
 }
 # Their weights, caches and graphs share the GPUs' memory.
-AT_ONCE = 4
+AT_ONCE, DEEP_AT_ONCE = 4, 2
 DEMO_METHODS = ("none", "ptpc_fp8", "fp8_per_tensor")
 LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
@@ -64,6 +64,7 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DEEP_LLAMA = {**LLAMA, "num_hidden_layers": 24}
 
 
 def engine(model: str, method: str, **options: Any) -> Any:
@@ -108,17 +109,17 @@ def perplexity(llm: Any) -> dict[str, Any]:
 
 
 def llama(method: str) -> Callable[[], dict[str, Any]]:
-    llm = llama_engine(method)
+    llm = llama_engine(LLAMA, method)
     warm_up(llm)
     return lambda: throughput(llm, 129)
 
 
-def llama_engine(method: str, ranks: int = 1, **options: Any) -> Any:
+def llama_engine(config: Mapping[str, Any], method: str, ranks: int = 1, **options: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         return engine(
             folder, method, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048,
-            enable_prefix_caching=False, tensor_parallel_size=ranks, **memory(LLAMA, 1024 + 129, ranks=ranks),
+            enable_prefix_caching=False, tensor_parallel_size=ranks, **memory(config, 1024 + 129, ranks=ranks),
             **options,
         )  # fmt: skip
 
@@ -127,8 +128,9 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     """What the environment's variant of ptpc_fp8 takes over `ranks` GPUs, and which kernels it runs."""
     counts = (1, 10, 64)
     llm = llama_engine(
-        "ptpc_fp8", int(ranks), max_num_seqs=64, compilation_config={"cudagraph_capture_sizes": list(counts)}
-    )
+        DEEP_LLAMA, "ptpc_fp8", int(ranks), max_num_seqs=64,
+        compilation_config={"cudagraph_capture_sizes": list(counts)},
+    )  # fmt: skip
     warm_up(llm)
 
     def measure() -> dict[str, Any]:
@@ -136,26 +138,36 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
         llm.apply_model(Profile())
         generate(llm, 1, 1)
         kernels = llm.apply_model(Profile(stop=True))[0]
-        try:
-            of_a_step = steps(llm, counts)
-        except Exception as error:  # the times above took long to get
-            of_a_step = {"failed": repr(error)}
-        return {"kernels_of_a_prefill": kernels, **result, "steps": of_a_step}
+        return {"kernels_of_a_prefill": kernels, **result, "steps": or_failure(lambda: steps(llm, counts))}
 
     return measure
 
 
+def or_failure(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` returns, or why it failed, for what is not worth losing what an engine has measured before."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"failed": repr(error)}
+
+
 def steps(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
-    """What the first rank's GPU does in a step after the prefill: `StepTimes`, and the microseconds of each kernel."""
+    """What the first rank's GPU does in a step after the prefill: `step_times`, and the microseconds of each kernel."""
+    result = step_times(llm, counts, tokens)
+    llm.apply_model(Profile())
+    generate(llm, 1, tokens)
+    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=tokens - 1))[0]
+    return result
+
+
+def step_times(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
+    """By number of prompts, what `StepTimes` says of the steps after the prefill."""
     generate(llm, 1, tokens)
     result: dict[str, Any] = {}
     for count in counts:
         llm.apply_model(StepTimes())
         generate(llm, count, tokens)
         result[f"{count} prompt{'s' * (count > 1)}"] = llm.apply_model(StepTimes(stop=True))[0]
-    llm.apply_model(Profile())
-    generate(llm, 1, tokens)
-    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=tokens - 1))[0]
     return result
 
 
@@ -318,8 +330,10 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: 
 
     name = "vllm_fusion_demo_sm_90" if is_demo else f"vllm_fusion_{ranks}_ranks_sm_90"
     arguments = ("demo", "ptpc_fp8") if is_demo else ("fusion", str(ranks))
-    before = harness.RESULTS / f"{name}.json"
-    results = json.loads(before.read_text())["variants"] if before.exists() else {}
+    file = harness.RESULTS / f"{name}.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    layers = None if is_demo else DEEP_LLAMA["num_hidden_layers"]
+    results = before.get("variants", {}) if before.get("layers") == layers else {}
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         jobs = [job(variant, __file__, arguments, Path(scratch), FUSION[variant]) for variant in variants]
@@ -332,7 +346,8 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: 
             said = lines_of_the_plugin(log)
             results[variant] = {**result, "log": said, "commit": harness.environment()["commit"]}
             print(json.dumps({variant: results[variant]}), flush=True)
-            print("written to", harness.write(name, {"vllm": version("vllm"), "ranks": ranks, "variants": results}))
+            figures = {"vllm": version("vllm"), "ranks": ranks, "layers": layers, "variants": results}
+            print("written to", harness.write(name, figures))
     if failed:
         raise SystemExit("\n".join(failed))
 
@@ -344,9 +359,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=FUSION, help="by default all that --ranks allows (fusion)")
     parser.add_argument("--demo", action="store_true", help="accuracy on the demo model instead of times (fusion)")
     parser.add_argument("--run", nargs=3, metavar=("WHAT", "ARGUMENT", "FOLDER"), help=argparse.SUPPRESS)
-    engines.add_options(parser, str(AT_ONCE))
+    engines.add_options(parser, f"{AT_ONCE}, and {DEEP_AT_ONCE} of fusion's")
     args = parser.parse_args()
-    at_once = args.at_once or AT_ONCE
+    at_once = args.at_once or (DEEP_AT_ONCE if args.part == "fusion" else AT_ONCE)
     if args.run:
         what, argument, folder = args.run
         engines.serve(Path(folder), lambda: {"demo": demo, "llama": llama, "fusion": fusion}[what](argument))

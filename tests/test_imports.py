@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str | None, ...], ...] = (
     ("kernels", "reference"),
     ("formats",),
     ("hardware", "provenance", "timing"),
-    ("environment", "versions"),
+    ("environment", "json_files", "versions"),
     (None,),
 )
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}

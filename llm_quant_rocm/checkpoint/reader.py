@@ -2,7 +2,6 @@
 """A 16-bit Hugging Face checkpoint, read tensor by tensor."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llm_quant_rocm.checkpoint.files import INDEX, read_index
+from llm_quant_rocm.json_files import json_object
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
 
@@ -45,7 +45,7 @@ class Reader:
         self._folder = folder
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-        self.config: dict[str, Any] = _json(folder / "config.json")
+        self.config: dict[str, Any] = json_object(folder / "config.json")
         if self.config.get("quantization_config") is not None or (folder / "hf_quant_config.json").exists():
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         self.tensors: dict[str, TensorInfo] = {}
@@ -98,14 +98,3 @@ class Reader:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path} is not a whole safetensors file ({error}): download it again") from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: download it again")
-    return content

@@ -4,7 +4,6 @@
 No weight is read, so a model of any size takes seconds.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_ind
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm.json_files import json_object
 
 NVFP4, MXFP4, FP8, OTHER = "NVFP4", "MXFP4", "FP8", "other"
 _FLOATS = {"BF16", "F16", "F32"}
@@ -88,7 +88,7 @@ def survey(folder: Path) -> Survey:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     faults: list[str] = []
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     tensors = _tensors(folder, faults)
     quantization = _quantization(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
@@ -103,22 +103,12 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not (folder / "hf_quant_config.json").is_file():
         return found
-    older = _json(folder / "hf_quant_config.json")
+    older = json_object(folder / "hf_quant_config.json")
     if found is None:
         return older
     settings, older_settings = modelopt_settings(found) or {}, modelopt_settings(older) or {}
     settings.setdefault("quantized_layers", older_settings.get("quantized_layers"))
     return found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): {_FETCH}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: {_FETCH}")
-    return content
 
 
 def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
@@ -161,8 +151,23 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
         elif len(tensor.shape) == 3 and not part.startswith("weight"):
             module, part = name, "weight"
         parts[module][part] = tensor
+    if promised:
+        _find_signed_codes(parts, faults)
     found = (_module(name, parts[name], promised, faults) for name in sorted(parts))
     return [module for module in found if module]
+
+
+def _find_signed_codes(parts: dict[str, dict[str, Tensor]], faults: list[str]) -> None:
+    """A fault where NVFP4's codes are int8, which `linear_tensors` and `expert_tensors` refuse as they arrive."""
+    signed = [f"{name}.{codes}" for name in sorted(parts) for codes in _NVFP4_PARTS if _are_signed(parts[name], codes)]
+    if signed:
+        others = f" and {len(signed) - 1} more are" if len(signed) > 1 else " is"
+        faults.append(f"{signed[0]}{others} int8 in the checkpoint, and NVFP4 codes are uint8: {_FETCH}")
+
+
+def _are_signed(parts: dict[str, Tensor], codes: str) -> bool:
+    """Whether `codes` are int8 beside a global scale. Weights in INT8, 8 bits each, have none."""
+    return codes in parts and parts[codes].dtype == "I8" and _NVFP4_PARTS[codes][-1] in parts
 
 
 def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[str]) -> Module | None:
@@ -172,7 +177,9 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
         return Module(name, MXFP4, (*leading, 2 * blocks * size), nbytes)
     for codes, others in _NVFP4_PARTS.items():
         weight = parts.get(codes)
-        if weight is None or weight.dtype != "U8" or len(weight.shape) < 2:
+        if weight is None or len(weight.shape) < 2:
+            continue
+        if weight.dtype != "U8" and not (promised and _are_signed(parts, codes)):
             continue
         shape = (*weight.shape[:-1], 2 * weight.shape[-1])
         scales = parts.get("weight_scale")

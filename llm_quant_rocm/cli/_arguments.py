@@ -2,13 +2,13 @@
 """What tune and bench read alike from their arguments."""
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.json_files import json_object
 
 Layers = dict[str, tuple[int, int]]  # by name, a weight's [N, K]
 Experts = dict[str, tuple[int, int, int, int]]  # by name, experts, top-k, hidden and inner size
@@ -58,26 +58,10 @@ def _of(model: Path, ranks: int, shapes: Callable[[Any, int], dict[str, Shape]])
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
-    config = json_object(file)
     try:
-        return shapes(config, ranks)
+        return shapes(json_object(file), ranks)
     except ValueError as error:
         raise CommandError(f"{error}.") from error
-
-
-def json_object(file: Path) -> dict[str, Any]:
-    """What a JSON file of a checkpoint says.
-
-    Raises:
-        CommandError: it is broken.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
-        raise CommandError(f"{file} is no JSON ({error}): download the checkpoint again.") from error
-    if not isinstance(found, dict):
-        raise CommandError(f"{file} holds no JSON object: download the checkpoint again.")
-    return found
 
 
 def _chosen(

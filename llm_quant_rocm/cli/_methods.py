@@ -3,9 +3,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
+from rich.console import Console
+
+from llm_quant_rocm.cli import _vllm, _worker
 from llm_quant_rocm.cli._errors import CommandError
+
+_SECONDS = 300  # importing vLLM for the first time may compile
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,22 @@ def methods_named(names: str) -> dict[str, Method]:
     if not methods:
         raise CommandError("--quantization names nothing: name some, for example bf16,ptpc_fp8,nvfp4.")
     return methods
+
+
+def refuse_unknown(methods: Mapping[str, Method], messages: Console) -> None:
+    """Ask the installed vLLM, in a process of its own, for its names of quantizations, where `methods` has any besides
+    those of this package: an engine would say the same, behind the minutes that the methods before it take.
+
+    Raises:
+        CommandError: it has no such name.
+    """
+    asked = [method.quantization for method in methods.values() if method.quantization]
+    if not any(name != _vllm.PTPC for name in asked):
+        return
+    with messages.status("asking vLLM which quantizations it knows"):
+        known = _worker.run("llm_quant_rocm.cli._names_worker", {}, "vLLM, asked for its quantizations,", {}, _SECONDS)
+    for name in asked:
+        if name not in known:
+            every = sorted({*NAMED, *known})
+            near = ", ".join(get_close_matches(name, every) or every)
+            raise CommandError(f"--quantization names {name}, which vLLM does not know: it could be {near}.")

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
-from llm_quant_rocm.cli._arguments import json_object
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
-from llm_quant_rocm.cli._methods import Method, methods_named
+from llm_quant_rocm.cli._methods import Method, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
+from llm_quant_rocm.json_files import json_object
 
 CONTEXT = 2048  # tokens, where the model has room for as many
 GPU_MEMORY = 0.85
@@ -50,6 +50,7 @@ def evaluate(
         methods = methods_named(quantization)
         document = text or model / "heldout.txt"
         _check(model, document, tasks)
+        refuse_unknown(methods, messages)
         tokens = context or min(CONTEXT, _longest(model))
         fraction = None if _vllm.on_cpu() else GPU_MEMORY
         results = _evaluate.evaluate_all(
@@ -152,5 +153,8 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
 
 def _longest(model: Path) -> int:
     """The longest sequence of a model, in tokens."""
-    config = json_object(model / "config.json")
+    try:
+        config = json_object(model / "config.json")
+    except ValueError as error:
+        raise CommandError(f"{error}.") from error
     return (config | (config.get("text_config") or {})).get("max_position_embeddings", CONTEXT)

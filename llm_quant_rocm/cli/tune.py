@@ -32,6 +32,35 @@ class Point:
     m: int
 
 
+class Budget:
+    """How long the command may measure, and whether it came to anything meanwhile.
+
+    Args:
+        seconds: from now on; None is no end.
+
+    Attributes:
+        end: on the monotonic clock.
+        measured: shapes and sizes of all operators.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = float("inf") if seconds is None else seconds
+        self.end = time.monotonic() + self._seconds
+        self.measured = 0
+
+    def ending(self, left: int, total: int, what: str) -> str:
+        """How an operator ends with so many of its `what` left. Where a budget does not reach the first measurement,
+        nor will it the next time: what comes before (compilation, the ranks' start) comes again."""
+        if not left:
+            return f"all {what}"
+        if self.measured:
+            return f"{left} of {total} {what} are left: the same command goes on"
+        return (
+            f"{left} of {total} {what} are left, and the budget of {self._seconds:g} s ended before anything was "
+            "measured: name a larger one by --budget, or none"
+        )
+
+
 def tune(
     operators: Annotated[
         list[str] | None,
@@ -80,12 +109,12 @@ def tune(
             raise CommandError(f"{nvfp4[0]} has no kernel for {device.arch}: name the operators to tune.")
         measured_on = provenance.environment()
         messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
-        end = time.monotonic() + (float("inf") if budget is None else budget)
+        allowed = Budget(budget)
         try:
             contents = {
-                name: _tune_all_reduce(tp, device, end, out, measured_on, messages)
+                name: _tune_all_reduce(tp, device, allowed, out, measured_on, messages)
                 if name == QUICK_REDUCE
-                else _tune(name, device, shapes, rows, end, out, measured_on, messages).content()
+                else _tune(name, device, shapes, rows, allowed, out, measured_on, messages).content()
                 for name, shapes in chosen.items()
             }
         except OSError as error:
@@ -141,12 +170,12 @@ def _progress(messages: Console) -> Progress:
 def _tune_all_reduce(
     tp: int,
     device: "Hardware",
-    end: float,
+    budget: Budget,
     out: Path | None,
     measured_on: dict[str, str],
     messages: Console,
 ) -> dict[str, Any]:
-    """Measure the crossovers between `tp` GPUs; ends before `end` on the monotonic clock. What the file then says."""
+    """Measure the crossovers between `tp` GPUs, within the budget. What the file then says."""
     from llm_quant_rocm.comm.policy import cached_crossovers
     from llm_quant_rocm.measure.all_reduce import SIZES
     from llm_quant_rocm.tune import QUICK_REDUCE
@@ -162,11 +191,13 @@ def _tune_all_reduce(
                 line = f"{what['bytes']:>10} bytes, microseconds: {times}"
                 messages.print(line, highlight=False, soft_wrap=True)
                 progress.advance(task)
+                budget.measured += 1
             progress.update(task, description=f"{QUICK_REDUCE}: timing between {tp} GPUs")
 
-        left = tune(tp, file, measured_on, heard, end - time.monotonic())
-    ending = f"{len(left)} of {len(SIZES)} sizes are left: the same command goes on" if left else "all sizes"
-    messages.print(f"{QUICK_REDUCE}: {ending}; {file}", highlight=False, soft_wrap=True)
+        left = tune(tp, file, measured_on, heard, budget.end - time.monotonic())
+    messages.print(
+        f"{QUICK_REDUCE}: {budget.ending(len(left), len(SIZES), 'sizes')}; {file}", highlight=False, soft_wrap=True
+    )
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
@@ -175,12 +206,12 @@ def _tune(
     device: "Hardware",
     shapes: Shapes,
     ms: tuple[int, ...] | None,
-    end: float,
+    budget: Budget,
     out: Path | None,
     measured_on: dict[str, str],
     messages: Console,
 ) -> "Record":
-    """Measure one operator; ends before `end` on the monotonic clock, or soon after."""
+    """Measure one operator; ends within the budget, or soon after."""
     from llm_quant_rocm import tuning
     from llm_quant_rocm.tune import tuner
     from llm_quant_rocm.tune.record import Record
@@ -192,10 +223,10 @@ def _tune(
     left = [point for point in points if not record.holds(method.key(point.shape, point.m))]
     if left:
         with _progress(messages) as progress:
-            _measure(method, device, left, record, end, progress, messages)
-    missing = sum(not record.holds(method.key(point.shape, point.m)) for point in points)
-    ending = f"{missing} of {len(points)} shapes are left: the same command goes on" if missing else "all shapes"
-    messages.print(f"{name}: {ending}; {path}", highlight=False, soft_wrap=True)
+            left = _measure(method, device, left, record, budget, progress, messages)
+    messages.print(
+        f"{name}: {budget.ending(len(left), len(points), 'shapes')}; {path}", highlight=False, soft_wrap=True
+    )
     return record
 
 
@@ -204,19 +235,20 @@ def _measure(
     device: "Hardware",
     points: list[Point],
     record: "Record",
-    end: float,
+    budget: Budget,
     progress: Progress,
     messages: Console,
-) -> None:
-    """Every point, layer by layer, written as it comes. Nothing compiles while something is timed."""
+) -> list[Point]:
+    """Every point, layer by layer, written as it comes. Nothing compiles while something is timed. Returns those that
+    the budget left; a point that no configuration fits is done, as it would be the next time."""
     from llm_quant_rocm.tune.search import Compiler, fastest
 
     task = progress.add_task(method.operator, total=len(points))
     layer, weights = "", None
     with Compiler(method.compile) as compiler:
-        for point in points:
-            if time.monotonic() > end:
-                return
+        for number, point in enumerate(points):
+            if time.monotonic() > budget.end:
+                return points[number:]
             name = f"{point.layer} m={point.m}"
             progress.update(task, description=f"{method.operator} {name}: compiling")
             candidates = method.candidates(device, point.m, *point.shape)
@@ -236,3 +268,5 @@ def _measure(
             line = f"{name:28} microseconds: {times}  {winner}, the best of {len(configs)}"
             messages.print(line, highlight=False, soft_wrap=True)
             progress.advance(task)
+            budget.measured += 1
+    return []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
-from llm_quant_rocm.comm.setup_errors import refusal_of
+from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
@@ -209,13 +209,6 @@ def unreachable(device: torch.device, variable: str, facts: Sequence[tuple[str |
         if theirs == visible and index != device.index and not torch.cuda.can_device_access_peer(device, index):
             return f"GPU {device.index} does not reach the memory of GPU {index}"
     return None
-
-
-def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
-    """The first rank's refusal: who steps aside does so with all others."""
-    everyone: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, refusal, group)
-    return next((said for said in everyone if said is not None), None)
 
 
 def _transport(members: Members, peers: bool, hosts: list[list[int]]) -> Transport:

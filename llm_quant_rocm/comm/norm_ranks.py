@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import reduce_norm_quant
-from llm_quant_rocm.comm.group import Members, first_refusal, hosts_of, unreachable
+from llm_quant_rocm.comm.group import Members, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Settings
+from llm_quant_rocm.comm.setup_errors import first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
 

@@ -31,7 +31,7 @@ it is unset bf16 stays bf16.
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
@@ -238,26 +238,38 @@ def measured(
     arch: str, world_size: int, codec: Codec, operator: str = "quick_reduce"
 ) -> tuple[str, dict[torch.dtype, Steps]] | None:
     """The first file that knows this number of ranks and codec, and its steps for each dtype."""
-    shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
-    for file in (cached_crossovers(arch, operator=operator), shipped):
-        if not file.is_file():
-            continue
-        found = _read(file, world_size, codec)
+    wanted = world_size, codec.name
+    for file in _files(arch, operator):
+        found = _read(file, {wanted}).get(wanted)
         if found:
             first = next(iter(found.values()))
             return f"measured: {file}", {dtype: found.get(dtype, first) for dtype in DTYPES}
     return None
 
 
-def _read(file: Traversable, world_size: int, codec: Codec) -> dict[torch.dtype, Steps]:
-    """The steps of one file for this number of ranks and codec, by dtype."""
+def known(arch: str, operator: str = "quick_reduce") -> set[tuple[int, str]]:
+    """The numbers of ranks and names of codecs that `measured` finds in a file, each file read once."""
+    every = {(world, codec) for world in WORLD_SIZES for codec in CODECS}
+    return {pair for file in _files(arch, operator) for pair in _read(file, every)}
+
+
+def _files(arch: str, operator: str) -> list[Traversable]:
+    """The user's file and the one that ships, of those that are there."""
+    shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
+    return [file for file in (cached_crossovers(arch, operator=operator), shipped) if file.is_file()]
+
+
+def _read(file: Traversable, wanted: Set[tuple[int, str]]) -> dict[tuple[int, str], dict[torch.dtype, Steps]]:
+    """The steps of one file by number of ranks and name of codec, of those that are wanted, and by dtype."""
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    found: dict[tuple[int, str], dict[torch.dtype, Steps]] = {}
     try:
-        return {
-            names[entry["dtype"]]: _steps(entry["steps"], codec)
-            for entry in json.loads(file.read_text())["crossovers"]
-            if (entry["world_size"], entry["codec"]) == (world_size, codec.name)
-        }
+        for entry in json.loads(file.read_text())["crossovers"]:
+            pair = entry["world_size"], entry["codec"]
+            if pair in wanted:
+                steps = _steps(entry["steps"], codec_named(entry["codec"]))
+                found.setdefault(pair, {})[names[entry["dtype"]]] = steps
+        return found
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is no file of crossovers ({error!r}): measure them again, or delete it") from error
 

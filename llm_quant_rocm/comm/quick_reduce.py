@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import WORLD_SIZES, Algorithm
-from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line
+from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line, first_refusal
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
@@ -63,7 +63,8 @@ class QuickReduce:
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
-            NoPeerMemory: torch's symmetric memory gave none, as where GPUs do not reach each other's memory.
+            NoPeerMemory: torch's symmetric memory gave one of the ranks none, as where its GPU is full, or GPUs do not
+                reach each other's memory. On all ranks.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -73,8 +74,16 @@ class QuickReduce:
                 f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
             )
         size = kernels.region_bytes(world, inbox_bytes, MAX_TILES)
+        refusal = None
         try:
             region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # a full GPU's, too
+            refusal = first_line(error)
+        # Who has none would leave the others waiting at the rendezvous, for as long as its store does.
+        refusal = first_refusal(refusal, group)
+        if refusal is not None:
+            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {refusal}")
+        try:
             handle = symmetric_memory.rendezvous(region, group)
         except RuntimeError as error:
             raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {first_line(error)}") from error

@@ -4,6 +4,8 @@ why."""
 
 import logging
 
+import torch.distributed as dist
+
 logger = logging.getLogger("llm_quant_rocm")
 
 
@@ -23,6 +25,13 @@ def refusal_of(error: Exception) -> str:
     reason = f"setting it up failed with {type(error).__name__}: {first_line(error)}"
     logger.warning("%s. This is not expected: please report it", reason, exc_info=error)
     return reason
+
+
+def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
+    """The first rank's refusal, which all ranks ask for: who steps aside does so with all others."""
+    everyone: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, refusal, group)
+    return next((said for said in everyone if said is not None), None)
 
 
 def first_line(error: BaseException) -> str:

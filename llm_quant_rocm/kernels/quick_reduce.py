@@ -20,7 +20,7 @@ A program has SLOTS slots, which its tiles take in turn, so that inboxes are sma
 a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends tile t has
 received t - 3, whose flags the owners set after they read all pieces of t - 3. Who stores the sum of t has seen
 everybody's flag of t, set after everybody received t - 3. One-shot: who sends t has seen everybody's flag of t - 2, set
-after everybody received t - 4. Flags that are set last are set after one more tile was received.
+after everybody received t - 4.
 
 **Calls** are counted in the device's own memory, so that a captured graph counts when it is replayed; one program of a
 kernel counts, when all have read the number. Inboxes are used again in the call after the next one. That is safe: in
@@ -73,20 +73,13 @@ class Config:
         programs: the most that run, about as many as the GPU runs at once. None waits for one of a higher number, of
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
-        rounds: tiles that a program has before pieces grow.
         buffers: the most buffers of a piece: larger messages are more tiles.
-        flags_at_once: whether the flags of all ranks are looked at together, by one lane each, or one after the other.
-        flags_last: whether a program sets its flags when it has received a tile too, so that it waits for all its
-            stores once, and they travel while it decodes; or those of each piece as soon as that is stored.
     """
 
     blocks: int
     programs: int
     num_warps: int
-    rounds: int = 1
     buffers: int = 8
-    flags_at_once: bool = False
-    flags_last: bool = False
 
     @property
     def buffer_values(self) -> int:
@@ -140,7 +133,7 @@ class Mailbox:
         return (report & 0xFFFFFFFF, (report >> 32) % 16 - 1, report >> 36) if report else None
 
     def cut(self, count: int, codec: Codec, config: Config, shots: int) -> Cut:
-        """How `count` values are cut.
+        """How `count` values, at least one, are cut.
 
         Raises:
             ValueError: inboxes or flags are too few for them, or they are too many to be counted in 32 bits.
@@ -153,8 +146,8 @@ class Mailbox:
         def fits(buffers: int) -> bool:
             return min(triton.cdiv(pieces, buffers), slots) * buffers <= room
 
-        # Pieces as large as rounds, which all programs have in full, leave them: waits are a tile's, not a byte's.
-        rounds = max(config.rounds, triton.cdiv(pieces, config.programs * config.buffers))
+        # Few rounds of all programs, and pieces no larger than fill those: waits are a tile's, not a byte's.
+        rounds = triton.cdiv(pieces, config.programs * config.buffers)
         wanted = triton.cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.
         fitting = next((buffers for buffers in range(wanted, 1, -1) if fits(buffers)), 1)
@@ -262,8 +255,6 @@ def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -
         "MAX": torch.finfo(carried).max,
         "GROUPS": config.buffer_values // GROUP,
         "WORLD": world,
-        "AT_ONCE": config.flags_at_once,
-        "LAST": config.flags_last,
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,
     }
@@ -276,7 +267,7 @@ _RUNTIME = ["count", "tiles", "buffers", "rank", "phase_bytes", "max_tiles", "ma
 def two_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr, LAST: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -296,14 +287,11 @@ def two_shot_kernel(
                         x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                         parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
                         wire_units.store_parts(piece + index * BYTES, parts, LOW, HIGH, GROUPS)
-            if not LAST:
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
-            patience = await_flags(
-                mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
-            )
+            patience = await_flags(mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
             if patience >= 0:
                 slot = owned % (SLOTS * programs)
                 pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
@@ -316,13 +304,12 @@ def two_shot_kernel(
                         for turn in range(WORLD):
                             buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                             wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
-            if not LAST:
-                set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - 2 * programs
         if received >= 0:
             patience = await_flags(
-                mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
+                mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
             )
             pieces = mine + inbox(call, 1, received % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
@@ -331,8 +318,6 @@ def two_shot_kernel(
                     buffer = pieces + index * BYTES
                     pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
                     store_values(out_ptr, pairs, begin, count, GROUPS)
-        if LAST and owned < tiles:
-            set_flags_of_both(peers_ptr, tile, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD)
     end_call(state_ptr, call)
 
 
@@ -340,7 +325,7 @@ def two_shot_kernel(
 def one_shot_kernel(
     x_ptr, out_ptr, peers_ptr, state_ptr, report_ptr, count, tiles, buffers, rank, phase_bytes, max_tiles, max_spins,
     KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
-    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr, AT_ONCE: tl.constexpr, LAST: tl.constexpr
+    MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
@@ -359,15 +344,14 @@ def one_shot_kernel(
                     for turn in range(WORLD):
                         buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
                         wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
-            if not LAST:
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - programs
         if received == tl.program_id(0):
             end_call(state_ptr, call)
         if received >= 0:
             patience = await_flags(
-                mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, AT_ONCE
+                mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
             )
             slot = received % (SLOTS * programs)
             pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
@@ -377,8 +361,6 @@ def one_shot_kernel(
                     first = pieces + index * BYTES
                     total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
-        if LAST and tile < tiles:
-            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
 
 @triton.jit
@@ -388,9 +370,9 @@ def inbox(call, PHASE: tl.constexpr, tile, source, phase_bytes, PIECE_BYTES: tl.
 
 
 @triton.jit
-def flags(phase, tile, phase_bytes, max_tiles, WORLD: tl.constexpr):
+def flags(PHASE: tl.constexpr, tile, phase_bytes, max_tiles, WORLD: tl.constexpr):
     """Where in a region the flags [WORLD] of a tile lie."""
-    return tl.cast(phase_bytes, tl.int64) * 4 + (phase * max_tiles + tile).to(tl.int64) * (WORLD * FLAG_BYTES)
+    return tl.cast(phase_bytes, tl.int64) * 4 + (PHASE * max_tiles + tile).to(tl.int64) * (WORLD * FLAG_BYTES)
 
 
 @triton.jit
@@ -421,21 +403,6 @@ def set_flags(
 
 
 @triton.jit
-def set_flags_of_both(
-    peers_ptr, sent, owned, tiles, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
-):  # fmt: skip
-    """`set_flags` of phase 0 for the tile `sent` and of phase 1 for `owned`, of those that are there."""
-    await_stores()
-    RANKS: tl.constexpr = triton.next_power_of_2(WORLD)
-    phase, peer = tl.arange(0, 2 * RANKS) // RANKS, tl.arange(0, 2 * RANKS) % RANKS
-    tile = tl.where(phase == 0, sent, owned)
-    place = flags(phase, tile, phase_bytes, max_tiles, WORLD) + rank * FLAG_BYTES
-    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
-    told = (peer < WORLD) & (tile >= 0) & (tile < tiles) & (patience >= 0)
-    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
-
-
-@triton.jit
 def await_stores():
     """All waves of the program have stored what they store before this."""
     if tl.target_info.is_hip():
@@ -449,7 +416,11 @@ def await_flags(
     mine, state_ptr, report_ptr, PHASE: tl.constexpr, tile, call, patience, phase_bytes, max_tiles,
     WORLD: tl.constexpr, AT_ONCE: tl.constexpr = False
 ):  # fmt: skip
-    """Waits until every rank's pieces of a tile are here. Returns the patience left: -1 where a rank is lost."""
+    """Waits until every rank's pieces of a tile are here. Returns the patience left: -1 where a rank is lost.
+
+    AT_ONCE looks at the flags of all ranks together, by one lane each, and not at one after the other: fewer looks, and
+    more registers.
+    """
     first = (mine + flags(PHASE, tile, phase_bytes, max_tiles, WORLD)).to(tl.pointer_type(tl.int64))
     for source in range(1 if AT_ONCE else WORLD):
         spins = 0

@@ -248,13 +248,9 @@ def reduce_norm_one_shot_kernel(
                     mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD, True
                 )
                 pieces = mine + inbox(call, 0, slot_of(turn - 1, program, ring), 0, phase_bytes, piece_bytes, WORLD)
-                sums = tl.tuple([])
-                for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-                    pairs = add_pieces(
-                        pieces, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, BLOCK // 32, WORLD,
-                        part(i, BLOCK, COLUMNS, ROW_GROUPS)
-                    )  # fmt: skip
-                    sums += (block_of(pairs, T),)
+                sums = add_row(
+                    pieces, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, BLOCK, ROW_GROUPS, WORLD
+                )
                 finish_row(
                     row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
                     HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
@@ -301,13 +297,9 @@ def reduce_norm_two_shot_kernel(
                     slot = slot_of(turn - 1, program, ring)
                     pieces = mine + inbox(call, 0, slot // WORLD, 0, phase_bytes, piece_bytes, WORLD)
                     to = addresses(peers_ptr, rank, WORLD)
-                    sums = tl.tuple([])
-                    for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
-                        pairs = add_pieces(
-                            pieces, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, CHUNK // 32, WORLD,
-                            part(i, CHUNK, COLUMNS, ROW_GROUPS)
-                        )  # fmt: skip
-                        sums += (pairs,)
+                    sums = add_row(
+                        pieces, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, COLUMNS, CHUNK, ROW_GROUPS, WORLD
+                    )
                     at = inbox(call, 1, slot, 0, phase_bytes, piece_bytes, 1)
                     send(to, at, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
@@ -429,6 +421,23 @@ def send(
             wire_units.store_parts(
                 to[turn] + slot, parts, LOW, HIGH, CHUNK // 32, part(i, CHUNK, COLUMNS, ROW_GROUPS)
             )  # fmt: skip
+
+
+@triton.jit
+def add_row(
+    pieces, piece_bytes, BLOCKS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, COLUMNS: tl.constexpr, VALUES: tl.constexpr,
+    ROW_GROUPS: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """The sum of a row over the ranks, in parts of VALUES: blocks for `finish_row`, or chunks for `send`."""
+    sums = tl.tuple([])
+    for i in tl.static_range((COLUMNS + VALUES - 1) // VALUES):
+        pairs = add_pieces(
+            pieces, piece_bytes, BLOCKS, KIND, LIMIT, LOW, HIGH, T, MAX, VALUES // 32, WORLD,
+            part(i, VALUES, COLUMNS, ROW_GROUPS)
+        )  # fmt: skip
+        sums += (block_of(pairs, T) if BLOCKS else pairs,)
+    return sums
 
 
 @triton.jit

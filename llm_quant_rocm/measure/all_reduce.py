@@ -35,23 +35,13 @@ LOST_AFTER = 5.0  # seconds
 REPLAYS = {MIB: (20, 15), 16 * MIB: (6, 9), 128 * MIB: (2, 7), 1 << 30: (1, 5)}
 
 
-def cuts(default: Config) -> dict[str, tuple[Config, tuple[int, ...]]]:
-    """Other ways to cut a message, timed with FP4, and with which shots."""
-    units, both = default.programs // 4, (1, 2)
-    at_once = replace(default, flags_at_once=True)
-    ways: dict[str, tuple[Config, tuple[int, ...]]] = {
-        f"{many} a multiprocessor": (replace(default, programs=many * units), both) for many in (2, 3, 5, 6)
-    }
-    ways["at once"] = at_once, both
-    ways["at once, 6 a multiprocessor"] = replace(at_once, programs=6 * units), both
-    ways["last"] = replace(default, flags_last=True), both
-    for rounds in (2, 4, 8):
-        way = replace(default, rounds=rounds)
-        ways[f"{rounds} rounds"] = way, both
-        ways[f"at once, last, {rounds} rounds"] = replace(way, flags_at_once=True, flags_last=True), both
-    for blocks, warps, many in ((4, 1, 16), (8, 2, 8), (32, 8, 2)):
-        way = replace(at_once, blocks=blocks, num_warps=warps, programs=many * units)
-        ways[f"at once, {warps} warps, {many} a multiprocessor"] = way, both
+def cuts(default: Config) -> dict[str, Config]:
+    """Other ways to cut a message, timed with FP4."""
+    units = default.programs // 4
+    ways = {f"{many} a multiprocessor": replace(default, programs=many * units) for many in (2, 3, 5, 6)}
+    for blocks, warps, many in ((8, 2, 8), (32, 8, 2)):
+        way = replace(default, blocks=blocks, num_warps=warps, programs=many * units)
+        ways[f"{warps} warps, {many} a multiprocessor"] = way
     return ways
 
 
@@ -100,9 +90,9 @@ def _kernels(world: int, hardware: Hardware, codecs: Sequence[str], with_cuts: b
     config = kernels.default_config(hardware, world, 1)
     jobs = [(shots, codec, config, world) for shots in (1, 2) for codec in codecs]
     if with_cuts:
-        # How many programs and rounds there are, no kernel knows.
-        ways = ((replace(cut, programs=1, rounds=1), shots) for cut, shots in cuts(config).values())
-        jobs += dict.fromkeys((shot, "FP4", cut, world) for cut, shots in ways for shot in shots)
+        # How many programs there are, no kernel knows.
+        ways = dict.fromkeys(replace(cut, programs=1) for cut in cuts(config).values())
+        jobs += [(shots, "FP4", cut, world) for cut in ways for shots in (1, 2)]
     return jobs
 
 
@@ -125,16 +115,16 @@ def peers_of(nbytes: int, inplace: torch.Tensor, shared: torch.Tensor) -> dict[s
 
 
 def ours_of(
-    nbytes: int, x: torch.Tensor, reduces: Mapping[str, tuple[QuickReduce, tuple[int, ...]]], codecs: Sequence[str]
+    nbytes: int, x: torch.Tensor, reduces: Mapping[str, QuickReduce], codecs: Sequence[str]
 ) -> dict[str, Callable[[], object]]:
     """Our all-reduces, by the name of the codec, of the one-shot and of another way to cut messages."""
     calls: dict[str, Callable[[], object]] = {}
-    for cut, (reduce, shots) in reduces.items():
+    for cut, reduce in reduces.items():
         for codec in codecs if not cut else ("FP4",):
             call = partial(reduce.all_reduce, x[: nbytes // 2], codec_named(codec))
-            if 2 in shots and nbytes >= LEAST_TWO_SHOT:
+            if nbytes >= LEAST_TWO_SHOT:
                 calls[codec + cut] = call
-            if 1 in shots and (nbytes <= MOST_ONE_SHOT or reduce.mailbox.world == 2):
+            if nbytes <= MOST_ONE_SHOT or reduce.mailbox.world == 2:
                 calls[f"{codec} one-shot{cut}"] = partial(call, Algorithm.ONE_SHOT)
     return calls
 
@@ -145,11 +135,11 @@ def _rank(rank: int, report: Report, world: int, sizes: Sequence[int], codecs: S
     device, group = torch.device("cuda", rank), dist.group.WORLD
     assert group is not None
     first = QuickReduce.over(group, device, INBOX_BYTES, LOST_AFTER)
-    reduces: dict[str, tuple[QuickReduce, tuple[int, ...]]] = {"": (first, (1, 2))}
+    reduces = {"": first}
     if with_cuts:
         reduces |= {
-            f", {cut}": (QuickReduce(first.mailbox, first.region, first.max_spins, config), shots)
-            for cut, (config, shots) in cuts(kernels.default_config(detect(device), world, 1)).items()
+            f", {cut}": QuickReduce(first.mailbox, first.region, first.max_spins, config)
+            for cut, config in cuts(kernels.default_config(detect(device), world, 1)).items()
         }
     torch.manual_seed(rank)
     most = max(*sizes, MIB) // 2

@@ -21,26 +21,56 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+def narrow(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    """Two narrow layers, on the CPU, instead of what the benchmarks measure."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 128}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if "num_experts" in nvfp4_engine.SHAPES[shape]:
+        small |= {"num_experts": 2, "moe_intermediate_size": 64}
+    write = _random_checkpoint.write
+    monkeypatch.setitem(nvfp4_engine.SHAPES, shape, nvfp4_engine.SHAPES[shape] | small)
+    monkeypatch.setattr(_random_checkpoint, "write", lambda *how, **more: write(*how, **more, device="cpu"))
+
+
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_every_method_of_sglang() -> None:
-    """Of both tasks; one that fails stops no other."""
-    done = script("sglang_engine.py", "--methods", *sglang_engine.METHODS)
+@pytest.mark.parametrize("task", ["llama", "demo"])
+def test_every_method_of_sglang(task: str) -> None:
+    """One that fails stops no other."""
+    done = script("sglang_engine.py", task, "--methods", *sglang_engine.METHODS)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if line.endswith("}")]
-    assert [list(one) for one in results] == 2 * [[method] for method in sglang_engine.METHODS]
+    assert [list(one) for one in results] == [[method] for method in sglang_engine.METHODS]
     for number, (result,) in enumerate(one.values() for one in results):
         if "failed" in result:
             assert results[number].keys() == {"sglang_w8a8_fp8"}
             assert result["failed"] == "ended with status 1, before it was up"
             assert "is not for this model" in result["log"]
-        elif number < len(sglang_engine.METHODS):
+        elif task == "llama":
             assert set(result) == {"10 prompts", "64 prompts"} and result["10 prompts"]["total_s"] < 1
         else:
             assert result == {"perplexity": 1.6487, "agreement": 1.0}
+
+
+@pytest.mark.parametrize("method", ["bf16", "nvfp4", "nvfp4_compressed_tensors"])
+def test_experts_of_sglang(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written has the layout that a method wants, and what is said of it is compared with BF16's."""
+    narrow(monkeypatch, "qwen3-30b-a3b")
+    layout = sglang_engine.METHODS[method][1]
+    sglang_engine.write_checkpoints("experts", [layout], tmp_path)
+    model = sglang_engine.checkpoint("experts", layout, tmp_path)
+    assert len(list(model.glob("*.safetensors"))) == 3
+    config = json.loads((model / "config.json").read_text())
+    assert ("quantization_config" in config) == bool(layout)
+    if layout:
+        assert config["quantization_config"]["quant_method"] == layout
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    result = sglang_engine.experts(str(model), method)()
+    sglang_engine.compare(result, {"logprobs": [-0.25, -0.25]})
+    assert set(result) == {"10 prompts", "64 prompts", "difference"} and result["difference"] == 0.25
 
 
 def test_variants_of_the_fusion_pass(tmp_path: Path) -> None:
@@ -67,19 +97,13 @@ def test_methods_of_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", nvfp4_engine.SHAPES)
 def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a checkpoint of two narrow layers."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 128}
-    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    if "num_experts" in nvfp4_engine.SHAPES[shape]:
-        small |= {"num_experts": 2, "moe_intermediate_size": 64}
-    write = _random_checkpoint.write
-    monkeypatch.setitem(nvfp4_engine.SHAPES, shape, nvfp4_engine.SHAPES[shape] | small)
-    monkeypatch.setattr(_random_checkpoint, "write", lambda *how, **more: write(*how, **more, device="cpu"))
+    narrow(monkeypatch, shape)
     monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     nvfp4_engine.measure(shape, ["bf16", "ours", "marlin"], 2, 240)
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
-    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts"} | (
+    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )
 

@@ -77,6 +77,31 @@ def test_one_that_is_too_late_or_ends_while_it_is_measured(monkeypatch: pytest.M
     assert stuck["failed"] == "was too late, before it was measured"
 
 
+def test_one_that_leaves_its_result_and_ends_in_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks: it has no result yet, and then has both left it and ended."""
+    engine = engines._Engine(Job("one", ["true"], {}), tmp_path)
+    looked = []
+
+    def ends_now(engine: engines._Engine) -> bool:
+        looked.append(engine.has("result"))
+        (tmp_path / "one" / "result").write_text('{"us": 1.5}')
+        return True
+
+    monkeypatch.setattr(engines._Engine, "has_ended", property(ends_now))
+    assert engine.measure() == {"us": 1.5} and looked == [False]
+    engine.end()
+
+
+def test_an_engine_is_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is waited for, its number may be that of another's session."""
+    killed, kill = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda *session: killed.append(session) or kill(*session))
+    engine = engines._Engine(Job("one", ["sh", "-c", "exec sleep 600"], {}), tmp_path)
+    for _ in range(2):
+        engine.end()
+    assert killed == [(engine._process.pid, signal.SIGKILL)] and engine._process.returncode == -signal.SIGKILL
+
+
 def test_what_a_checkpoint_lacks_ends_the_engines(tmp_path: Path) -> None:
     def prepare() -> None:
         raise OSError("no space")

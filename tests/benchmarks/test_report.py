@@ -94,6 +94,7 @@ NEW: dict[str, dict[str, Any]] = {
     "vllm_fusion_2_ranks_sm_90": {
         "vllm": "0.26.0",
         "ranks": 2,
+        "layers": 24,
         "variants": {
             variant: {
                 "kernels_of_a_prefill": {"rms_norm_quant_kernel": 3},

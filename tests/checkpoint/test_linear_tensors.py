@@ -27,14 +27,20 @@ def parameter(data: torch.Tensor, input_dim: int, output_dim: int, weight_loader
     return made
 
 
-def test_ranks_that_share_heads_of_k_and_v() -> None:
-    """Of 4 ranks with 8, 4 and 4 rows each: the checkpoint has 32 of q, but 8 of k and of v."""
-    layer, loaded = Qkv(), []
+def fused(layer: Qkv, loaded: list[str]) -> LinearTensors:
+    """The tensors of `layer`, NVFP4 codes of 32 columns; the engine's loader notes the shards that it is given."""
     tensors = LinearTensors(
         layer, "a.qkv_proj", FUSED, [8, 4, 4], 64,
         lambda param, weight, shard: loaded.append(shard), EngineLayers(parameter, (Qkv,), Embedding),
     )  # fmt: skip
     tensors.add_matrix("weight", torch.uint8, 16, 16)
+    return tensors
+
+
+def test_ranks_that_share_heads_of_k_and_v() -> None:
+    """Of 4 ranks with 8, 4 and 4 rows each: the checkpoint has 32 of q, but 8 of k and of v."""
+    layer, loaded = Qkv(), []
+    tensors = fused(layer, loaded)
     load = layer.weight.weight_loader
     for shard, rows in (("q", 32), ("k", 8)):
         load(layer.weight, torch.zeros(rows, 16, dtype=torch.uint8), shard)
@@ -44,3 +50,12 @@ def test_ranks_that_share_heads_of_k_and_v() -> None:
     assert loaded == ["q", "k"]
     with pytest.raises(ValueError, match=r"a.v_proj.weight is missing from the checkpoint"):
         tensors.refuse_missing()
+
+
+def test_codes_in_signed_bytes() -> None:
+    """`doctor` says the same: tests/cli/test_doctor_model.py."""
+    layer, loaded = Qkv(), []
+    fused(layer, loaded)
+    with pytest.raises(TypeError, match=r"a\.q_proj\.weight is torch\.int8 .* promises torch\.uint8"):
+        layer.weight.weight_loader(layer.weight, torch.zeros(32, 16, dtype=torch.int8), "q")
+    assert loaded == []

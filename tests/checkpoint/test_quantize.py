@@ -305,8 +305,8 @@ def remove_weights(folder: Path) -> None:
         (edit_config, "is quantized already: start from the 16-bit checkpoint"),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
-        (write_text("config.json", "{"), "config.json is not JSON .*: download it again"),
-        (write_text("config.json", "[]"), "config.json holds no JSON object: download it again"),
+        (write_text("config.json", "{"), "config.json is no JSON .*: download the checkpoint again"),
+        (write_text("config.json", "[]"), "config.json holds no JSON object: download the checkpoint again"),
         (write_text("model.safetensors.index.json", "{}"), "index.json has no weight_map: download it again"),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
         (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from llm_quant_rocm import backends, hardware
 from llm_quant_rocm.cli import app
 from llm_quant_rocm.cli.doctor import engines, environment, machine, operators, packages, render
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
+from llm_quant_rocm.comm import policy
 from llm_quant_rocm.environment import VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -232,8 +234,12 @@ def test_what_was_measured_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     mine = [{"world_size": ranks, "codec": codec, **entry} for ranks in (2, 8) for codec in ("FP", "FP4")]
     file = operators.tuning.cache_file("reduce_norm_quant", "gfx942")
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"measured_on": {}, "crossovers": mine}))
+    others = [{**mine[0], "world_size": 9}, {**mine[0], "codec": "INT5"}, {**mine[0], "dtype": "float16"}]
+    file.write_text(json.dumps({"measured_on": {}, "crossovers": mine + others}))
+    parsed: list[str] = []
+    monkeypatch.setattr(policy, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
     assert operators._measured("reduce_norm_quant", "gfx942") == 4
+    assert len(parsed) == 1, "each file is read once"
 
 
 def test_a_broken_file_of_measurements_names_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

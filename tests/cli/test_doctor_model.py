@@ -22,7 +22,7 @@ from llm_quant_rocm.cli.doctor.table import Part
 
 ROOT = Path(__file__).parents[2]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8, "I32": 32}
+_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8, "I8": 8, "I32": 32}
 # Llama-3.3-70B, but for its layers.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -402,6 +402,36 @@ def test_scales_that_are_padded(tmp_path: Path) -> None:
     tensors = llama(modelopt) | {"model.layers.0.self_attn.k_proj.weight_scale": ("F8_E4M3", (1024, 640))}
     what, _ = fault(write(tmp_path, tensors, MODELOPT))
     assert "k_proj.weight_scale has shape [1024, 640], and [1024, 8192] values in NVFP4 need [1024, 512]" in what
+
+
+@pytest.mark.parametrize(
+    ("linear", "config", "codes"),
+    [(modelopt, MODELOPT, "weight"), (compressed, COMPRESSED, "weight_packed")],
+    ids=["modelopt", "compressed-tensors"],
+)
+def test_codes_in_signed_bytes(tmp_path: Path, linear: Any, config: Any, codes: str) -> None:
+    """The loaders refuse them: tests/checkpoint/test_linear_tensors.py."""
+
+    def signed(n: int, k: int) -> Tensors:
+        return linear(n, k) | {codes: ("I8", (n, k // 2))}
+
+    parts = model.examine(write(tmp_path, llama(signed), config), 1)
+    what = f"model.layers.0.mlp.down_proj.{codes} and 13 more are int8 in the checkpoint, and NVFP4 codes are uint8"
+    assert problems(parts) == [(what, "fetch or export the checkpoint again")]
+    assert {row.stored for row in parts[1].rows if "_proj" in row.layer} == {"NVFP4"}
+
+
+@pytest.mark.parametrize("config", [MODELOPT, {"quant_method": "another"}], ids=["nvfp4", "another"])
+def test_layers_in_int8_are_no_codes(tmp_path: Path, config: Any) -> None:
+    tensors = llama(modelopt if config is MODELOPT else weight)
+    tensors["model.layers.0.self_attn.o_proj.weight"] = ("I8", (8192, 8192))
+    tensors["model.layers.0.self_attn.o_proj.weight_scale"] = ("F32", (8192, 1))
+    for part in ("weight_scale_2", "input_scale"):
+        tensors.pop(f"model.layers.0.self_attn.o_proj.{part}", None)
+    parts = model.examine(write(tmp_path, tensors, config), 1)
+    assert problems(parts) == []
+    (stored,) = {row.stored for row in parts[1].rows if "o_proj" in row.layer} - {"NVFP4", "BF16"}
+    assert stored == "other"
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_NVFP4_FP8"])

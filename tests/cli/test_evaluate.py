@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _evaluate, _vllm, app
+from llm_quant_rocm.cli import _evaluate, _vllm, _worker, app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli._evaluate import Evaluation
-from llm_quant_rocm.cli._methods import NAMED, Method, methods_named
+from llm_quant_rocm.cli._methods import NAMED, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._tasks_worker import named
 from llm_quant_rocm.cli.evaluate import columns, figures
 
@@ -98,3 +98,43 @@ def test_one_sentence_for_what_is_wrong(
     result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
     assert result.exit_code == 1
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+VLLMS = ["fp8", "fp8_per_tensor", "fp8_per_block", "awq", "ptpc_fp8"]
+
+
+def test_a_misspelt_method_is_found_before_any_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answered(module: str, *_: object) -> list[str]:
+        asked.append(module)
+        return VLLMS
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_worker, "run", answered)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "heldout.txt").write_text("a text")
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--quantization", "bf16,ptpc_fp8,fp8_per_tensr"])
+    assert result.exit_code == 1
+    assert asked == ["llm_quant_rocm.cli._names_worker"]
+    assert result.stderr == (
+        "eval: FAILED. --quantization names fp8_per_tensr, which vLLM does not know: "
+        "it could be fp8_per_tensor, fp8_per_block.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("nvfp4_prefil_fp8", "could be nvfp4_prefill_fp8"), ("zzz", "could be awq, bf16, fp8, fp8_per_block, ")],
+    ids=["near-ours", "near-nothing"],
+)
+def test_names_that_could_be_meant(monkeypatch: pytest.MonkeyPatch, names: str, message: str) -> None:
+    monkeypatch.setattr(_worker, "run", lambda *_: VLLMS)
+    with pytest.raises(CommandError, match=message):
+        refuse_unknown(methods_named(names), Console(quiet=True))
+
+
+def test_our_names_and_folders_ask_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(_worker, "run", lambda *_: pytest.fail("vLLM is asked"))
+    refuse_unknown(methods_named(f"bf16,nvfp4,nvfp4_prefill_fp8,ptpc_fp8,{tmp_path}"), Console(quiet=True))

@@ -119,7 +119,21 @@ def test_ctrl_c_is_one_line(timed: list[int], monkeypatch: pytest.MonkeyPatch) -
 def test_no_time_is_not_all_time(timed: list[int]) -> None:
     result = run("--layers", "llama-o", "--budget", 0)
     assert result.exit_code == 0 and timed == []
-    assert "2 of 2 shapes are left: the same command goes on" in result.stderr
+    assert (
+        "ptpc_gemm: 2 of 2 shapes are left, and the budget of 0 s ended before anything was measured: "
+        "name a larger one by --budget, or none; "
+    ) in result.stderr
+
+
+def test_a_shape_that_nothing_fits_is_not_left(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command would not come further with it."""
+    monkeypatch.setattr(
+        search.Compiler, "_try", lambda self, configs: self.reasons.update(dict.fromkeys(configs, "no")) or []
+    )
+    result = run("--layers", "llama-o", "--budget", 1000)
+    assert result.exit_code == 0 and timed == []
+    assert result.stderr.count("no configuration fits (no)") == 2
+    assert "ptpc_gemm: all shapes; " in result.stderr
 
 
 def test_shapes_that_are_there_are_not_measured_again(timed: list[int]) -> None:
@@ -206,6 +220,40 @@ def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monke
     (entry,) = json.loads(result.stdout)["quick_reduce"]["crossovers"]
     assert (entry["world_size"], entry["codec"], len(entry["steps"])) == (2, "INT4", 1)
     assert cached_crossovers("sm_90").is_file()
+
+
+@pytest.mark.parametrize(
+    ("operators", "rows", "ending"),
+    [
+        (
+            ["quick_reduce"],
+            0,
+            "19 of 19 sizes are left, and the budget of 5 s ended before anything was measured: name a larger one",
+        ),
+        (["quick_reduce"], 1, "18 of 19 sizes are left: the same command goes on"),
+        # What came before will be there the next time, and leave the budget to the all-reduce.
+        (["ptpc_gemm", "quick_reduce"], 0, "19 of 19 sizes are left: the same command goes on"),
+    ],
+    ids=["none", "one", "behind-another"],
+)
+def test_a_budget_that_ends_before_anything_is_measured(
+    timed: list[int], monkeypatch: pytest.MonkeyPatch, operators: list[str], rows: int, ending: str
+) -> None:
+    pytest.importorskip("triton")
+    from llm_quant_rocm.measure import all_reduce
+
+    def measure(world: int, heard: Any, sizes: tuple[int, ...], seconds: float) -> None:
+        assert seconds <= 5
+        heard("compiled", 10)
+        for size in sizes[:rows]:
+            heard("row", {"bytes": size, "us": {"NCCL": 10.0, "INT4": 5.0}})
+
+    monkeypatch.setattr(all_reduce, "measure", measure)
+    result = CliRunner().invoke(
+        app, ["tune", *operators, "--tp", "2", "--ms", "1", "--layers", "llama-o", "--budget", "5"]
+    )
+    assert result.exit_code == 0, result.output
+    assert f"quick_reduce: {ending}" in result.stderr
 
 
 @pytest.mark.parametrize(

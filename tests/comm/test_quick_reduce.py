@@ -24,6 +24,7 @@ from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.amd.operators.quick_reduce import SMALL, Ranks
 from tests.amd.virtual_gpu import activate
+from tests.comm.processes import run_ranks
 from tests.inputs import assert_same, engine_defaults, random_rows
 
 FP4 = CODECS["FP4"]
@@ -128,6 +129,7 @@ def test_memory_is_zero_before_anybody_calls() -> None:
 
     with (
         patch.object(dist, "get_world_size", return_value=3),
+        patch.object(comm, "first_refusal", return_value=None),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(comm, "seconds_of_a_look", return_value=2e-6),
@@ -203,7 +205,7 @@ def test_kernels_get_contiguous_values_at_multiples_of_16_bytes() -> None:
 def test_how_messages_are_cut(world: int, shots: int) -> None:
     """Every value is in a tile, tiles have flags, and what programs have on their way fits the inboxes."""
     box = kernels.Mailbox(torch.zeros(world, dtype=torch.int64), *own_memory(), 0, 1 << 22, 4096)
-    config = Config(blocks=16, programs=40, num_warps=4, rounds=4, buffers=4)
+    config = Config(blocks=16, programs=40, num_warps=4, buffers=4)
     for codec in CODECS.values():
         for count in (1, 4096, 4097, 10**6, 2**28 - 1):
             cut = box.cut(count, codec, config, shots)
@@ -222,7 +224,6 @@ def test_how_large_pieces_are() -> None:
     config = Config(blocks=16, programs=528, num_warps=4)
     box = kernels.Mailbox(torch.zeros(2, dtype=torch.int64), *own_memory(), 0, 32 << 20, 32768)
     assert box.cut(2**23, FP4, config, 1) == kernels.Cut(4, 512, 512)
-    assert box.cut(2**23, FP4, replace(config, rounds=2), 1) == kernels.Cut(2, 1024, 528)
     assert box.cut(2**25, FP4, config, 1) == kernels.Cut(3, 2731, 528)
     assert box.cut(2**25, FP4, replace(config, programs=7), 2) == kernels.Cut(8, 512, 7)
     large = replace(box, phase_bytes=128 << 20)
@@ -264,8 +265,24 @@ def test_errors() -> None:
     refused = RuntimeError("CUDA driver error: invalid device\nand a trace")
     with (
         patch.object(dist, "get_world_size", return_value=2),
+        patch.object(comm, "first_refusal", return_value=None),
         patch.object(symmetric_memory, "empty"),
         patch.object(symmetric_memory, "rendezvous", side_effect=refused),
         pytest.raises(NoPeerMemory, match="^torch's symmetric memory does not connect the GPUs: .* invalid device$"),
     ):
         QuickReduce.over(MagicMock(), torch.device("cpu"))
+
+
+def full_on_one_gpu(rank: int) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nand a trace")
+    with (
+        patch.object(symmetric_memory, "empty", side_effect=full if rank else None),
+        patch.object(symmetric_memory, "rendezvous") as met,
+        pytest.raises(NoPeerMemory, match="does not connect the GPUs: CUDA out of memory. Tried to allocate$"),
+    ):
+        QuickReduce.over(dist.group.WORLD, torch.device("cpu"))
+    assert not met.called
+
+
+def test_nobody_waits_for_a_rank_without_memory() -> None:
+    run_ranks(2, full_on_one_gpu)

@@ -48,3 +48,10 @@ def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     metrics = json.loads(result.stdout)["methods"]["ptpc_fp8"]["tasks"]["heldout"]
     assert metrics["word_perplexity"] > 1000
+
+
+def test_a_misspelt_method_ends_before_any_engine_starts() -> None:
+    result = CliRunner().invoke(app, ["eval", str(DEMO_MODEL), "--quantization", "bf16,fp8_per_tensor,ptpc_fp9"])
+    assert result.exit_code == 1
+    assert "measured" not in result.stderr
+    assert "--quantization names ptpc_fp9, which vLLM does not know: it could be ptpc_fp8" in result.stderr

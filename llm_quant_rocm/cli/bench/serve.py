@@ -19,7 +19,7 @@ from rich.table import Table
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import numbers
 from llm_quant_rocm.cli._errors import CommandError, reported
-from llm_quant_rocm.cli._methods import Method, methods_named
+from llm_quant_rocm.cli._methods import Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
 from llm_quant_rocm.cli.bench._output import check_plot
 
@@ -75,6 +75,7 @@ def serve(
             more = shlex.split(serve_args)
         except ValueError as error:
             raise CommandError(f"--serve-args {serve_args}: {error}: write it as a shell would read it.") from error
+        refuse_unknown(methods, messages)
         options = [
             "--tensor-parallel-size", str(tp), "--no-enable-prefix-caching", "--max-num-seqs", str(max(counts)),
             "--gpu-memory-utilization", str(_vllm.memory_fraction() if _vllm.on_cpu() else GPU_MEMORY),

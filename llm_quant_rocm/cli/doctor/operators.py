@@ -14,7 +14,6 @@ from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.comm import policy, reduce_norm_quant
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
-from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.ops import prepare_nvfp4_weight, prepare_ptpc_weight
 from llm_quant_rocm.ops._row_call import RowCall
 
@@ -87,8 +86,7 @@ def _choice(operator: str, module: ModuleType, call: Any, arch: str) -> Choice:
 def _measured(operator: str, arch: str) -> int:
     if operator != reduce_norm_quant.OPERATOR:
         return len(tuning.shapes(operator, arch))
-    files = (policy.measured(arch, ranks, by, operator) for ranks in policy.WORLD_SIZES for by in CODECS.values())
-    return sum(found is not None for found in files)
+    return len(policy.known(arch, operator))
 
 
 def _problem(operator: str, error: Exception) -> Problem:

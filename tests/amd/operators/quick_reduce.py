@@ -21,8 +21,7 @@ from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
 SMALL = Config(blocks=2, programs=2, num_warps=2, buffers=1)
-AT_ONCE = replace(SMALL, flags_at_once=True)
-LAST = replace(SMALL, buffers=2, flags_last=True)
+TWO_BUFFERS = Config(blocks=2, programs=1, num_warps=2, buffers=2)
 
 
 STORED, WAITED, MET = range(3)
@@ -126,18 +125,13 @@ def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torc
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def launch(shot: str, world: int, codec: str, at_once: bool) -> None:
+    def launch(shot: str, world: int, codec: str) -> None:
         ranks = Ranks(world, 1 << 20)
         config = quick_reduce.default_config(hardware, world, 2 if shot == "two_shot" else 1)
-        config = replace(config, flags_at_once=at_once)
         ranks.launch(getattr(quick_reduce, shot), draw(1, 3000, torch.bfloat16), CODECS[codec], config)
 
-    cases = (("two_shot", 2, "FP4", False), ("two_shot", 8, "FP4", False), ("one_shot", 8, "FP", False),
-             ("one_shot", 2, "INT4", False), ("two_shot", 3, "FP4", True))  # fmt: skip
-    return {
-        f"{shot} of {world}, {codec}{', flags at once' * at_once}": partial(launch, shot, world, codec, at_once)
-        for shot, world, codec, at_once in cases
-    }
+    cases = (("two_shot", 2, "FP4"), ("two_shot", 8, "FP4"), ("one_shot", 8, "FP"), ("one_shot", 2, "INT4"))
+    return {f"{shot} of {world}, {codec}": partial(launch, shot, world, codec) for shot, world, codec in cases}
 
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
@@ -156,14 +150,14 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks.call(quick_reduce.two_shot, draw(world, 1111, torch.bfloat16), codec)
         ranks.call(quick_reduce.one_shot, draw(world, 333, torch.bfloat16, 1), codec)
 
-    def late(codec: Codec, config: Config = SMALL) -> None:
+    def late(codec: Codec) -> None:
         """Ranks begin at different times, and none waits for the others between its calls: the first ones run ahead as
         far as they may. Sizes, codecs, algorithms and grids change on the way."""
         ranks = Ranks(3)
         calls = [
-            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, config),
-            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], config),
-            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, config),
+            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, SMALL),
+            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], SMALL),
+            (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, SMALL),
             (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16, 3), codec, Config(2, 1, 2)),
         ]
         with ranks.gpu.together():
@@ -182,14 +176,14 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for seed, count in enumerate((500, 2000)):
             ranks.call(quick_reduce.two_shot, draw(2, count, torch.bfloat16, seed), codec)
 
-    def lost(codec: Codec, config: Config = SMALL) -> None:
+    def lost(codec: Codec) -> None:
         """Rank 2 does not come: the others say so, and later calls end at once and write to nobody."""
         ranks = Ranks(3)
         inputs = draw(3, 3000, torch.bfloat16)
-        ranks.call(quick_reduce.two_shot, inputs, codec, config=config)
+        ranks.call(quick_reduce.two_shot, inputs, codec)
         for patience in (100, 2**31 - 1):
             with ranks.gpu.together():
-                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, config, patience)
+                ranks.launch(quick_reduce.two_shot, inputs[:2], codec, patience=patience)
             for box in ranks.boxes[:2]:
                 assert box.lost() == (2, 2, 0)
             assert all(region[: 4 * box.phase_bytes].eq(0xFF).all() for region in ranks.regions) == (patience > 100)
@@ -211,10 +205,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         }
         cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
         cases["many calls"] = partial(many_calls, fp4)
-        cases["late ranks, flags last"] = partial(late, fp4, LAST)
-        cases["a lost rank, flags last"] = partial(lost, fp4, LAST)
-        cases["late ranks, flags at once"] = partial(late, fp4, AT_ONCE)
-        cases["a lost rank, flags at once"] = partial(lost, fp4, AT_ONCE)
+        cases["pieces of two buffers"] = partial(in_a_row, 2, fp4, torch.bfloat16, config=TWO_BUFFERS)
         cases |= {
             f"{name} of bf16, {world} ranks, once": partial(once, world, CODECS[name])
             for world, name in ((5, "INT6"), (6, "FP8"), (7, "INT4"), (8, "FP4"))

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON files of a checkpoint, read alike by the commands and by `checkpoint`, which needs packages that not all of the
+commands do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it is broken, or holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
+        raise ValueError(f"{file} is no JSON ({error}): download the checkpoint again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object: download the checkpoint again")
+    return found
