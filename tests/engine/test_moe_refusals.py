@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from llm_quant_rocm_vllm.experts import lacking
+from llm_quant_rocm_vllm.experts import expert_map, lacking
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
 
@@ -46,3 +47,10 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = SimpleNamespace(moe_config=experts())
     with pytest.raises(NotImplementedError, match=r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"):
         NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
+
+
+def test_the_map_is_no_mask() -> None:
+    """Where aiter's kernels are switched on, vLLM's property of the map is a mask of 0 and 1."""
+    whole, mask = torch.tensor([-1, -1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    layer: Any = SimpleNamespace(_expert_map=whole, expert_map=mask)
+    assert expert_map(layer) is whole

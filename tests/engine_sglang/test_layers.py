@@ -13,7 +13,8 @@ from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm_sglang import communicator, engine_layers, experts
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm_sglang import communicator, engine_layers, experts, nvfp4_linear
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
@@ -118,6 +119,19 @@ def test_attention_gets_scales_of_its_cache() -> None:
     settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "kv_cache_quant_algo": "FP8"}
     for config in (PtpcFp8Config(), NvFp4Config.from_config(settings)):
         assert isinstance(config.get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+
+
+@pytest.mark.parametrize(("name", "is_decoded"), [("kv_b_proj", True), ("o_proj", False)])
+def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang multiplies the weight into others'."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    config = NvFp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    method = nvfp4_linear.NvFp4LinearMethod(config, f"model.layers.0.self_attn.{name}")
+    method.dtype, layer, weight = torch.bfloat16, torch.nn.Module(), nvfp4.quantize(torch.randn(32, 64))
+    monkeypatch.setattr(method.linear, "weight", lambda layer: weight)
+    method.process_weights_after_loading(layer)
+    assert (layer.weight.dtype == torch.bfloat16) is is_decoded
+    assert not is_decoded or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
 
 
 @pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])
