@@ -31,6 +31,7 @@ def test_amd(driver_name: str, arch: str, fp8_dtype: torch.dtype, fp8_units: boo
     found = hardware.amd(driver_name)
     assert (found.arch, found.fp8_dtype, found.fp8_units) == (arch, fp8_dtype, fp8_units)
     assert found.gpu and found.fp8_cast and not found.tma
+    assert found.lanes == 64
 
 
 def test_an_unknown_amd_gpu_is_an_error_that_lists_the_known() -> None:
@@ -52,6 +53,7 @@ def test_nvidia(capability: tuple[int, int], arch: str, fp8: bool, tma: bool) ->
     found = hardware.nvidia(*capability)
     assert (found.arch, found.fp8_units, found.fp8_cast, found.tma) == (arch, fp8, fp8, tma)
     assert found.gpu and found.fp8_dtype == torch.float8_e4m3fn
+    assert found.lanes == 32
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

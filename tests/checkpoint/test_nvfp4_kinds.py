@@ -38,6 +38,14 @@ def test_other_blocks_are_refused_by_the_group() -> None:
         check(config)
 
 
+def test_blocks_of_another_format_are_its_own() -> None:
+    """A group in FP8 beside NVFP4 has blocks of 128, which vLLM reads."""
+    config = described(group_0=QuantizationScheme(targets=["Linear"], format="nvfp4-pack-quantized", **NVFP4A16))
+    other = {"targets": ["re:.*down_proj"], "format": "float-quantized", "weights": {"group_size": 128}}
+    config["config_groups"]["group_1"] = other
+    assert check(config) == "compressed-tensors"
+
+
 def test_a_configuration_in_words() -> None:
     assert describe({"quant_method": "gptq", "bits": 4}) == "gptq"
     assert describe({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "modelopt (NVFP4)"

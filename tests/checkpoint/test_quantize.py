@@ -155,6 +155,14 @@ def test_ignore(tmp_path: Path) -> None:
     assert listed == sorted(report.kept)
 
 
+@pytest.mark.parametrize(
+    "module", ["transformer.wte", "transformer.wpe", "model.layers.0.mlp.gate", "model.vision_tower.0.q_proj"]
+)
+def test_what_always_stays(tmp_path: Path, module: str) -> None:
+    tensors = tensors_of_a_model() | {f"{module}.weight": torch.ones(16, 64)}
+    assert module in quantize_checkpoint(write(tmp_path / "source", tensors), tmp_path / "target").kept
+
+
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 def test_a_tied_output_layer_is_ignored_by_name(tmp_path: Path, layout: str) -> None:
     tensors = tensors_of_a_model()

@@ -104,6 +104,8 @@ def test_a_file_that_was_cut_off_since_is_made_again(source: Path, tmp_path: Pat
 def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
     first = quantize_checkpoint(source, tmp_path / "target")
     times = {file: file.stat().st_mtime_ns for file in tmp_path.glob("target/*.safetensors")}
+    modes = {file.stat().st_mode for file in (tmp_path / "target").iterdir()}
+    assert len(modes) == 1, "who may read config.json may read the weights"
     assert quantize_checkpoint(source, tmp_path / "target") == first
     assert {file: file.stat().st_mtime_ns for file in times} == times
 
@@ -174,3 +176,12 @@ def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"has 0 MiB free, and .*target needs 1 MiB"):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_what_is_whole_needs_no_room_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target)
+    (target / "config.json").unlink()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    quantize_checkpoint(source, target)
+    assert (target / "config.json").exists()

@@ -14,6 +14,7 @@ from compressed_tensors.compressors.naive_quantized import FloatQuantizationComp
 from compressed_tensors.quantization import QuantizationConfig
 
 from llm_quant_rocm.checkpoint import LAYOUTS, PTPC_LAYOUTS, quantize_checkpoint
+from llm_quant_rocm.checkpoint.layouts import Layout
 from llm_quant_rocm.checkpoint.reader import TensorInfo
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, relative_error
 from llm_quant_rocm.formats import fp8
@@ -133,6 +134,14 @@ def test_experts_and_their_router(tmp_path: Path) -> None:
     for expert in range(4):
         gate, up = (found[f"{mlp}.experts.{expert}.{name}_proj.weight_scale_2"] for name in ("gate", "up"))
         assert gate == up
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS.values(), *PTPC_LAYOUTS.values()], ids=[*LAYOUTS, *(f"ptpc-{name}" for name in PTPC_LAYOUTS)]
+)
+def test_config_json_is_described_last(layout: Layout) -> None:
+    """A folder that has it is whole."""
+    assert list(layout.describe({}, ["lm_head"], True))[-1] == "config.json"
 
 
 def test_modelopt_has_no_experts_with_a_scale_a_channel(tmp_path: Path) -> None:

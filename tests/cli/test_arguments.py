@@ -24,6 +24,12 @@ def test_layers_by_pattern() -> None:
     assert len(layers(None, 1, None)) >= 10
 
 
+def test_the_same_weight_is_named_once_and_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_quant_rocm.tune.shapes.WELL_KNOWN", {"a-o": (8, 8), "b-qkv": (24, 8), "b-o": (8, 8)})
+    assert layers(None, 1, None) == {"a-o": (8, 8), "b-qkv": (24, 8)}
+    assert layers(None, 1, ["b-*"]) == {"b-qkv": (24, 8), "b-o": (8, 8)}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

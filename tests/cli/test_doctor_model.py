@@ -229,12 +229,14 @@ def test_experts_keep_their_router(tmp_path: Path) -> None:
 def test_whether_it_fits_the_gpus_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, fits: bool | None
 ) -> None:
-    """Two GPUs, one of 100 MiB and one larger; a weight of 128 MiB."""
+    """Two GPUs, one of 100 MiB and one larger; a weight of 128 MiB, and one of which the smaller GPU has no half."""
     folder = write(tmp_path, {"model.a_proj.weight": ("BF16", (8192, 8192))}, config={})
     sizes = [100 * 2**20, 200 * 2**20]
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(sizes))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
     assert plans(model.examine(folder, ranks))["16 bits"].fits is fits
+    larger = write(tmp_path / "larger", {"model.a_proj.weight": ("BF16", (16384, 8192))}, config={})
+    assert not plans(model.examine(larger, ranks))["16 bits"].fits
 
 
 def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
@@ -465,8 +467,12 @@ def test_sizes_that_ranks_cannot_share(tmp_path: Path) -> None:
     ]
     assert "model.layers.*.mlp.down_proj has 28672 input features, which 3 ranks cannot share" in whats
     assert len(whats) == len(set(whats))
-    # Ranks beyond the key heads share them.
-    assert problems(model.examine(folder, 16)) == []
+    # Ranks beyond the key heads share them: of 8 heads of 128 rows each of 16 ranks has one.
+    parts = model.examine(folder, 16)
+    assert problems(parts) == []
+    shares = {row.layer: row.per_rank for row in parts[1].rows}
+    assert shares["model.layers.*.self_attn.k_proj"] == shares["model.layers.*.self_attn.v_proj"] == [128, 8192]
+    assert shares["model.layers.*.self_attn.q_proj"] == [512, 8192]
 
 
 def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
@@ -493,6 +499,16 @@ def test_half_of_a_fused_layer(tmp_path: Path) -> None:
     what, cure = fault(write(tmp_path, tensors, config))
     assert "the checkpoint keeps model.layers.1.self_attn.v_proj in 16 bits, but not all of" in what
     assert cure == "export the model with all of them or none"
+
+
+def test_a_fused_layer_of_two_float_types_is_whole(tmp_path: Path) -> None:
+    kept = {
+        f"model.layers.1.self_attn.{name}_proj": dtype
+        for name, dtype in zip("qkv", ("BF16", "BF16", "F32"), strict=True)
+    }
+    tensors = {name: value for name, value in llama(modelopt).items() if name.rpartition(".")[0] not in kept}
+    tensors |= {f"{name}.weight": (dtype, LINEAR[name.split(".", 3)[3]]) for name, dtype in kept.items()}
+    assert problems(model.examine(write(tmp_path, tensors, MODELOPT | {"ignore": ["lm_head", *kept]}), 1)) == []
 
 
 def test_experts_that_the_described_method_does_not_serve(tmp_path: Path) -> None:

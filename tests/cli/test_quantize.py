@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from llm_quant_rocm.cli import _error_plot, app
 from llm_quant_rocm.cli._error_plot import series
-from tests.checkpoint.test_quantize import DEMO_MODEL, tensors_of_a_model, write
+from tests.checkpoint.test_quantize import DEMO_MODEL, read, tensors_of_a_model, write
 
 WORST = "model.layers.1.mlp.up_proj"
 
@@ -62,6 +62,19 @@ def test_the_search_is_the_default_and_can_be_left(tmp_path: Path) -> None:
     result = run(DEMO_MODEL, tmp_path / "default", "--scheme", "nvfp4", "--json")
     assert json.loads(result.stdout)["errors"] == errors["search"]
     assert all(errors["search"][module] < error for module, error in errors["nearest"].items())
+
+
+def test_fused_layers_share_a_global_scale_unless_it_is_to_be_separate(tmp_path: Path) -> None:
+    tensors = tensors_of_a_model()
+    tensors[f"{WORST}.weight"] *= 8
+    source = write(tmp_path / "source", tensors)
+    for choice, count in (("shared", 1), ("separate", 2)):
+        out = tmp_path / choice
+        result = run(source, out, "--scheme", "nvfp4", "--format", "modelopt", "--global-scales", choice)
+        assert result.exit_code == 0, result.output
+        written = read(out)
+        scales = {written[f"model.layers.1.mlp.{name}.weight_scale_2"].item() for name in ("gate_proj", "up_proj")}
+        assert len(scales) == count, choice
 
 
 def nan(folder: Path) -> Path:

@@ -56,12 +56,14 @@ def test_the_policy_serves_by_them(codec: str, tmp_path: Path) -> None:
 
 
 def test_other_numbers_of_ranks_and_codecs_are_kept() -> None:
-    before = merged(None, [crossovers(ROWS, world, "FP4") for world in (2, 4)], {"commit": "old"})
+    measured = [crossovers(ROWS, world, codec) for world, codec in ((2, "FP4"), (2, "INT8"), (4, "FP4"))]
+    before = merged(None, measured, {"commit": "old"})
     after = merged(before, [crossovers(ROWS[:2], 2, "FP4"), crossovers(ROWS, 2, "INT4")], ENVIRONMENT)
     assert after["measured_on"] == ENVIRONMENT
     assert [(entry["world_size"], entry["codec"]) for entry in after["crossovers"]] == [
         (2, "FP4"),
         (2, "INT4"),
+        (2, "INT8"),
         (4, "FP4"),
     ]
-    assert len(after["crossovers"][0]["steps"]) == 2 and after["crossovers"][2] == before["crossovers"][1]
+    assert len(after["crossovers"][0]["steps"]) == 2 and after["crossovers"][2:] == before["crossovers"][1:]

@@ -74,6 +74,7 @@ def test_all_variables() -> None:
     assert found == Settings(FP4, 3 * MIB, 64 * MIB, 512 * 1024, True)
     assert not settings(CAST_BF16_TO_FP16="0").cast_bf16_to_fp16
     assert settings(CAST_BF16_TO_FP16="1").cast_bf16_to_fp16
+    assert settings(MIN_SIZE_BYTES_MB="8", MAX_SIZE_BYTES_MB="8") == Settings(None, 8 * MIB, 8 * MIB)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def compare_with_reference(rank: int, world: int) -> None:
         inputs = [tensor_of(other, shape, torch.bfloat16) for other in range(world)]
         found = all_reduce(inputs[rank], CODECS["FP4"], cast_bf16_to_fp16=True)
         assert_same(found, quick_reduce.two_shot(inputs, CODECS["FP4"], cast_bf16_to_fp16=True))
-    assert all_reduce(torch.zeros(0, 5, dtype=torch.float16), CODECS["FP4"]).shape == (0, 5)
+    for x in (torch.zeros(0, 5, dtype=torch.float16), torch.ones(3, 5, dtype=torch.float16)):
+        found = all_reduce(x, CODECS["FP4"])
+        assert found is not x and found.shape == x.shape, "a new tensor, also of one rank and of nothing"
     for values in distributions(world):
         for codec in CODECS.values():
             found = all_reduce(values[rank], codec)

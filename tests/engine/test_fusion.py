@@ -297,6 +297,11 @@ def with_one_weight_for_all_columns(x: torch.Tensor, a: Weights) -> torch.Tensor
     return a.linear(NORM(x, a.norm[:1], EPS))
 
 
+def of_columns_that_are_no_blocks(x: torch.Tensor, a: Weights) -> Any:
+    normed = NORM(x[:, 8:], a.norm[8:], EPS)
+    return torch.ops.llm_quant_rocm.per_token_quant_fp8(normed), normed + 1
+
+
 def without_quantization(x: torch.Tensor, a: Weights) -> torch.Tensor:
     return NORM(x, a.norm, EPS) + 1
 
@@ -309,6 +314,7 @@ def without_quantization(x: torch.Tensor, a: Weights) -> torch.Tensor:
         with_a_residual_of_another_dtype,
         with_one_residual_for_all_rows,
         with_one_weight_for_all_columns,
+        of_columns_that_are_no_blocks,
         without_quantization,
     ],
     ids=lambda function: function.__name__,

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from llm_quant_rocm_vllm.experts import lacking
+from llm_quant_rocm_vllm.experts import expert_map, lacking
+from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
 
 def experts(**changes: Any) -> Any:
@@ -38,3 +40,17 @@ def test_ordinary_experts_lack_nothing(activation: str) -> None:
 )
 def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
     assert words in lacking(experts(**change))
+
+
+def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer: Any = SimpleNamespace(moe_config=experts())
+    with pytest.raises(NotImplementedError, match=r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"):
+        NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
+
+
+def test_the_map_is_no_mask() -> None:
+    """Where aiter's kernels are switched on, vLLM's property of the map is a mask of 0 and 1."""
+    whole, mask = torch.tensor([-1, -1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    layer: Any = SimpleNamespace(_expert_map=whole, expert_map=mask)
+    assert expert_map(layer) is whole

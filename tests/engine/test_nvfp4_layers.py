@@ -174,6 +174,16 @@ def test_an_algorithm_that_nobody_knows_is_refused() -> None:
         config.get_quant_method(linear_layer(), "model.a")
 
 
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_wish_for_batch_invariance_reaches_the_operator(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", wish)
+    layer, given = torch.nn.Module(), []
+    keep(layer, weight())
+    monkeypatch.setattr(ops, "nvfp4_gemm", lambda *operands, **options: given.append(options["batch_invariant"]))
+    method("model.layers.0.self_attn.o_proj").apply(layer, torch.randn(3, K).bfloat16())
+    assert given == [wish == "1"]
+
+
 def test_prefill_in_fp8_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     NvFp4Config.from_config(MODELOPT).maybe_update_config("absent")

@@ -178,6 +178,7 @@ def test_weights_alone_in_nvfp4(nested: bool) -> None:
     config = NvFp4Config.from_config({"quantization": settings} if nested else {"quant_method": "modelopt", **settings})
     assert config.algorithm(torch.nn.Module(), "model.layers.0.mlp.down_proj") == "NVFP4"
     assert config.algorithm(torch.nn.Module(), "lm_head") is None
+    assert not getattr(config, "is_w4a16", False), "SGLang reads NVFP4 instead, whether it knows the other name or not"
 
 
 def test_a_fused_layer_of_two_kinds_is_refused() -> None:

@@ -11,8 +11,11 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm_sglang import communicator, engine_layers, experts
+from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm_sglang import communicator, engine_layers, experts, nvfp4_linear
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
 
@@ -95,9 +98,52 @@ def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypat
     assert engine_layers.is_dummy() is (change.get("load_format") == "dummy")
 
 
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        ({}, False),
+        ({"enable_eplb": True}, True),
+        ({"ep_num_redundant_experts": 2}, True),
+        ({"init_expert_location": "experts.json"}, True),
+    ],
+    ids=["trivial", "balanced", "redundant", "file"],
+)
+def test_who_moves_experts(change: dict[str, Any], moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
+    monkeypatch.setattr(engine_layers, "get_server_args", lambda: SimpleNamespace(**(usual | change)))
+    assert engine_layers.moves_experts() is moves
+
+
 def test_attention_gets_scales_of_its_cache() -> None:
     layer = object.__new__(RadixAttention)
-    assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "kv_cache_quant_algo": "FP8"}
+    for config in (PtpcFp8Config(), NvFp4Config.from_config(settings)):
+        assert isinstance(config.get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
+
+
+@pytest.mark.parametrize(("name", "is_decoded"), [("kv_b_proj", True), ("o_proj", False)])
+def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang multiplies the weight into others'."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    config = NvFp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    method = nvfp4_linear.NvFp4LinearMethod(config, f"model.layers.0.self_attn.{name}")
+    method.dtype, layer, weight = torch.bfloat16, torch.nn.Module(), nvfp4.quantize(torch.randn(32, 64))
+    monkeypatch.setattr(method.linear, "weight", lambda layer: weight)
+    method.process_weights_after_loading(layer)
+    assert (layer.weight.dtype == torch.bfloat16) is is_decoded
+    assert not is_decoded or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])
+def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | None) -> None:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    group = {"targets": [target], "weights": weights, "format": "nvfp4-pack-quantized"}
+    config = NvFp4Config.from_config(
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
+    )
+    assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
+    config.ignore = ["lm_head"]
+    assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") is None
 
 
 @pytest.mark.parametrize(("wish", "words"), [("1", "--enable-deterministic-inference is set"), ("0", None)])

@@ -204,9 +204,10 @@ def test_zeros() -> None:
     assert nvfp4.quantize(torch.zeros(2, 16)).global_scale.tolist() == [1.0, 1.0]
 
 
-def test_a_value_too_small_for_a_global_scale_is_zero() -> None:
-    """compressed-tensors too takes 1 where 2688 / amax overflows."""
-    weight = nvfp4.quantize(torch.full((2, 16), 1e-37))
+@pytest.mark.parametrize("value", [1e-37, 1e-35])
+def test_a_value_too_small_for_a_global_scale_is_zero(value: float) -> None:
+    """compressed-tensors too takes 1 where 2688 / amax overflows; we also where no reader would take its reciprocal."""
+    weight = nvfp4.quantize(torch.full((2, 16), value))
     assert weight.global_scale.tolist() == [1.0, 1.0]
     assert (weight.dequantize() == 0).all()
 
@@ -551,6 +552,14 @@ def test_fake_quantization_of_nasty_blocks() -> None:
     with pytest.raises(ValueError, match="x has 24 columns"):
         nvfp4.fake_quantize_activation(torch.ones(2, 24), ONE)
     assert nvfp4.fake_quantize_activation(torch.ones(2, 0, 16).half(), ONE).shape == (2, 0, 16)
+
+
+def test_the_bytes_of_a_block_that_holds_nan() -> None:
+    x = torch.zeros(2, 32)
+    x[0, 3], x[1, 20] = float("nan"), -float("nan")
+    codes, scales = nvfp4.quantize_activation(x, ONE)
+    assert scales.isnan().tolist() == [[True, False], [False, True]]
+    assert nvfp4.unpack(codes).tolist() == [[7] * 16 + [0] * 16, [0] * 16 + [7] * 16], "6 is 7, and no sign"
 
 
 # --- FP8

@@ -48,6 +48,7 @@ def test_the_lanes_find_every_value(n: int, k: int, layout: str) -> None:
         word_dtype, word_shape, byte_dtype, byte_shape
     )  # fmt: skip
     values = decode(words, scale_bytes, layout)
+    assert values.shape == (-(-n // 128) * 128, -(-k // 256) * 256), "kernels read whole tiles, and pairs of steps"
     expected = torch.zeros(values.shape)
     expected[:n, :k] = nvfp4.block_values(weight.codes, weight.scales)
     assert_same(values + 0.0, expected + 0.0)  # -0 codes became +0

@@ -77,6 +77,7 @@ def test_the_kernels_steps_find_every_value(n: int, k: int) -> None:
         word_dtype, word_shape, byte_dtype, byte_shape
     )  # fmt: skip
     values = decode(words, scale_bytes)
+    assert values.shape == (-(-n // 128) * 128, -(-k // 128) * 128), "kernels read whole tiles"
     expected = torch.zeros(values.shape)
     expected[:n, :k] = nvfp4.block_values(weight.codes, weight.scales)
     assert_same(values + 0.0, expected + 0.0)  # a zero scale loses the sign of its zeros

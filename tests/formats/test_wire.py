@@ -152,9 +152,13 @@ def test_size_on_the_wire(dtype: torch.dtype, codec: Codec) -> None:
 
 @BOTH
 @EVERY
-def test_buffers_are_rows_whatever_their_number_and_length(dtype: torch.dtype, codec: Codec) -> None:
-    x = random_rows(3, 512 * BLOCK, dtype)  # more than one chunk
+def test_buffers_are_rows_whatever_their_number_and_length(
+    dtype: torch.dtype, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = random_rows(3, 64 * BLOCK, dtype)
     whole = wire.encode(x, codec)
+    monkeypatch.setattr(wire, "_CHUNK_VALUES", 10_000)  # several chunks, of other groups in three rows than in one
+    assert torch.equal(wire.encode(x, codec), whole)
     assert torch.equal(whole, torch.stack([wire.encode(row, codec) for row in x]))
     assert_same(wire.decode(whole, codec, dtype), torch.stack([wire.decode(row, codec, dtype) for row in whole]))
     assert torch.equal(wire.encode(x.t().contiguous().t(), codec), whole)

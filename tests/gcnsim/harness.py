@@ -177,7 +177,7 @@ def special_values(dtype: Any) -> Array:
     kind = np.dtype(dtype)
     if kind.kind == "f":
         info = np.finfo(kind)
-        positive = [0, info.smallest_subnormal, info.tiny / 2, info.tiny, 0.5, 1, 1.5, 2, 3, info.max, np.inf, np.nan]
+        positive = [0.0, info.smallest_subnormal, info.tiny / 2, info.tiny, 0.5, 1, 1.5, 2, 3, info.max, np.inf, np.nan]
         positive += [1 + info.eps, 255.5, 2.5, 1023.5]
         return np.array([sign * value for value in positive for sign in (1, -1)], kind)
     ones = np.iinfo(f"u{kind.itemsize}").max

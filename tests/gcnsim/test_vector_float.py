@@ -322,7 +322,7 @@ def test_class(kind):
         signaling.view(dtype)[0],
         np.nan,
         -np.inf,
-        -1,
+        -info.tiny,
         -info.smallest_subnormal,
         -0.0,
         0,

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,21 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen(hopper.hardware, 128, 8192, 8192) == Config(256, 128, 1)
     # Measurements of another weight, or of twice as many rows.
     assert chosen(hopper.hardware, 128, 8192, 4096) is None and chosen(hopper.hardware, 64, 8192, 8192) is None
+
+
+@pytest.mark.parametrize("device", [hardware.amd("gfx942"), hardware.nvidia(9, 0)], ids=["gfx942", "sm_90"])
+@pytest.mark.usefixtures("with_triton")
+def test_an_invariant_product_adds_up_no_parts(device: hardware.Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    kernels, configs = module.kernels_of(device.arch), []
+    monkeypatch.setattr(tuning, "lookup", lambda *shape: None)
+    monkeypatch.setattr(module, "_config", module._config.__wrapped__)
+    monkeypatch.setattr(kernels, "gemm", lambda *operands: configs.append(operands[-1]))
+    weight = SimpleNamespace(codes=None, scales=None, global_scale=None)
+    for wish in (False, True):
+        one_row = replace(MANY, hardware=device, m=1, n=1024, k=8192, batch_invariant=wish)
+        module._run_triton(torch.empty(0), weight, None, one_row)
+    assert configs[1] == kernels.batch_invariant(configs[0]) != configs[0]
 
 
 @pytest.mark.usefixtures("with_triton")

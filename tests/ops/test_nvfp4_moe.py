@@ -63,8 +63,8 @@ def test_no_token() -> None:
 
 def test_no_expert_here() -> None:
     arguments = experts(8, 4, 2, 64, 32)
-    out = ops.nvfp4_moe(**arguments, expert_map=torch.full((4,), -1, dtype=torch.int32))
-    assert (out == 0).all()
+    for expert_map in (torch.full((4,), -1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)):
+        assert (ops.nvfp4_moe(**arguments, expert_map=expert_map) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])

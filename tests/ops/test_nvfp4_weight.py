@@ -98,6 +98,17 @@ def test_gate_and_up_go_in_turns_with_their_scales() -> None:
     assert found.global_scale.is_contiguous()
 
 
+@pytest.mark.parametrize(("forced", "layouts"), [("gemm", ("row", "mfma")), ("moe", ("mfma", "row"))])
+@pytest.mark.usefixtures("gfx942")
+def test_who_forces_the_reference_gets_rows(
+    forced: str, layouts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the operator that will read the weight: of no other layout could the reference make anything."""
+    monkeypatch.setenv(f"LLM_QUANT_ROCM_NVFP4_{forced.upper()}", "reference")
+    weights = nasty_weight(32, 64), nasty_weight(32, 64, 3)
+    assert tuple(ops.prepare_nvfp4_weight(weight).layout for weight in weights) == layouts
+
+
 def test_rows_as_the_kernels_read_them() -> None:
     wide = torch.randn(4, 6, 40)
     for x in (wide, wide[..., ::2], wide.transpose(0, 2), wide[:, 1:3, 3:9], wide[0, 0], wide[:1].expand(5, -1, -1)):

@@ -54,6 +54,30 @@ def test_ptpc_gemm_rounds_once(out_dtype: torch.dtype) -> None:
     assert_same(reference.ptpc_gemm(*operands, bias, out_dtype), exact.to(out_dtype))
 
 
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_experts_round_where_they_say(dtype: torch.dtype, fmt: Fp8Format) -> None:
+    """Every sum has one term, so the definition's own steps give the bits."""
+    x, router = random_rows(50, 16, dtype), torch.rand(50, 2)
+
+    def diagonal(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = (torch.eye(16) * value).expand(2, -1, -1).to(fmt.dtype)
+        return codes, torch.tensor([[0.3], [0.7]]).expand(2, 16).unsqueeze(-1) / value
+
+    (gate_codes, gate_scale), (up_codes, up_scale), w2 = diagonal(1.5), diagonal(3.0), diagonal(1.25)
+    w13 = torch.cat([gate_codes.view(torch.uint8), up_codes.view(torch.uint8)], 1).view(fmt.dtype)
+    w13_scale, ids = torch.cat([gate_scale, up_scale], 1), torch.tensor([[0, 1]]).expand(50, 2)
+    found = reference.ptpc_moe(x, w13, w13_scale, *w2, router, ids, "silu", fmt)
+    (xq, xscale), total = fp8.quantize_rows(x, fmt), torch.zeros(50, 16)
+    for expert in range(2):
+        products = torch.cat([xq.float() * 1.5, xq.float() * 3.0], 1)
+        gate, up = (products * xscale * w13_scale[expert].t()).to(dtype).float().chunk(2, dim=-1)
+        aq, ascale = fp8.quantize_rows((torch.nn.functional.silu(gate) * up).to(dtype), fmt)
+        y = aq.float() * 1.25 * ascale * w2[1][expert].t()
+        total += (y * router[:, expert, None]).to(dtype).float()
+    assert_same(found, total.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
 def test_rms_norm(dtype: torch.dtype, with_residual: bool) -> None:

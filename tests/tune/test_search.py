@@ -3,6 +3,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ def test_what_fails_or_crashes_is_left_out() -> None:
         assert compiler.fit([1, 5, 6, 7]) == [1, 6, 7]
         assert compiler.reasons[5] == "it ends the process that compiles it"
         assert compiler.fit([7, 8]) == [7, 8], "there is a pool again"
+
+
+def fails_once(file: str) -> None:
+    os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    raise ValueError("out of shared memory")
+
+
+def test_each_is_tried_once(tmp_path: Path) -> None:
+    """What several layers have in common is compiled for the first of them."""
+    file = str(tmp_path / "tried")
+    with Compiler(fails_once) as compiler:
+        for _ in range(2):
+            assert compiler.fit([file]) == []
+            assert compiler.reasons[file] == "ValueError out of shared memory", "not FileExistsError"
 
 
 def who_hears_ctrl_c(config: int) -> None:

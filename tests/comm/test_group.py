@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group's ranks say of each other: who is on whose host, and whose memory a GPU reaches."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llm_quant_rocm.comm.group import hosts_of, unreachable
+
+GROUP: Any = None
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def test_hosts_by_the_ranks_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
+    in_turns = [[True, False, True, False], [False, True, False, True]]
+    assert hosts_of(GROUP, lambda group, source_rank: in_turns[source_rank]) == [[4, 6], [5, 7]]
+    # An engine that cannot say denies every rank's host, its own as well.
+    answers = iter([[False] * 4] * 4)
+    assert hosts_of(GROUP, lambda group, source_rank: next(answers)) == [[4], [5], [6], [7]]
+
+
+def test_only_of_gpus_that_this_rank_sees_is_the_driver_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of other visible devices count their GPUs from another one on."""
+    asked = []
+
+    def reaches(device: Any, other: int) -> bool:
+        asked.append(other)
+        return other != 2
+
+    monkeypatch.setenv(VISIBLE, "0,1,2")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    here, facts = torch.device("cuda", 0), [("0,1,2", 0), ("0,1,2", 1), ("3,4,5", 2), (None, 2)]
+    assert unreachable(here, VISIBLE, facts) is None
+    assert asked == [1]
+    assert unreachable(here, VISIBLE, [*facts, ("0,1,2", 2)]) == "GPU 0 does not reach the memory of GPU 2"
