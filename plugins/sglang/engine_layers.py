@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -61,6 +62,11 @@ def is_dummy() -> bool:
     """Whether SGLang fills a model's tensors by itself (--load-format dummy)."""
     load_format = get_server_args().load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+def batch_invariant() -> bool:
+    """Whether a row's bits may not depend on the rows beside it (--enable-deterministic-inference)."""
+    return bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get())
 
 
 def loads_tensors() -> bool:

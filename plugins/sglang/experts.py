@@ -11,6 +11,7 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_back
 from sglang.srt.utils import is_cuda
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm_sglang.engine_layers import batch_invariant
 
 _ACTIVATIONS = ("silu", "gelu")
 # SGLang does not tell a layer what the checkpoint calls its projections; almost all call them so.
@@ -26,6 +27,8 @@ def lacking(layer: FusedMoE) -> str | None:
         return "a clamped SwiGLU"
     if layer.with_bias:
         return "biases"
+    if batch_invariant():
+        return "--enable-deterministic-inference"
     if config.no_combine:
         return "outputs that are not combined"
     if not get_moe_a2a_backend().is_none():

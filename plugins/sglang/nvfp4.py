@@ -29,7 +29,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
 )
 from llm_quant_rocm.environment import switched_on
-from llm_quant_rocm_sglang.engine_layers import with_common_fused
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
@@ -61,7 +61,7 @@ def chosen(model_config: Any) -> str | None:
         return None
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
     check(config)
-    Options.read(config)
+    _options(config)
     refuse_broken_files(Path(model_config.model_path))
     _log_takeover(kind)
     return NAME
@@ -105,7 +105,7 @@ class NvFp4Config(QuantizationConfig):
         from llm_quant_rocm_sglang.nvfp4_checkpoints import CONFIGURATIONS
 
         kind = check(config)
-        options = Options.read(config)
+        options = _options(config)
         if kind == "modelopt":
             config = _with_known_algorithm(config)
         result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
@@ -154,6 +154,16 @@ class NvFp4Config(QuantizationConfig):
     def report(self) -> None:
         """Log once what is served and what is not. Call it when the whole model exists."""
         self.layers.report(self.options)
+
+
+def _options(config: dict[str, Any]) -> Options:
+    options = Options.read(config)
+    if options.prefill == "fp8" and batch_invariant():
+        raise ValueError(
+            f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
+            "--enable-deterministic-inference: drop one of them"
+        )
+    return options
 
 
 def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:

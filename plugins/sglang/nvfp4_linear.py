@@ -8,7 +8,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_sglang.engine_layers import ENGINE, is_dummy
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
@@ -21,7 +21,9 @@ class NvFp4LinearMethod(LinearMethodBase):
     def __init__(self, config: NvFp4Config, prefix: str) -> None:
         self.config = config
         self.is_absorbed = prefix.rpartition(".")[2] == "kv_b_proj"
-        self.linear = NvFp4Linear(config.tensors, prefix, config.options, is_dummy=is_dummy())
+        self.linear = NvFp4Linear(
+            config.tensors, prefix, config.options, is_dummy=is_dummy(), batch_invariant=batch_invariant()
+        )
 
     def create_weights(
         self,

@@ -25,7 +25,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     is_router,
     read_ignored_layers,
 )
-from llm_quant_rocm_sglang.engine_layers import with_common_fused
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fused
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -38,7 +38,8 @@ def chosen(model_config: Any) -> str | None:
     """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
 
     Raises:
-        ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, or files are broken.
+        ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, files are broken, or the
+            server is to be deterministic.
     """
     asked = (model_config.quantization or "").lower() == NAME
     config = model_config._parse_quant_hf_config()
@@ -48,9 +49,18 @@ def chosen(model_config: Any) -> str | None:
     if not asked and (method != NAME or model_config.quantization):
         return None
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
+    _refuse_determinism()
     read_ignored_layers(config or {}, _SGLANGS_KEYS)
     refuse_broken_files(Path(model_config.model_path))
     return NAME
+
+
+def _refuse_determinism() -> None:
+    if batch_invariant():
+        raise ValueError(
+            f"{NAME} chooses its kernels by batch size and cannot serve with --enable-deterministic-inference: drop "
+            "one of them"
+        )
 
 
 class PtpcFp8Config(QuantizationConfig):
@@ -59,6 +69,9 @@ class PtpcFp8Config(QuantizationConfig):
     Args:
         ignored_layers: layers to leave unquantized, as `OnlineLayers` takes them.
 
+    Raises:
+        ValueError: under --enable-deterministic-inference.
+
     Without arguments it is what `--quantization ptpc_fp8` asks for. `ignored_layers` come from the checkpoint's own
     `"quantization_config": {"quant_method": "ptpc_fp8", "ignored_layers": [...]}`, or from
     `--json-model-override-args '{"quantization_config": {...}}'`.
@@ -66,6 +79,7 @@ class PtpcFp8Config(QuantizationConfig):
 
     def __init__(self, ignored_layers: list[str] | None = None, fused: Mapping[str, list[str]] | None = None) -> None:
         super().__init__()
+        _refuse_determinism()
         self.layers = OnlineLayers(ignored_layers or [])
         self.packed_modules_mapping = with_common_fused(fused)
 

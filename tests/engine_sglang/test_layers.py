@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang's layers and options come to, before any weight is read."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -159,3 +160,25 @@ def test_determinism_leaves_the_all_reduce_to_sglang(
     _, _, refuse, _ = connect.call_args.args
     reason = refuse(MagicMock())
     assert (reason is None) if words is None else reason.startswith(words)
+
+
+_W4A16 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": []}
+
+
+@pytest.mark.parametrize("wish", ["1", "0"])
+def test_determinism_reaches_the_layers(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense NVFP4 layers then do not depend on the batch; what cannot do without is refused."""
+    asked = wish == "1"
+    monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    monkeypatch.setattr(nvfp4_linear, "NvFp4Linear", linear := MagicMock())
+    nvfp4_linear.NvFp4LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.mlp.down_proj")
+    assert linear.call_args.kwargs["batch_invariant"] is asked
+    assert experts.lacking(routed()) == ("--enable-deterministic-inference" if asked else None)
+    monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "fp8")
+    for config, words in (
+        (lambda: NvFp4Config.from_config(_W4A16), "PREFILL=fp8 chooses between FP8 and exact products by batch size"),
+        (PtpcFp8Config, "ptpc_fp8 chooses its kernels by batch size"),
+    ):
+        with pytest.raises(ValueError, match=words) if asked else nullcontext():
+            config()
