@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import _harness as harness
 from benchmarks._engine_report import SHAPES
+from benchmarks._fusion_report import base_of
 from benchmarks._markdown import RESULTS, load, measured_on, table
 from benchmarks._quick_reduce_report import size
 
@@ -137,7 +138,9 @@ def fused_engine() -> str:
     parts = []
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
         variants = result["variants"]
-        base_name, base = next(iter(variants.items()))
+        base_name = base_of(variants)
+        base = variants[base_name]
+        codec = "QuickReduce sends by FP4; " if any("quick_reduce" in variant for variant in variants) else ""
         batches = [key for key in base if "prompt" in key]
         rows = [
             [batch, f"`{variant}`", *cells(base[batch], found[batch], "prefill_s", 1e3)]
@@ -149,7 +152,7 @@ def fused_engine() -> str:
         parts.append(
             f"A whole vLLM {result['vllm']} on {gpus(result['ranks'])}, `ptpc_fp8`, the shape of Llama-3-70B cut to "
             f"{result['layers']} layers, random weights, CUDA graphs, 1024 tokens in and 129 out. `apart` is without "
-            f"the pass; QuickReduce sends by FP4; ratios are `{base_name}`'s time over the row's "
+            f"the pass; {codec}ratios are `{base_name}`'s time over the row's "
             f"([file](../benchmarks/results/{name}.json)). {measured_on(result)}:\n\n"
             f"{table([*header, 'commit'], rows)}"
         )
@@ -299,7 +302,7 @@ def overview() -> str:
         said = totals(result["llama_3_70b_8_layers"], "none")
         add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
     for name, result in results("vllm_fusion_*_ranks_sm_90"):
-        base = next(iter(result["variants"]))
+        base = base_of(result["variants"])
         title = f"The fusion pass in vLLM {result['vllm']}, `ptpc_fp8`, {gpus(result['ranks'])}"
         said = totals(result["variants"], base)
         add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")

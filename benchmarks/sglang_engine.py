@@ -175,6 +175,8 @@ def checkpoint(task: str, layout: str, folder: Path) -> Path:
 
 
 def write_checkpoints(task: str, layouts: Collection[str], folder: Path) -> None:
+    import torch
+
     from benchmarks import _random_checkpoint
     from llm_quant_rocm.checkpoint import quantize_checkpoint
 
@@ -187,6 +189,7 @@ def write_checkpoints(task: str, layouts: Collection[str], folder: Path) -> None
             _random_checkpoint.describe(path, LLAMA, ["lm_head"], layout)
         elif layout:
             quantize_checkpoint(DEMO, path, layout)
+    torch.cuda.empty_cache()  # engines take their part of what is free
 
 
 def compare(entry: dict[str, Any], base: dict[str, Any]) -> None:

@@ -219,7 +219,7 @@ class StepTimes:
 class Profile:
     """Starts or stops a profile of a worker's GPU. A class, not a closure: workers are other processes."""
 
-    KERNELS = ("norm", "quant", "reduce", "rsqrt", "nccl")
+    KERNELS = ("norm", "quant", "reduce", "rsqrt", "nccl", "shot")
 
     def __init__(self, stop: bool = False, steps: int = 0) -> None:
         self.stop, self.steps = stop, steps

@@ -50,7 +50,7 @@ class Budget:
 
     def ending(self, left: int, total: int, what: str) -> str:
         """How an operator ends with so many of its `what` left. Where a budget does not reach the first measurement,
-        nor will it the next time: what comes before (compilation, the ranks' start) comes again."""
+        nor will it the next time: what comes before (the ranks' start, what was not compiled yet) comes again."""
         if not left:
             return f"all {what}"
         if self.measured:

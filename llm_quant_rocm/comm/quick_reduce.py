@@ -50,7 +50,9 @@ class QuickReduce:
         inbox_bytes: int = INBOX_BYTES,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Self:
-        """For the ranks of `group`, which all call. Takes four times `inbox_bytes` of every GPU's memory, and some.
+        """For the ranks of `group`, which all call, over NCCL with `device` as their current one.
+
+        Takes four times `inbox_bytes` of every GPU's memory, and some.
 
         Torch numbers the meetings of a process, not of a group (pytorch#196082): ranks that have met in as
         many groups may meet, as those of tensor-parallel groups have; others wait for ever.
@@ -63,8 +65,8 @@ class QuickReduce:
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
-            NoPeerMemory: torch's symmetric memory gave one of the ranks none, as where its GPU is full, or GPUs do not
-                reach each other's memory. On all ranks.
+            NoPeerMemory: torch's symmetric memory gave one of the ranks none, as where its GPU is full: on all ranks;
+                or it does not connect the GPUs: on those that find it out.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -77,7 +79,7 @@ class QuickReduce:
         refusal = None
         try:
             region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # a full GPU's, too
+        except Exception as error:  # a full GPU's, too; whatever it is, the others have to hear of it
             refusal = first_line(error)
         # Who has none would leave the others waiting at the rendezvous, for as long as its store does.
         refusal = first_refusal(refusal, group)

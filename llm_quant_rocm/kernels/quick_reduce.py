@@ -146,7 +146,7 @@ class Mailbox:
         def fits(buffers: int) -> bool:
             return min(triton.cdiv(pieces, buffers), slots) * buffers <= room
 
-        # Few rounds of all programs, and pieces no larger than fill those: waits are a tile's, not a byte's.
+        # As few rounds as the largest pieces allow, as waits are a tile's; then the smallest pieces that need no more.
         rounds = triton.cdiv(pieces, config.programs * config.buffers)
         wanted = triton.cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.

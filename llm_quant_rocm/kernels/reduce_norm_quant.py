@@ -85,7 +85,7 @@ class Config:
 
 
 def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
-    """What should serve `rows` best.
+    """What should serve `rows` best; measured on two H200s alone.
 
     As long as there is a compute unit for each row, more threads end a row sooner. More rows share units, so that some
     wait for links while others compute: on Hopper 2 programs of 256 threads fit, with up to 128 registers a lane, and 4

@@ -156,7 +156,8 @@ def _compile(world: int, columns: int, shot: str, codec: str, threads: int) -> N
 
 
 def calls_of_a_graph(call_ms: float, budget_ms: float) -> int:
-    """How many calls of about `call_ms` a graph holds, of which a replay takes an eighth of the budget at most.
+    """How many calls of about `call_ms` a graph holds, of which a replay takes an eighth of the budget, but for the
+    least of two calls.
 
     The ranks' hosts begin a replay some microseconds apart, and who is first waits for the last in its first call: of
     20 calls of some microseconds each that is a good part, and another one in every run. So a graph holds many of them.

@@ -9,16 +9,25 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import ENGINE, is_dummy
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Serves one linear layer by `Fp8Linear`."""
+    """Serves one linear layer by `Fp8Linear`.
+
+    Raises:
+        NotImplementedError: a row's bits may not depend on the rows beside it.
+    """
 
     def __init__(self, config: "NvFp4Config", prefix: str) -> None:
+        if batch_invariant():
+            raise NotImplementedError(
+                f"{prefix}: nvfp4_triton does not serve FP8 layers with --enable-deterministic-inference: leave the "
+                "checkpoint to SGLang with LLM_QUANT_ROCM_NVFP4=0"
+            )
         self.config = config
         self.linear = Fp8Linear(prefix, is_dummy=is_dummy())
 

@@ -61,7 +61,7 @@ def chosen(model_config: Any) -> str | None:
         return None
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
     check(config)
-    _options(config)
+    Options.read(config)
     refuse_broken_files(Path(model_config.model_path))
     _log_takeover(kind)
     return NAME
@@ -100,12 +100,18 @@ class NvFp4Config(QuantizationConfig):
         """The configuration for a checkpoint's `quantization_config`.
 
         Raises:
-            ValueError: an unknown algorithm, a group size other than 16, or an unknown option.
+            ValueError: an unknown algorithm, a group size other than 16, an unknown option, or FP8 prefill where a row
+                may not depend on the batch.
         """
         from llm_quant_rocm_sglang.nvfp4_checkpoints import CONFIGURATIONS
 
         kind = check(config)
-        options = _options(config)
+        options = Options.read(config)
+        if options.prefill == "fp8" and batch_invariant():
+            raise ValueError(
+                f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
+                "--enable-deterministic-inference: drop one of them"
+            )
         if kind == "modelopt":
             config = _with_known_algorithm(config)
         result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
@@ -154,16 +160,6 @@ class NvFp4Config(QuantizationConfig):
     def report(self) -> None:
         """Log once what is served and what is not. Call it when the whole model exists."""
         self.layers.report(self.options)
-
-
-def _options(config: dict[str, Any]) -> Options:
-    options = Options.read(config)
-    if options.prefill == "fp8" and batch_invariant():
-        raise ValueError(
-            f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
-            "--enable-deterministic-inference: drop one of them"
-        )
-    return options
 
 
 def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:

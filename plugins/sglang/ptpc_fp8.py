@@ -38,8 +38,7 @@ def chosen(model_config: Any) -> str | None:
     """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
 
     Raises:
-        ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, files are broken, or the
-            server is to be deterministic.
+        ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, or files are broken.
     """
     asked = (model_config.quantization or "").lower() == NAME
     config = model_config._parse_quant_hf_config()
@@ -49,18 +48,9 @@ def chosen(model_config: Any) -> str | None:
     if not asked and (method != NAME or model_config.quantization):
         return None
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
-    _refuse_determinism()
     read_ignored_layers(config or {}, _SGLANGS_KEYS)
     refuse_broken_files(Path(model_config.model_path))
     return NAME
-
-
-def _refuse_determinism() -> None:
-    if batch_invariant():
-        raise ValueError(
-            f"{NAME} chooses its kernels by batch size and cannot serve with --enable-deterministic-inference: drop "
-            "one of them"
-        )
 
 
 class PtpcFp8Config(QuantizationConfig):
@@ -79,7 +69,11 @@ class PtpcFp8Config(QuantizationConfig):
 
     def __init__(self, ignored_layers: list[str] | None = None, fused: Mapping[str, list[str]] | None = None) -> None:
         super().__init__()
-        _refuse_determinism()
+        if batch_invariant():  # SGLang says so no earlier than to the processes that it starts
+            raise ValueError(
+                f"{NAME} chooses its kernels by batch size and cannot serve with --enable-deterministic-inference: "
+                "drop one of them"
+            )
         self.layers = OnlineLayers(ignored_layers or [])
         self.packed_modules_mapping = with_common_fused(fused)
 

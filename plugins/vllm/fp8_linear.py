@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
@@ -17,10 +18,19 @@ if TYPE_CHECKING:
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Serves one linear layer by `Fp8Linear`. vLLM has no kernel for GPUs without FP8 units."""
+    """Serves one linear layer by `Fp8Linear`. vLLM has no kernel for GPUs without FP8 units.
+
+    Raises:
+        NotImplementedError: a row's bits may not depend on the rows beside it.
+    """
 
     def __init__(self, config: "NvFp4Config", prefix: str) -> None:
         super().__init__()
+        if envs.VLLM_BATCH_INVARIANT:
+            raise NotImplementedError(
+                f"{prefix}: nvfp4_triton does not serve FP8 layers with VLLM_BATCH_INVARIANT=1: leave the checkpoint "
+                "to vLLM with LLM_QUANT_ROCM_NVFP4=0"
+            )
         self.config = config
         vllm_config = get_current_vllm_config()
         self.linear = Fp8Linear(prefix, is_dummy=vllm_config.load_config.load_format == "dummy")

@@ -228,7 +228,7 @@ def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monke
         (
             ["quick_reduce"],
             0,
-            "19 of 19 sizes are left, and the budget of 5 s ended before anything was measured: name a larger one",
+            "19 of 19 sizes are left, and the budget of 1000 s ended before anything was measured: name a larger one",
         ),
         (["quick_reduce"], 1, "18 of 19 sizes are left: the same command goes on"),
         # What came before will be there the next time, and leave the budget to the all-reduce.
@@ -243,14 +243,14 @@ def test_a_budget_that_ends_before_anything_is_measured(
     from llm_quant_rocm.measure import all_reduce
 
     def measure(world: int, heard: Any, sizes: tuple[int, ...], seconds: float) -> None:
-        assert seconds <= 5
+        assert seconds <= 1000
         heard("compiled", 10)
         for size in sizes[:rows]:
             heard("row", {"bytes": size, "us": {"NCCL": 10.0, "INT4": 5.0}})
 
     monkeypatch.setattr(all_reduce, "measure", measure)
     result = CliRunner().invoke(
-        app, ["tune", *operators, "--tp", "2", "--ms", "1", "--layers", "llama-o", "--budget", "5"]
+        app, ["tune", *operators, "--tp", "2", "--ms", "1", "--layers", "llama-o", "--budget", "1000"]
     )
     assert result.exit_code == 0, result.output
     assert f"quick_reduce: {ending}" in result.stderr

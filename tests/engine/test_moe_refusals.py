@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llm_quant_rocm_vllm.experts import expert_map, lacking
+from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
 
@@ -47,6 +48,15 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = SimpleNamespace(moe_config=experts())
     with pytest.raises(NotImplementedError, match=r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"):
         NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
+
+
+def test_fp8_layers_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their product's way depends on the batch's size, as that of ptpc_fp8."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(
+        NotImplementedError, match="^mlp.up_proj: nvfp4_triton does not serve FP8 layers with VLLM_BATCH"
+    ):
+        Fp8LinearMethod(SimpleNamespace(), "mlp.up_proj")  # type: ignore[arg-type]
 
 
 def test_the_map_is_no_mask() -> None:

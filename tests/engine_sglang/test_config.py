@@ -83,6 +83,12 @@ def test_unquantized_checkpoints(tmp_path: Path) -> None:
         method(DEMO, "petit_nvfp4")
 
 
+def test_what_an_earlier_server_wished_for_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang writes this variable once the checkpoint is known: what stands there before is another server's."""
+    monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "1")
+    assert method(DEMO, "ptpc_fp8") == "ptpc_fp8"
+
+
 def test_a_checkpoint_may_ask_for_ptpc() -> None:
     """As --json-model-override-args makes it, for example."""
     wishes = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}

@@ -15,7 +15,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from llm_quant_rocm.formats import nvfp4
-from llm_quant_rocm_sglang import communicator, engine_layers, experts, nvfp4_linear
+from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear
+from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
@@ -171,10 +172,13 @@ def test_determinism_reaches_the_layers(wish: str, monkeypatch: pytest.MonkeyPat
     asked = wish == "1"
     monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
     monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    monkeypatch.setattr(fp8_linear, "is_dummy", lambda: False)
     monkeypatch.setattr(nvfp4_linear, "NvFp4Linear", linear := MagicMock())
     nvfp4_linear.NvFp4LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.mlp.down_proj")
     assert linear.call_args.kwargs["batch_invariant"] is asked
     assert experts.lacking(routed()) == ("--enable-deterministic-inference" if asked else None)
+    with pytest.raises(NotImplementedError, match="does not serve FP8 layers with") if asked else nullcontext():
+        Fp8LinearMethod(MagicMock(), "model.layers.0.mlp.up_proj")
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "fp8")
     for config, words in (
         (lambda: NvFp4Config.from_config(_W4A16), "PREFILL=fp8 chooses between FP8 and exact products by batch size"),
