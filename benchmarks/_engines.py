@@ -244,6 +244,16 @@ def _locked(file: int, how: int) -> bool:
     return True
 
 
+def agreement(greedy: Sequence[int], expected: Sequence[int]) -> float:
+    """At what share of a text's positions the most likely token is the expected one."""
+    return round(sum(a == b for a, b in zip(greedy, expected, strict=True)) / len(expected), 4)
+
+
+def difference(logprobs: Sequence[float], expected: Sequence[float]) -> float:
+    """Mean absolute difference of log probabilities."""
+    return round(sum(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) / len(expected), 4)
+
+
 def say(line: str) -> None:
     print(f"[{time.monotonic() - START:5.0f} s] {line}", flush=True)
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import _harness as harness
 from benchmarks._engine_report import SHAPES
 from benchmarks._fusion_report import base_of
-from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks._markdown import RESULTS, gpus, load, measured_on, table
 from benchmarks._quick_reduce_report import size
 
 ROOT = Path(__file__).parent.parent
@@ -123,10 +123,6 @@ def fused_norm() -> str:
         header = ["hidden size", "tokens", "separate", "ours", "ratio", "ours by FP4", "ratio", "over separate by FP4"]
         parts.append(f"{measured_on(result)}:\n\n{table(header, rows)}")
     return "\n\n".join(parts)
-
-
-def gpus(count: int) -> str:
-    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def cells(base: Row, found: Row, key: str, unit: float) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import _lines as lines
-from benchmarks._markdown import measured_on, table
+from benchmarks._markdown import gpus, measured_on, table
 
 # A kernel of the table: a pattern of its names.
 KERNELS = {
@@ -34,8 +34,7 @@ def times(name: str, result: dict[str, Any]) -> str:
             rows.append([batch, variant, f"{times['prefill_s'] * 1e3:.1f}", f"{times['ms_a_step']:.3f}", *ratios])
     counts = [[variant, *_launches(found["kernels_of_a_prefill"])] for variant, found in variants.items()]
     header = ["batch", "variant", "prefill, ms", "ms a step", f"{base_name} / prefill", f"{base_name} / step"]
-    ranks = result["ranks"]
-    title = f"The fusion pass in vLLM {result['vllm']}, {ranks} GPU{'s' if ranks > 1 else ''}"
+    title = f"The fusion pass in vLLM {result['vllm']}, {gpus(result['ranks'])}"
     kinds = {"prefill, ms": ("prefill_s", 1e3), "ms a step": ("ms_a_step", 1.0)}
     panels = {
         f"{batch}: {kind}": {variant: found[batch][key] * unit for variant, found in variants.items()}

@@ -18,6 +18,10 @@ def measured_on(result: dict[str, Any]) -> str:
     return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
 
 
+def gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

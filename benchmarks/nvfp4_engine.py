@@ -154,8 +154,7 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
                 result = {"failed": "log probabilities that are not finite"}
             elif logprobs and (folders[method] == quantized or is_routed(shape)):
                 expected = expected or logprobs
-                gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
-                result["difference"] = round(sum(gaps) / len(gaps), 4)
+                result["difference"] = engines.difference(logprobs, expected)
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
             written = harness.write(f"nvfp4_engine_{shape}_sm_90", found)

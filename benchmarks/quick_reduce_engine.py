@@ -71,10 +71,9 @@ def measure(ranks: int, codecs: Sequence[str], at_once: int, start_s: float) -> 
                 raise SystemExit(f"{codec} {result['failed']}:\n{result['log']}")
             greedy = result.pop("greedy")
             expected = expected or greedy
-            agreed = sum(a == b for a, b in zip(greedy, expected, strict=True)) / len(greedy)
             found["codecs"][codec] = {
                 "perplexity": round(result["perplexity"], 4),
-                "agreement": round(agreed, 4),
+                "agreement": engines.agreement(greedy, expected),
                 "log": vllm_engine.lines_of_the_plugin(log),
             }
             print(json.dumps({codec: found["codecs"][codec]}), flush=True)

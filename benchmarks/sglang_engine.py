@@ -197,10 +197,9 @@ def compare(entry: dict[str, Any], base: dict[str, Any]) -> None:
     if greedy := entry.pop("greedy", None):
         entry["perplexity"] = round(entry["perplexity"], 4)
         if expected := base.get("greedy"):
-            entry["agreement"] = round(sum(a == b for a, b in zip(greedy, expected, strict=True)) / len(greedy), 4)
+            entry["agreement"] = engines.agreement(greedy, expected)
     if (logprobs := entry.pop("logprobs", None)) and (expected := base.get("logprobs")):
-        gaps = [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
-        entry["difference"] = round(sum(gaps) / len(gaps), 4)
+        entry["difference"] = engines.difference(logprobs, expected)
 
 
 def main() -> None:

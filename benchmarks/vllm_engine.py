@@ -316,8 +316,7 @@ def measure_methods(at_once: int, start_s: float) -> None:
             found[task][method] = result
     bf16 = found["demo"]["none"]["greedy"]
     for result in found["demo"].values():
-        greedy = result.pop("greedy")
-        result["agreement"] = round(sum(a == b for a, b in zip(greedy, bf16, strict=True)) / len(bf16), 4)
+        result["agreement"] = engines.agreement(result.pop("greedy"), bf16)
         result["perplexity"] = round(result["perplexity"], 4)
     figures = {"vllm": version("vllm"), "demo_model": found["demo"], "llama_3_70b_8_layers": found["llama"]}
     print(json.dumps(figures, indent=1))
