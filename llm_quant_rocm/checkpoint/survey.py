@@ -206,7 +206,8 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
         if scales and scales.dtype != "F8_E4M3":
             faults.append(
-                f"{name}.weight_scale is {scales.dtype} in the checkpoint, and NVFP4's block scales are F8_E4M3: {_FETCH}"
+                f"{name}.weight_scale is {scales.dtype} in the checkpoint, and NVFP4's block scales are F8_E4M3: "
+                f"{_FETCH}"
             )
         expected = (*shape[:-1], shape[-1] // BLOCK)
         if scales and scales.shape != expected:

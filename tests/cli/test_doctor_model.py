@@ -495,6 +495,14 @@ def test_sizes_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert shares["model.layers.*.self_attn.q_proj"] == [512, 8192]
 
 
+def test_vocabularies_are_padded_before_they_are_shared(tmp_path: Path) -> None:
+    odd: Tensors = {f"{name}.weight": ("BF16", (32001, 8192)) for name in ("model.embed_tokens", "lm_head")}
+    parts = model.examine(write(tmp_path, llama(weight) | odd), 2)
+    assert problems(parts) == []
+    shares = {row.layer: row.per_rank for row in parts[1].rows}
+    assert shares["model.embed_tokens"] == shares["lm_head"] == [32064 // 2, 8192]
+
+
 def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
     tensors = {name: value for name, value in llama(modelopt).items() if ".0.mlp.down_proj" not in name}
     tensors["model.layers.0.mlp.down_proj.weight"] = ("BF16", LINEAR["mlp.down_proj"])
