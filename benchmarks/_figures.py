@@ -315,6 +315,10 @@ def overview() -> str:
         ):
             said = totals(result.get(group, {}), "bf16")
             add(name, f"SGLang {result['sglang']}, {title}, {device(result)}", said and IN_ALL + said)
+    for name, result in results("demo_cpu"):
+        said = [f"{method} {found['loss_percent']:+.2f}%" for method, found in result["methods"].items()]
+        title = f"accuracy of a small trained model in vLLM {result['environment']['vllm']}, on a CPU"
+        add(name, title, f"word perplexity against bf16; small models lose more: {'; '.join(said[1:])}")
     return table(["what", "measured"], rows)
 
 
