@@ -92,6 +92,23 @@ def test_the_command_killed_from_outside_goes_on(tmp_path: Path) -> None:
         assert contents(target)[name] == content, name
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure too, nothing half-written has the name of something whole."""
+    flushed = set()
+    fsync, replace = os.fsync, Path.replace
+
+    def named(self: Path, name: Path) -> Path:
+        assert self.stat().st_ino in flushed, name
+        return replace(self, name)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (flushed.add(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", named)
+    quantize_checkpoint(source, tmp_path / "target")
+    assert {file.stat().st_ino for file in [tmp_path / "target", *(tmp_path / "target").iterdir()]} <= flushed
+
+
 def test_a_file_that_was_cut_off_since_is_made_again(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     quantize_checkpoint(source, target)

@@ -605,6 +605,8 @@ def test_the_command_prints_both_tables_and_its_exit_status_tells(tmp_path: Path
     result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "2"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "layers quantized" in result.output and "model.layers.*.mlp.down_proj" in result.output
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "2"], env={"COLUMNS": "40"})
+    assert f"\n  vllm serve {folder} --tensor-parallel-size 2\n" in result.output, "a command can be copied"
     result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "3", "--json"])
     assert result.exit_code == 1
     assert json.loads(result.output)["serving"]["problems"][0]["cure"] == (
