@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `bench serve` makes of its arguments and of what vLLM saves; no server runs here."""
 
+import json
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -96,6 +97,30 @@ def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "--no-enable-prefix-caching" in options and options[-2:] == ["--dtype", "half"]
     assert options[options.index("--max-num-seqs") + 1] == "30"
     assert options[options.index("--tensor-parallel-size") + 1] == "2"
+
+
+@pytest.mark.parametrize(("broken", "rows"), [("ptpc_fp8", ["bf16", "fp8"]), ("bf16", [])])
+def test_a_method_that_fails_costs_the_others_nothing(
+    broken: str, rows: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But for the first, with which all are compared."""
+
+    def measure(model: Path, name: str, *_: object) -> dict[int, Load]:
+        if name == broken:
+            raise CommandError("vllm serve ended with exit code 1:\nits log")
+        return FOUND["bf16"]
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(serve, "refuse_unknown", lambda *_: None)
+    monkeypatch.setattr(serve, "_measure", measure)
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["bench", "serve", str(tmp_path), "--quantization", "bf16,ptpc_fp8,fp8", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "bench serve: FAILED. " in result.stderr and result.stderr.endswith("exit code 1:\nits log\n")
+    answer = json.loads(result.stdout) if rows else {"methods": {}, "failed": {}}
+    assert list(answer["methods"]) == rows
+    assert list(answer["failed"]) == ([broken] if rows else [])
 
 
 def test_what_the_user_has_set_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
