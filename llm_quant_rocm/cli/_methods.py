@@ -100,7 +100,7 @@ class Failures:
             if not found:
                 raise
             self.reasons[name] = str(error)
-            messages.print(f"{name} failed, and the others go on", style="red", highlight=False)
+            messages.print(f"{name} failed; its log comes at the end", style="red", highlight=False)
 
     def report(self) -> None:
         """Raises a CommandError that holds all of them, where any failed."""

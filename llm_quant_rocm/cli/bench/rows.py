@@ -21,7 +21,7 @@ def rows(
 ) -> None:
     """Time per-token FP8 quantization, alone and with RMSNorm and residual, beside memory traffic and vLLM's kernels.
 
-    The traffic is that of every operand once, at the bandwidth of a large copy; vLLM's are timed where it is installed."""
+    The traffic is that of every operand once, at the bandwidth of a large copy."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench rows", messages):
         check_plot(plot)
