@@ -239,9 +239,11 @@ def sglang_engine() -> str:
     if demo:
         rows = [
             [f"`{name}`", f"{found['perplexity']:.2f}", f"{100 * found['agreement']:.1f}%"]
+            + [found.get("commit", commit(result))]
             for name, found in demo.items()
         ]
-        text += f"\n\n{table(['method', 'token perplexity of the demo model', 'most likely token as in bf16'], rows)}"
+        header = ["method", "token perplexity of the demo model", "most likely token as in bf16", "commit"]
+        text += f"\n\n{table(header, rows)}"
     return f"{measured_on(result)}:\n\n{text}"
 
 

@@ -45,8 +45,7 @@ def times(name: str, result: dict[str, Any]) -> str:
     return (
         f"## {title}\n\n{measured_on(result)}\n\n![prefill and step]({name}.png)\n\nThe shape of Llama-3-70B "
         f"cut to {result['layers']} layers, ptpc_fp8, dummy weights, CUDA graphs, 1024 tokens in and 129 out:\n\n"
-        f"{table(header, rows)}\n\nKernels that the first GPU ran in one prefill (profiles of "
-        "3fbada3 did not keep QuickReduce's own all-reduces):\n\n"
+        f"{table(header, rows)}\n\nKernels that the first GPU ran in one prefill:\n\n"
         f"{table(['variant', *KERNELS], counts)}"
     )
 

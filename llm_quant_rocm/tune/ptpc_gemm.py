@@ -38,7 +38,7 @@ def _hopper(m: int) -> list[GemmConfig]:
                 found.append(GemmConfig(64, block_n, block_k, stages, 4, 1, 1, False, True))
     if 64 <= m <= 512:
         tiles = ((64, 128), (64, 256), (128, 128), (64, 64), (128, 64), (128, 256), (256, 128))
-        for (block_m, block_n), stages in itertools.product(tiles, (3, 4, 5)):
+        for (block_m, block_n), stages in itertools.product(tiles, (3, 4, 5, 6)):
             if (block_m + block_n) * 128 * stages > 220 * 1024:
                 continue
             warps = 8 if block_m * block_n >= 128 * 256 else 4
@@ -58,6 +58,8 @@ def _hopper(m: int) -> list[GemmConfig]:
             if m <= 1024 and group == 8:
                 found.append(GemmConfig(block_m, block_n, 128, stages, warps, group, 1, False, True, 2))
                 found.append(GemmConfig(block_m, block_n, 128, stages, 8, group, 1, False, True, 1))
+        # As deep as shared memory allows: the loads of a program's next tile bridge the epilogue of this one.
+        found += [GemmConfig(128, 128, 128, 6, warps, 8, 1, False, True, 1) for warps in (4, 8)]
     if m >= 128:
         for block_m, block_n, stages, warps in (
             (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 256, 2, 8), (256, 128, 2, 8), (64, 256, 2, 4)
