@@ -66,7 +66,8 @@ def serve(folder: Path, start: Callable[[], Callable[[], dict[str, Any]]]) -> No
         (folder / "ready").touch()
         _wait_for(folder / "go")
         result = measure()
-        (folder / "part").write_text(json.dumps(result))
+        # An engine that says NaN of a text has computed nothing, and JSON has no such number.
+        (folder / "part").write_text(json.dumps(result, allow_nan=False))
         (folder / "part").rename(folder / "result")
         status = 0
     except BaseException:

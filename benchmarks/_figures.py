@@ -197,10 +197,16 @@ def experts() -> str:
 # --- engines
 
 
+def total_ratio(methods: Mapping[str, Row], base: str, method: str, prompts: str) -> str:
+    """The base's time over a method's, and nothing where one of them was not measured."""
+    times = [methods.get(name, {}).get(prompts, {}).get("total_s") for name in (base, method)]
+    return f"{times[0] / times[1]:.2f}" if all(times) else ""
+
+
 def engine_rows(result: Row, methods: Mapping[str, Row], base: str) -> list[list[str]]:
     return [
         [f"`{method}`", prompts, *(f"{found[prompts][key]:.3f}" for key in ("prefill_s", "ms_a_step", "total_s"))]
-        + [f"{methods[base][prompts]['total_s'] / found[prompts]['total_s']:.2f}", found.get("commit", commit(result))]
+        + [total_ratio(methods, base, method, prompts), found.get("commit", commit(result))]
         for prompts in PROMPTS
         for method, found in methods.items()
         if prompts in found
@@ -247,9 +253,9 @@ def sglang_engine() -> str:
 def totals(methods: Mapping[str, Row], base: str) -> str:
     """Of each method but the base, the base's time over its own, by prompts."""
     said = []
-    for method, found in methods.items():
-        if method != base and all(prompts in found for prompts in PROMPTS):
-            times = [f"{methods[base][prompts]['total_s'] / found[prompts]['total_s']:.2f}" for prompts in PROMPTS]
+    for method in methods:
+        times = [total_ratio(methods, base, method, prompts) for prompts in PROMPTS]
+        if method != base and all(times):
             said.append(f"`{method}` {' and '.join(times)}")
     return "; ".join(said)
 
@@ -311,6 +317,10 @@ def overview() -> str:
         ):
             said = totals(result.get(group, {}), "bf16")
             add(name, f"SGLang {result['sglang']}, {title}, {device(result)}", said and IN_ALL + said)
+    for name, result in results("demo_cpu"):
+        said = [f"{method} {found['loss_percent']:+.2f}%" for method, found in result["methods"].items()]
+        title = f"accuracy of a small trained model in vLLM {result['environment']['vllm']}, on a CPU"
+        add(name, title, f"word perplexity against bf16; small models lose more: {'; '.join(said[1:])}")
     return table(["what", "measured"], rows)
 
 

@@ -30,7 +30,7 @@ def by_size(axis: Any, sizes: Sequence[float]) -> None:
 
 
 def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], sizes: str, numbers: str) -> None:
-    """results/NAME.png, with a grey line at 1."""
+    """results/NAME.png, with a grey line at 1; numbers begin at 0."""
     columns = min(3, len(panels))
     count = -(-len(panels) // columns)
     figure, axes = plt.subplots(
@@ -46,6 +46,7 @@ def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], size
             xs, ys = zip(*points, strict=True)
             (legend[who],) = axis.plot(xs, ys, color=colours[who], marker=".", linewidth=1.4)
         axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_ylim(bottom=0)
         by_size(axis, sorted({x for points in curves.values() for x, _ in points}))
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)

@@ -24,6 +24,7 @@ def plot_gemm(name: str, result: dict[str, Any]) -> None:
                 style = {"linewidth": 2.2} if who in OURS else {"linewidth": 1.2, "linestyle": "--"}
                 axis.plot([row["m"] for row in rows], ratios, marker=".", label=who, **style)
         axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_ylim(bottom=0)
         lines.by_size(axis, [row["m"] for row in rows])
         axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}")
         axis.grid(alpha=0.3)

@@ -49,6 +49,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     latency.set_yscale("log")
+    speed.set_ylim(bottom=0)
     latency.legend(fontsize=8)
     figure.suptitle(f"All-reduce between {result['world']} GPUs\n{measured_on(result)}", fontsize=10)
     figure.tight_layout()

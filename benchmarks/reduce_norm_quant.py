@@ -3,7 +3,6 @@
 
     python benchmarks/reduce_norm_quant.py --world 2 [--vllm-ops FOLDER] [--codec FP4]
     python benchmarks/reduce_norm_quant.py --world 2 --sweep [--codec FP4]
-    python benchmarks/reduce_norm_quant.py --plot        # draws every result there is; needs matplotlib and no GPU
 
 `llm_quant_rocm/measure/reduce_norm_quant.py` measures, and says what the names mean. Figures are written as they come.
 --sweep times what can be chosen at more sizes, and launch configurations, and writes crossovers that
@@ -30,33 +29,6 @@ from llm_quant_rocm.measure import reduce_norm_quant
 from llm_quant_rocm.tune.quick_reduce import write
 
 
-def plot() -> None:
-    """Draws the speed-up over the separate operators, a panel a number of ranks."""
-    import matplotlib.pyplot as plt
-
-    from benchmarks._markdown import load, measured_on
-
-    files = sorted(harness.RESULTS.glob("reduce_norm_quant_tp*.json"))
-    figure, axes = plt.subplots(1, len(files), figsize=(5.5 * len(files), 4.2), sharey=True, squeeze=False)
-    for axis, file in zip(axes[0], files, strict=True):
-        result = load(file.name)
-        for columns in dict.fromkeys(row["columns"] for row in result["rows"]):
-            rows = [row for row in result["rows"] if row["columns"] == columns]
-            for base, style in (("separate", "-"), ("two_kernels", ":")):
-                ratios = [row["us"][base] / row["us"]["fused"] for row in rows]
-                axis.plot([row["rows"] for row in rows], ratios, style, marker=".", label=f"{columns}: {base} / fused")
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_title(f"{result['world']} GPUs\n{measured_on(result)}", fontsize=7)
-        axis.set_xlabel("tokens")
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("times as fast as separate operators")
-    axes[0, 0].legend(fontsize=7)
-    figure.suptitle("All-reduce, residual, RMSNorm and per-token FP8 in one kernel", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(harness.RESULTS / "reduce_norm_quant_sm_90.png", dpi=110)
-
-
 def main() -> None:
     began = time.time()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,10 +38,7 @@ def main() -> None:
     parser.add_argument("--inbox-mib", type=int, default=64, help="MiB that one kernel carries")
     parser.add_argument("--sweep", action="store_true", help="time launch configurations, and find crossovers")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the ranks after so many")
-    parser.add_argument("--plot", action="store_true", help="draw the results")
     args = parser.parse_args()
-    if args.plot:
-        return plot()
     library = next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so")) if args.vllm_ops else None
     arch = hardware.detect(torch.device("cuda", 0)).arch
     name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{args.world}_{arch}"

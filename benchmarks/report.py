@@ -88,15 +88,14 @@ def page(names: list[str]) -> str:
         section = make(name, result)
         title = section.partition("\n")[0].removeprefix("## ")
         anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-        seconds = f"{result['seconds']:.0f}" if "seconds" in result else ""
-        overview.append([f"[{title}](#{anchor})", f"[{name}.json]({name}.json)", measured_on(result), seconds])
+        overview.append([f"[{title}](#{anchor})", f"[{name}.json]({name}.json)", measured_on(result)])
         parts[part].append(section)
     sections = "\n\n".join("\n\n".join(part) for part in parts.values() if len(part) > 1)
     return (
         "# Results\n\nMade by `python -m benchmarks.report` from the JSON files beside it, which `python "
         "benchmarks/regenerate.py` makes on a machine with GPUs. Microseconds a call, medians of CUDA-graph replays "
         "with weights rotated out of L2. Nothing here was measured on an AMD GPU.\n\n"
-        f"{table(['what', 'file', 'measured on', 'seconds'], overview)}\n\n{sections}\n"
+        f"{table(['what', 'file', 'measured on'], overview)}\n\n{sections}\n"
     )
 
 

@@ -31,6 +31,7 @@ class Output:
 
     Raises:
         ValueError: the folder holds something else, or what other settings made, or another run is at work.
+        OSError: the disk is full, or may not be written to; the message names the cure.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -43,7 +44,8 @@ class Output:
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:
         """Holds the folder, and clears what an interrupted run left half-written."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with _explained(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self._folder, os.O_RDONLY)
         try:
             try:
@@ -64,17 +66,10 @@ class Output:
         return (self._folder / "config.json").exists()
 
     def save(self, file: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
-        """Write a weight file and record it.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write a weight file and record it."""
 
         def write(path: Path) -> None:
-            try:
-                save_file(tensors, path, metadata={"format": "pt"})
-            except SafetensorError as error:  # which is no OSError
-                raise OSError(f"{path} cannot be written ({error}): make room, and the same call goes on") from error
+            save_file(tensors, path, metadata={"format": "pt"})
             # safetensors lets the owner alone read it; the user's umask has decided on the report's mode.
             shutil.copymode(self._folder / REPORT, path)
 
@@ -92,10 +87,11 @@ class Output:
 
     def _place(self, file: str, write: Callable[[Path], Any]) -> None:
         part = self._folder / f"{file}{_PART}"
-        write(part)
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(self._folder / file)
+        with _explained(part):
+            write(part)
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+            part.replace(self._folder / file)
 
     def _record(self) -> None:
         self.write_json(REPORT, {"settings": self._settings, "files": dict(sorted(self.files.items()))})
@@ -122,3 +118,13 @@ class Output:
             for file, record in files.items()
             if (self._folder / file).is_file() and (self._folder / file).stat().st_size == record["bytes"]
         }
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the disk refuses, with the cure."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the latter is no OSError
+        cure = "make room, or see who may write there, and the same command goes on"
+        raise OSError(f"{path} cannot be written ({error}): {cure}") from error

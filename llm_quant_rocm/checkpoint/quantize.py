@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -269,13 +270,19 @@ def _check_experts(reader: Reader, ignore: Sequence[str]) -> None:
 
 
 def _check_fused(chosen: set[str], reader: Reader) -> None:
-    for name in sorted(chosen):
-        for sibling in _siblings(name):
-            if sibling in reader.tensors and sibling not in chosen:
-                raise ValueError(
-                    f"ignore keeps {_module(sibling)} but not {_module(name)}, and engines make one layer of both: "
-                    "ignore both or neither"
-                )
+    """Of what engines make one layer of, the shards of a projection or all experts, nothing may be parted."""
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(reader.weights):
+        before, experts, _ = name.partition(".experts.")
+        layers[before if experts else min(_siblings(name))].append(name)
+    for together in layers.values():
+        kept = [name for name in together if name not in chosen]
+        if kept and len(kept) < len(together):
+            quantized = next(name for name in together if name in chosen)
+            raise ValueError(
+                f"ignore keeps {_module(kept[0])} but not {_module(quantized)}, and engines make one layer of both: "
+                "ignore both or neither"
+            )
 
 
 def _check_inputs(chosen: set[str], input_amax: Mapping[str, float]) -> None:

@@ -4,7 +4,9 @@
 No weight is read, so a model of any size takes seconds.
 """
 
+import re
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +155,20 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
         parts[module][part] = tensor
     if promised:
         _find_signed_codes(parts, faults)
-    found = (_module(name, parts[name], promised, faults) for name in sorted(parts))
+    of_modules: list[str] = []
+    found = [_module(name, parts[name], promised, of_modules) for name in sorted(parts)]
+    faults += _one_of_each(of_modules)
     return [module for module in found if module]
+
+
+def _one_of_each(faults: Iterable[str]) -> Iterator[str]:
+    """Of the faults that differ in numbers alone, as those of a model's layers do, the first, and how many more."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for fault in faults:
+        alike[re.sub(r"\d+", "*", fault)].append(fault)
+    for first, *more in alike.values():
+        what, _, cure = first.rpartition(": ")
+        yield f"{what}, and {len(more)} more such: {cure}" if more else first
 
 
 def _find_signed_codes(parts: dict[str, dict[str, Tensor]], faults: list[str]) -> None:
@@ -183,13 +197,18 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
             continue
         shape = (*weight.shape[:-1], 2 * weight.shape[-1])
         scales = parts.get("weight_scale")
-        if scales and scales.dtype in _EXPONENTS:
+        if scales and scales.dtype in _EXPONENTS and others[-1] not in parts:  # MXFP4 has no global scale
             return Module(name, MXFP4, shape, nbytes)
         absent = [part for part in others if part not in parts]
         if absent and not promised:
             return Module(name, OTHER, weight.shape, nbytes)
         if absent:
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
+        if scales and scales.dtype != "F8_E4M3":
+            faults.append(
+                f"{name}.weight_scale is {scales.dtype} in the checkpoint, and NVFP4's block scales are F8_E4M3: "
+                f"{_FETCH}"
+            )
         expected = (*shape[:-1], shape[-1] // BLOCK)
         if scales and scales.shape != expected:
             faults.append(

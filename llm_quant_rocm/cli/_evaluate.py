@@ -5,6 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm, _worker
-from llm_quant_rocm.cli._methods import Method
+from llm_quant_rocm.cli._methods import Failures, Method
 
 
 @dataclass(frozen=True)
@@ -108,24 +109,27 @@ def evaluate_all(
     ranks: int = 1,
     memory_fraction: float | None = None,
     timeout: float = 900.0,
+    failures: Failures | None = None,
 ) -> dict[str, Evaluation]:
-    """`evaluate` for every method, in turns. NVFP4 checkpoints are made in a temporary folder (TMPDIR)."""
-    results = {}
+    """`evaluate` for every method, in turns. NVFP4 checkpoints are made in a temporary folder (TMPDIR). Methods that
+    fail are kept in `failures`; without it, the first one ends the call."""
+    results: dict[str, Evaluation] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, method) in enumerate(methods.items(), 1):
             began = time.monotonic()
-            with messages.status(f"measuring {name} in vLLM ({number} of {len(methods)})"):
-                results[name] = evaluate(
-                    method.checkpoint(model, Path(scratch)),
-                    text,
-                    quantization=method.quantization,
-                    context=context,
-                    environment=method.environment,
-                    ranks=ranks,
-                    memory_fraction=memory_fraction,
-                    timeout=timeout,
-                )
-            messages.print(f"measured {name} in {time.monotonic() - began:.0f} s", highlight=False)
+            with failures.kept(name, results, messages) if failures else nullcontext():
+                with messages.status(f"measuring {name} in vLLM ({number} of {len(methods)})"):
+                    results[name] = evaluate(
+                        method.checkpoint(model, Path(scratch)),
+                        text,
+                        quantization=method.quantization,
+                        context=context,
+                        environment=method.environment,
+                        ranks=ranks,
+                        memory_fraction=memory_fraction,
+                        timeout=timeout,
+                    )
+                messages.print(f"measured {name} in {time.monotonic() - began:.0f} s", highlight=False)
     return results
 
 

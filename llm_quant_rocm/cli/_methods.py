@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What demo, eval and bench compare: how a model is stored, and what vLLM is told."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -77,6 +79,33 @@ def methods_named(names: str) -> dict[str, Method]:
     if not methods:
         raise CommandError("--quantization names nothing: name some, for example bf16,ptpc_fp8,nvfp4.")
     return methods
+
+
+class Failures:
+    """Of a list of methods those that failed, which cost the others nothing: engines take minutes to hours.
+
+    Attributes:
+        reasons: by method, what stopped it.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+
+    @contextmanager
+    def kept(self, name: str, found: Mapping[str, Any], messages: Console) -> Iterator[None]:
+        """Keeps a CommandError, but that of the first method, with which the others of `found` are compared."""
+        try:
+            yield
+        except CommandError as error:
+            if not found:
+                raise
+            self.reasons[name] = str(error)
+            messages.print(f"{name} failed; its log comes at the end", style="red", highlight=False)
+
+    def report(self) -> None:
+        """Raises a CommandError that holds all of them, where any failed."""
+        if self.reasons:
+            raise CommandError("\n".join(f"{name}: {reason}" for name, reason in self.reasons.items()))
 
 
 def refuse_unknown(methods: Mapping[str, Method], messages: Console) -> None:

@@ -55,8 +55,7 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Serve a model with `vllm serve --quantization ptpc_fp8`, complete a prompt, and measure the accuracy of PTPC and
-    of NVFP4 checkpoints made of the model."""
+    """Serve a model with `vllm serve --quantization ptpc_fp8`, and measure what PTPC and NVFP4 cost in accuracy."""
     output = Console()
     messages = Console(stderr=True) if as_json else output
     with reported("demo", messages):

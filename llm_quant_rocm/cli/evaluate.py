@@ -15,7 +15,7 @@ from rich.console import Console
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
-from llm_quant_rocm.cli._methods import Method, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
 from llm_quant_rocm.json_files import json_object
 
@@ -53,31 +53,41 @@ def evaluate(
         refuse_unknown(methods, messages)
         tokens = context or min(CONTEXT, _longest(model))
         fraction = None if _vllm.on_cpu() else GPU_MEMORY
+        failures = Failures()
         results = _evaluate.evaluate_all(
-            model, document, methods, messages, context=tokens, ranks=tp, memory_fraction=fraction, timeout=timeout
-        )
+            model, document, methods, messages, context=tokens, ranks=tp, memory_fraction=fraction, timeout=timeout,
+            failures=failures,
+        )  # fmt: skip
         scores: Tasks = {}
         if tasks:
             job = {
                 "tasks": tasks.split(","), "include": include and str(include), "limit": limit, "context": tokens,
                 "ranks": tp, "memory_fraction": fraction or _vllm.memory_fraction(),
             }  # fmt: skip
-            scores = run_tasks(model, methods, job, messages, timeout)
-    from llm_quant_rocm import provenance
+            measured = {name: methods[name] for name in results}
+            scores = run_tasks(model, measured, job, messages, timeout, failures)
+        from llm_quant_rocm import provenance
 
-    measured_on = provenance.environment()
-    if as_json:
-        output.print_json(json.dumps({"environment": measured_on} | figures(results, scores, model, document, tokens)))
-        return
-    first = next(iter(methods))
-    output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))
-    output.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
+        measured_on = provenance.environment()
+        if as_json:
+            found = figures(results, scores, model, document, tokens)
+            output.print_json(json.dumps({"environment": measured_on, **found, "failed": failures.reasons}))
+        else:
+            first = next(iter(methods))
+            output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))
+            output.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
+        failures.report()
 
 
 def run_tasks(
-    model: Path, methods: Mapping[str, Method], job: Mapping[str, Any], messages: Console, timeout: float
+    model: Path,
+    methods: Mapping[str, Method],
+    job: Mapping[str, Any],
+    messages: Console,
+    timeout: float,
+    failures: Failures,
 ) -> Tasks:
-    """lm-eval's tasks under every method.
+    """lm-eval's tasks under every method; those that fail are kept in `failures`.
 
     Raises:
         CommandError: lm-eval failed, or has no such task; holds the end of its log.
@@ -86,17 +96,19 @@ def run_tasks(
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, method) in enumerate(methods.items(), 1):
             began = time.monotonic()
-            with messages.status(f"running {','.join(job['tasks'])} on {name} ({number} of {len(methods)})"):
-                scores[name] = _worker.run(
-                    "llm_quant_rocm.cli._tasks_worker",
-                    {**job, "model": str(method.checkpoint(model, Path(scratch))), "quantization": method.quantization},
-                    f"lm-eval on {name}",
-                    # Tasks download their examples, unless the user forbids it.
-                    {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": read("HF_HUB_OFFLINE") or "0"}
-                    | dict(method.environment),
-                    timeout,
-                )
-            messages.print(f"ran the tasks on {name} in {time.monotonic() - began:.0f} s", highlight=False)
+            with failures.kept(name, scores, messages):
+                with messages.status(f"running {','.join(job['tasks'])} on {name} ({number} of {len(methods)})"):
+                    folder = method.checkpoint(model, Path(scratch))
+                    scores[name] = _worker.run(
+                        "llm_quant_rocm.cli._tasks_worker",
+                        {**job, "model": str(folder), "quantization": method.quantization},
+                        f"lm-eval on {name}",
+                        # Tasks download their examples, unless the user forbids it.
+                        {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": read("HF_HUB_OFFLINE") or "0"}
+                        | dict(method.environment),
+                        timeout,
+                    )
+                messages.print(f"ran the tasks on {name} in {time.monotonic() - began:.0f} s", highlight=False)
     return scores
 
 

@@ -86,8 +86,7 @@ def tune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
-    """Measure which launch configuration is fastest for each layer and number of rows, and which all-reduce for each
-    size. The library then uses it.
+    """Measure which launch configurations and all-reduces are fastest on this machine. The library then uses them.
 
     What was measured is kept after every shape, and the same command goes on behind it."""
     output, messages = Console(), Console(stderr=True)

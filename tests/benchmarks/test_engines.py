@@ -18,6 +18,7 @@ from benchmarks import _engines as engines
 from benchmarks._engines import ROOT, Job
 
 # Starts for argv[1] seconds and is measured for argv[2], then says when; a start of less than 0 fails.
+# JSON has no number for an argv[2] that is not finite.
 ENGINE = """
 import os, sys, time
 from pathlib import Path
@@ -30,8 +31,8 @@ def start():
     up = time.monotonic()
     def measure():
         began = time.monotonic()
-        time.sleep(float(sys.argv[2]))
-        return {"begun": begun, "up": up, "measured": (began, time.monotonic())}
+        time.sleep(max(0.0, float(sys.argv[2])))
+        return {"slept": float(sys.argv[2]), "begun": begun, "up": up, "measured": (began, time.monotonic())}
     return measure
 _engines.serve(Path(sys.argv[3]), start)
 """
@@ -60,6 +61,11 @@ def test_all_are_up_before_one_is_measured_alone() -> None:
     assert max(slow["up"], quick["up"]) <= min(slow["measured"][0], quick["measured"][0])
     assert apart(slow["measured"], quick["measured"]) and "it starts" in log
     assert none["failed"] == "ended with status 1, before it was up" and "no such model" in none["log"]
+
+
+def test_an_engine_that_says_nan_has_failed() -> None:
+    (found, log) = next(iter(engines.run([job("nan", 0.0, float("-inf"))], 1)))
+    assert "failed" in found and "not JSON compliant" in log + found["log"]
 
 
 def test_the_next_ones_start_when_the_first_are_measured() -> None:

@@ -113,7 +113,23 @@ NEW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", NEW)
 def test_figures_that_are_still_to_come(name: str, results: Path) -> None:
-    (results / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, "seconds": 12.0, **NEW[name]}))
+    (results / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, **NEW[name]}))
     page = report.page([name])
-    assert "2 x a GPU, torch 2, triton 3, commit abc, today | 12 |" in page
+    assert "2 x a GPU, torch 2, triton 3, commit abc, today |" in page
     assert f"({name}.png)" in page and (results / f"{name}.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("missing", ["bf16", "nvfp4"])
+def test_an_engine_that_failed_leaves_its_cells_empty(
+    missing: str, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = json.loads((results / "sglang_engine_sm_90.json").read_text())
+    methods = {
+        name: {"failed": "no memory"} if name == missing else found
+        for name, found in result["llama_3_70b_8_layers"].items()
+    }
+    rows = _figures.engine_rows(result, methods, "bf16")
+    assert {name for name, *_ in rows} == {f"`{name}`" for name in methods if name != missing}
+    assert all(bool(row[-2]) == (missing != "bf16") for row in rows)
+    said = _figures.totals(methods, "bf16")
+    assert ("nvfp4" in said, bool(said)) == (False, missing != "bf16")

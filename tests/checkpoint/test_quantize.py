@@ -339,6 +339,32 @@ def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.
     assert not (tmp_path / "target" / "config.json").exists(), "an unfinished checkpoint must not load"
 
 
+@pytest.mark.parametrize(
+    ("ignore", "kept", "quantized"),
+    [
+        ("*.experts.1.*", "1.down_proj", "0.down_proj"),
+        ("*.experts.*.gate_proj", "0.gate_proj", "0.down_proj"),
+        ("*.down_proj", "0.down_proj", "0.gate_proj"),
+    ],
+    ids=["an-expert", "gate", "down"],
+)
+def test_the_experts_of_a_layer_are_not_parted(tmp_path: Path, ignore: str, kept: str, quantized: str) -> None:
+    """Engines quantize all of them or none."""
+    experts = {
+        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(32, 32)
+        for expert in range(2)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    source = write(
+        tmp_path / "source", experts | {"model.layers.0.mlp.shared_experts.up_proj.weight": torch.ones(32, 32)}
+    )
+    layer = "model.layers.0.mlp.experts"
+    with pytest.raises(ValueError, match=f"ignore keeps {layer}.{kept} but not {layer}.{quantized}, and engines make"):
+        quantize_checkpoint(source, tmp_path / "target", ignore=(ignore,))
+    assert not (tmp_path / "target").exists()
+    quantize_checkpoint(source, tmp_path / "target", ignore=("*.experts.*",))
+
+
 def test_arguments(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors_of_a_model())
     with pytest.raises(ValueError, match="scheme 'int4' is not one of ptpc_fp8, nvfp4"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is stopped goes on where it was, and nothing half-written is taken for whole."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from llm_quant_rocm.checkpoint import output, quantize_checkpoint
+from llm_quant_rocm.checkpoint.output import Output
 from tests.checkpoint.test_quantize import tensors_of_a_model, write
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +90,23 @@ def test_the_command_killed_from_outside_goes_on(tmp_path: Path) -> None:
     assert contents(target).keys() == contents(tmp_path / "other").keys()
     for name, content in contents(tmp_path / "other").items():
         assert contents(target)[name] == content, name
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure too, nothing half-written has the name of something whole."""
+    flushed = set()
+    fsync, replace = os.fsync, Path.replace
+
+    def named(self: Path, name: Path) -> Path:
+        assert self.stat().st_ino in flushed, name
+        return replace(self, name)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (flushed.add(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", named)
+    quantize_checkpoint(source, tmp_path / "target")
+    assert {file.stat().st_ino for file in [tmp_path / "target", *(tmp_path / "target").iterdir()]} <= flushed
 
 
 def test_a_file_that_was_cut_off_since_is_made_again(source: Path, tmp_path: Path) -> None:
@@ -169,6 +188,37 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     quantize_checkpoint(source, tmp_path / "target")
     assert (tmp_path / "target" / "config.json").exists()
+
+
+def test_a_disk_that_fills_up_before_the_last_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> int:
+        if self.name == "config.json.part":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(self, text)
+
+    write_text = Path.write_text
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"config\.json\.part cannot be written \(.*No space left on device\): make room"):
+        quantize_checkpoint(source, tmp_path / "target")
+    assert not (tmp_path / "target" / "config.json").exists()
+    monkeypatch.undo()
+    quantize_checkpoint(source, tmp_path / "target")
+    assert (tmp_path / "target" / "config.json").exists()
+
+
+def test_a_folder_that_may_not_be_made() -> None:
+    refusal = r"/dev/null/target cannot be written \(.*Not a directory.*\): .*who may write there"
+    with pytest.raises(OSError, match=refusal), Output(Path("/dev/null/target"), {}).written():
+        pass
+
+
+def test_a_target_that_is_a_file(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("mine")
+    with pytest.raises(ValueError, match="target is not an empty folder: name another folder, or remove it"):
+        quantize_checkpoint(source, tmp_path / "target")
+    assert (tmp_path / "target").read_text() == "mine"
 
 
 def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

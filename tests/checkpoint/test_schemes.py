@@ -101,6 +101,16 @@ def test_transformers_reads_ptpc(tmp_path: Path) -> None:
         torch.testing.assert_close(values, exact, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "nvfp4"])
+def test_the_error_of_weights_whose_squares_overflow(tmp_path: Path, scheme: str) -> None:
+    w = torch.randn(64, 64)
+    errors = []
+    for size in (1.0, 2.0**90):
+        source = write(tmp_path / f"{size}", {"a.weight": w * size})
+        errors += quantize_checkpoint(source, tmp_path / f"{size}-target", scheme=scheme).errors.values()
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
 def test_the_search_leaves_less_error_in_every_layer(tmp_path: Path) -> None:
     original = tensors_of_a_model()
     source = write(tmp_path / "source", original, 3)

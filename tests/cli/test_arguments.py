@@ -4,7 +4,9 @@
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from llm_quant_rocm.cli import app
 from llm_quant_rocm.cli._arguments import layers, numbers
 from llm_quant_rocm.cli._errors import CommandError
 
@@ -43,3 +45,11 @@ def test_a_broken_config_is_named(tmp_path: Path, content: bytes, message: str) 
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CommandError, match=message):
         layers(tmp_path, 1, None)
+
+
+def test_the_help_of_a_command_begins_with_one_line() -> None:
+    """typer breaks it where it is broken here, whatever the terminal's width."""
+    group = get_command(app)
+    commands = {**group.commands, **group.commands["bench"].commands}  # type: ignore[attr-defined]
+    assert len(commands) == 12
+    assert [name for name, command in commands.items() if "\n" in command.help.partition("\n\n")[0]] == []

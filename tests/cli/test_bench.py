@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `bench serve` makes of its arguments and of what vLLM saves; no server runs here."""
 
+import json
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,6 +15,8 @@ from llm_quant_rocm.cli import _vllm, app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.bench._plot import draw
 from llm_quant_rocm.cli.bench.serve import Load, figures, load_of, table
+
+serve = import_module("llm_quant_rocm.cli.bench.serve")  # in its package a function of the same name hides it
 
 FOUND = {
     "bf16": {10: Load(2.0, 100.0, 50.0, 10.0), 64: Load(4.0, 400.0, 90.0, 12.0)},
@@ -67,6 +73,61 @@ def test_an_open_quotation_is_said_before_a_server_starts(monkeypatch: pytest.Mo
     assert result.exit_code == 1 and result.stderr.startswith(
         "bench serve: FAILED. --serve-args --dtype 'half: No closing"
     )
+
+
+def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without what would answer a prompt of the second load out of the first one's, and with room for every prompt."""
+    served: list[tuple[str | None, list[str]]] = []
+
+    @contextmanager
+    def serving(folder: Path, context: int, quantization: str | None, options: list[str], *_: Any, **__: Any) -> Any:
+        served.append((quantization, options))
+        yield "http://nowhere"
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(serve, "refuse_unknown", lambda *_: None)
+    monkeypatch.setattr(serve, "serving", serving)
+    monkeypatch.setattr(serve, "_ask", lambda *_: Load(1.0, 1.0, 1.0, 1.0))
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["--quantization", "bf16,ptpc_fp8", "--prompts", "2,30", "--tp", "2", "--serve-args=--dtype half"]
+    result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), *arguments])
+    assert result.exit_code == 0, result.output
+    (first, options), (second, others) = served
+    assert (first, second) == (None, "ptpc_fp8") and options == others
+    assert "--no-enable-prefix-caching" in options and options[-2:] == ["--dtype", "half"]
+    assert options[options.index("--max-num-seqs") + 1] == "30"
+    assert options[options.index("--tensor-parallel-size") + 1] == "2"
+
+
+@pytest.mark.parametrize(("broken", "rows"), [("ptpc_fp8", ["bf16", "fp8"]), ("bf16", [])])
+def test_a_method_that_fails_costs_the_others_nothing(
+    broken: str, rows: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But for the first, with which all are compared."""
+
+    def measure(model: Path, name: str, *_: object) -> dict[int, Load]:
+        if name == broken:
+            raise CommandError("vllm serve ended with exit code 1:\nits log")
+        return FOUND["bf16"]
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(serve, "refuse_unknown", lambda *_: None)
+    monkeypatch.setattr(serve, "_measure", measure)
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["bench", "serve", str(tmp_path), "--quantization", "bf16,ptpc_fp8,fp8", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "bench serve: FAILED. " in result.stderr and result.stderr.endswith("exit code 1:\nits log\n")
+    answer = json.loads(result.stdout) if rows else {"methods": {}, "failed": {}}
+    assert list(answer["methods"]) == rows
+    assert list(answer["failed"]) == ([broken] if rows else [])
+
+
+def test_what_the_user_has_set_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert _vllm.environment()["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert _vllm.environment()["HF_HUB_OFFLINE"] == "1"
 
 
 def test_vllm_is_called_with_the_flag_and_the_users_arguments() -> None:

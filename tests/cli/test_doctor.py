@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm doctor`: what it says of this machine, and of machines with faults planted into them."""
 
+import contextlib
 import io
 import json
 import os
@@ -150,6 +151,25 @@ def test_gpus_and_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_copy_without_room_is_not_measured() -> None:
     assert machine._copy_bandwidth(torch.device("cuda"), 2**20) is None
+
+
+def test_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """Ten copies take a millisecond."""
+
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(machine, "_LEAST_BYTES", 0)
+    assert machine._copy_bandwidth(torch.device("cpu"), 10**6) == 2 * 10**6 * 10 / 1e-3 / 1e9
 
 
 # --- packages

@@ -22,7 +22,7 @@ from llm_quant_rocm.cli.doctor.table import Part
 
 ROOT = Path(__file__).parents[2]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "U8": 8, "I8": 8, "I32": 32}
+_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8, "F8_E5M2": 8, "U8": 8, "I8": 8, "I32": 32}
 # Llama-3.3-70B, but for its layers.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -398,6 +398,26 @@ def test_a_scale_that_is_missing(tmp_path: Path, part: str) -> None:
     assert what == f"model.layers.1.mlp.up_proj.{part} is missing from the checkpoint"
 
 
+def test_faults_of_many_layers_are_said_once(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in llama(modelopt, 3).items() if not name.endswith("up_proj.weight_scale_2")}
+    what, cure = fault(write(tmp_path, tensors, MODELOPT))
+    assert what == "model.layers.0.mlp.up_proj.weight_scale_2 is missing from the checkpoint, and 2 more such"
+    assert cure == "fetch or export the checkpoint again"
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F8_E5M2"])
+def test_block_scales_of_another_type(tmp_path: Path, dtype: str) -> None:
+    """The loaders refuse them; bytes beside a global scale are no MXFP4."""
+    tensors = llama(modelopt)
+    for name, (_, shape) in list(tensors.items()):
+        if name.endswith("o_proj.weight_scale"):
+            tensors[name] = (dtype, shape)
+    parts = model.examine(write(tmp_path, tensors, MODELOPT), 1)
+    what = f"model.layers.0.self_attn.o_proj.weight_scale is {dtype} in the checkpoint, and NVFP4's block scales are"
+    assert problems(parts) == [(f"{what} F8_E4M3, and 1 more such", "fetch or export the checkpoint again")]
+    assert {row.stored for row in parts[1].rows if "o_proj" in row.layer} == {"NVFP4"}
+
+
 def test_scales_that_are_padded(tmp_path: Path) -> None:
     tensors = llama(modelopt) | {"model.layers.0.self_attn.k_proj.weight_scale": ("F8_E4M3", (1024, 640))}
     what, _ = fault(write(tmp_path, tensors, MODELOPT))
@@ -475,6 +495,14 @@ def test_sizes_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert shares["model.layers.*.self_attn.q_proj"] == [512, 8192]
 
 
+def test_vocabularies_are_padded_before_they_are_shared(tmp_path: Path) -> None:
+    odd: Tensors = {f"{name}.weight": ("BF16", (32001, 8192)) for name in ("model.embed_tokens", "lm_head")}
+    parts = model.examine(write(tmp_path, llama(weight) | odd), 2)
+    assert problems(parts) == []
+    shares = {row.layer: row.per_rank for row in parts[1].rows}
+    assert shares["model.embed_tokens"] == shares["lm_head"] == [32064 // 2, 8192]
+
+
 def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
     tensors = {name: value for name, value in llama(modelopt).items() if ".0.mlp.down_proj" not in name}
     tensors["model.layers.0.mlp.down_proj.weight"] = ("BF16", LINEAR["mlp.down_proj"])
@@ -497,8 +525,26 @@ def test_half_of_a_fused_layer(tmp_path: Path) -> None:
     tensors["model.layers.1.self_attn.v_proj.weight"] = ("BF16", (1024, 8192))
     config = MODELOPT | {"ignore": ["lm_head", "model.layers.1.self_attn.v_proj"]}
     what, cure = fault(write(tmp_path, tensors, config))
-    assert "the checkpoint keeps model.layers.1.self_attn.v_proj in 16 bits, but not all of" in what
-    assert cure == "export the model with all of them or none"
+    q, k, v = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
+    assert what.startswith(f"{q} (NVFP4), {k} (NVFP4), {v} (16 bits) are stored in different ways")
+    assert what.endswith("engines make one layer of them")
+    assert cure == "export the model with all of them alike"
+
+
+def test_a_fused_layer_half_in_fp8(tmp_path: Path) -> None:
+    """Of a checkpoint of mixed precision, in which both ways are legal by themselves."""
+    tensors: Tensors = {}
+    for layer in range(2):
+        for name, dtype in (("gate_proj", "F8_E4M3"), ("up_proj", "BF16")):
+            tensors[f"model.layers.{layer}.mlp.{name}.weight"] = (dtype, LINEAR[f"mlp.{name}"])
+    recipes = {f"model.layers.{layer}.mlp.gate_proj": {"quant_algo": "FP8"} for layer in range(2)}
+    recipes["model.layers.0.mlp.down_proj"] = {"quant_algo": "NVFP4", "group_size": 16}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipes}
+    what, _ = fault(write(tmp_path, tensors, mixed))
+    assert what == (
+        "model.layers.0.mlp.gate_proj (FP8), model.layers.0.mlp.up_proj (16 bits) are stored in different ways, and "
+        "engines make one layer of them, and 1 more such"
+    )
 
 
 def test_a_fused_layer_of_two_float_types_is_whole(tmp_path: Path) -> None:
@@ -559,6 +605,8 @@ def test_the_command_prints_both_tables_and_its_exit_status_tells(tmp_path: Path
     result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "2"], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "layers quantized" in result.output and "model.layers.*.mlp.down_proj" in result.output
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "2"], env={"COLUMNS": "40"})
+    assert f"\n  vllm serve {folder} --tensor-parallel-size 2\n" in result.output, "a command can be copied"
     result = CliRunner().invoke(app, ["doctor", str(folder), "--tp", "3", "--json"])
     assert result.exit_code == 1
     assert json.loads(result.output)["serving"]["problems"][0]["cure"] == (

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `eval` makes of its arguments and of an engine's figures; no engine runs here."""
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -98,6 +100,39 @@ def test_one_sentence_for_what_is_wrong(
     result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
     assert result.exit_code == 1
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("broken", ["ptpc_fp8", "lm-eval on ptpc_fp8"])
+def test_a_method_that_fails_costs_the_others_nothing(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(module: str, job: dict[str, Any], what: str, *_: object) -> Any:
+        asked.append(what)
+        if what.endswith(broken):
+            raise CommandError(f"{what} ended with exit code 1:\nits log")
+        if module.endswith("_tasks_worker"):
+            return {"gsm8k": {"acc": 0.5}}
+        return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(_worker, "run", run)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "heldout.txt").write_text("a text")
+    folder = f"{tmp_path}/"
+    result = CliRunner().invoke(
+        app, ["eval", str(tmp_path), "--quantization", f"bf16,ptpc_fp8,{folder}", "--tasks", "gsm8k", "--json"]
+    )
+    assert result.exit_code == 1
+    assert "eval: FAILED. ptpc_fp8: " in result.stderr and result.stderr.endswith("exit code 1:\nits log\n")
+    answer = json.loads(result.stdout)
+    assert list(answer["failed"]) == ["ptpc_fp8"]
+    assert answer["methods"][folder]["tasks"] == {"gsm8k": {"acc": 0.5}}
+    assert ("ptpc_fp8" in answer["methods"]) == (broken != "ptpc_fp8")
+    # What has failed already is not asked again.
+    assert ("lm-eval on ptpc_fp8" in asked) == (broken != "ptpc_fp8")
 
 
 VLLMS = ["fp8", "fp8_per_tensor", "fp8_per_block", "awq", "ptpc_fp8"]

@@ -36,8 +36,9 @@ def gemm(
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Time linear layers: cuBLAS or hipBLASLt in bf16, this library's PTPC FP8 and NVFP4, and vLLM's FP8 where it is
-    installed. Results are checked before they are timed."""
+    """Time linear layers in bf16 (cuBLAS, hipBLASLt), PTPC FP8 and NVFP4, and by vLLM's FP8 where it is installed.
+
+    Results are checked before they are timed."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench gemm", messages):
         check_plot(plot)

@@ -25,8 +25,9 @@ def moe(
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Time routed experts: torch's grouped product in bf16, this library's PTPC FP8 and NVFP4, and vLLM's where it is
-    installed. Results are checked before they are timed."""
+    """Time routed experts in bf16 (torch's grouped product), PTPC FP8 and NVFP4, and by vLLM's where it is installed.
+
+    Results are checked before they are timed."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench moe", messages):
         check_plot(plot)

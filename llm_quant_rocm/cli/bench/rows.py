@@ -19,8 +19,9 @@ def rows(
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Time per-token FP8 quantization, alone and with RMSNorm (and residual), against reading and writing every operand
-    once at the bandwidth of a large copy; and vLLM's kernels where it is installed."""
+    """Time per-token FP8 quantization, alone and with RMSNorm and residual, beside memory traffic and vLLM's kernels.
+
+    The traffic is that of every operand once, at the bandwidth of a large copy."""
     output, messages = Console(), Console(stderr=True)
     with reported("bench rows", messages):
         check_plot(plot)

@@ -19,7 +19,7 @@ from rich.table import Table
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import numbers
 from llm_quant_rocm.cli._errors import CommandError, reported
-from llm_quant_rocm.cli._methods import Method, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
 from llm_quant_rocm.cli.bench._output import check_plot
 
@@ -82,25 +82,29 @@ def serve(
             *more,
         ]  # fmt: skip
         found: Loads = {}
+        failures = Failures()
         with tempfile.TemporaryDirectory() as scratch:
             for name, method in methods.items():
-                found[name] = _measure(
-                    model, name, method, Path(scratch), counts, input_len, output_len, options, timeout, messages
-                )
-    from llm_quant_rocm import provenance
+                with failures.kept(name, found, messages):
+                    found[name] = _measure(
+                        model, name, method, Path(scratch), counts, input_len, output_len, options, timeout, messages
+                    )
+        from llm_quant_rocm import provenance
 
-    environment = provenance.environment()
-    title = f"{model.name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
-    if plot:
-        from llm_quant_rocm.cli.bench._plot import draw
+        environment = provenance.environment()
+        title = f"{model.name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
+        if plot:
+            from llm_quant_rocm.cli.bench._plot import draw
 
-        draw(found, plot, f"{title}\n{provenance.line(environment)}")
-    if as_json:
-        facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
-        output.print_json(json.dumps({"environment": environment, **facts, "methods": figures(found)}))
-        return
-    output.print(table(title, found))
-    output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)
+            draw(found, plot, f"{title}\n{provenance.line(environment)}")
+        if as_json:
+            facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
+            measured = {"methods": figures(found), "failed": failures.reasons}
+            output.print_json(json.dumps({"environment": environment, **facts, **measured}))
+        else:
+            output.print(table(title, found))
+            output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)
+        failures.report()
 
 
 def figures(found: Loads) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from llm_quant_rocm.checkpoint import nvfp4_kinds
 from llm_quant_rocm.checkpoint.quantize import FUSED
 from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey
+from llm_quant_rocm.cli.doctor.schemes import HALF
 
 # Parts of a model that quantizers leave alone without listing them.
 _UNLISTED = ("vision", "visual", "audio")
@@ -46,19 +47,20 @@ def contradictions(found: Survey) -> Iterator[str]:
 
 
 def _halves_of_fused_layers(modules: list[Module]) -> Iterator[str]:
-    kinds = {module.name: module.kind for module in modules}
+    # Whether floats have 16 bits or 32 is all the same.
+    kinds = {module.name: module.kind if module.is_quantized else HALF for module in modules}
     broken = []
     for module in modules:
         parent, dot, leaf = module.name.rpartition(".")
         siblings = next(([f"{parent}{dot}{name}" for name in group] for group in FUSED if leaf == group[0]), [])
         present = [name for name in siblings if name in kinds]
-        if len({kinds[name] == NVFP4 for name in present}) > 1:
-            broken.append(present)
+        if len({kinds[name] for name in present}) > 1:
+            broken.append(", ".join(f"{name} ({kinds[name]})" for name in present))
     if broken:
-        halves = ", ".join(name for name in broken[0] if kinds[name] != NVFP4)
+        more = f", and {len(broken) - 1} more such" if len(broken) > 1 else ""
         yield (
-            f"the checkpoint keeps {halves} in 16 bits, but not all of {', '.join(broken[0])}, of which engines make "
-            f"one layer, and {len(broken) - 1} more such: export the model with all of them or none"
+            f"{broken[0]} are stored in different ways, and engines make one layer of them{more}: export the model "
+            "with all of them alike"
         )
 
 

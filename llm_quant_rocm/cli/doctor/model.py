@@ -20,7 +20,7 @@ from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor.contradictions import contradictions
 from llm_quant_rocm.cli.doctor.schemes import HALF, Scheme, ways
 from llm_quant_rocm.cli.doctor.shards import Shards, pattern
-from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
+from llm_quant_rocm.cli.doctor.table import Part, Problem, below, heading
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 _GIB = 2**30
@@ -41,7 +41,7 @@ class Plan:
     kept: int = field(metadata=heading("kept"))
     memory: float = field(metadata=heading("GiB a rank"))
     fits: bool | None = field(metadata=heading("fits here"))
-    command: str
+    command: str = field(metadata=below())
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ def print_tables(parts: Sequence[Part], console: Console) -> None:
         console.print(_table(part))
         for note in part.notes:
             console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
+        _print_below(part, console)
         console.print()
     problems = [problem for part in parts for problem in part.problems]
     for number, problem in enumerate(problems, 1):
@@ -46,6 +47,16 @@ def _table(part: Part) -> Table:
     for row in part.rows:
         table.add_row(*(escape(_cell(getattr(row, name))) for name in shown))
     return table
+
+
+def _print_below(part: Part, console: Console) -> None:
+    """What does not stand in the table, by the first cell of its row."""
+    for row in part.rows:
+        lines = [line for name in part.below() for line in _cell(getattr(row, name)).splitlines()]
+        if lines:
+            console.print(f"\n{escape(_cell(getattr(row, next(iter(part.headings())))))}:", highlight=False)
+        for line in lines:
+            console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
 
 
 def _cell(value: Any) -> str:

@@ -2,10 +2,10 @@
 """What every part of the doctor produces: rows under a title, and the problems found on the way."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from typing import Any, Self
 
-_HEADING = "heading"
+_HEADING, _BELOW = "heading", "below"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Part:
     Attributes:
         name: its key in the JSON report.
         title: its heading for people.
-        rows: dataclasses of one type, whose fields are the columns (`heading`).
+        rows: dataclasses of one type, whose fields are the columns (`heading`), or stand under them (`below`).
         notes: lines below the table.
         problems: what would not work.
     """
@@ -41,9 +41,16 @@ class Part:
     problems: Sequence[Problem] = ()
 
     def headings(self) -> dict[str, str]:
-        """The heading of every column, by the name of its field."""
-        columns = fields(self.rows[0]) if self.rows else ()
+        """The heading of every column of the table, by the name of its field."""
+        columns = [column for column in self._fields() if _BELOW not in column.metadata]
         return {column.name: column.metadata.get(_HEADING, column.name.replace("_", " ")) for column in columns}
+
+    def below(self) -> list[str]:
+        """The fields that stand under the table (`below`)."""
+        return [column.name for column in self._fields() if _BELOW in column.metadata]
+
+    def _fields(self) -> tuple[Field[Any], ...]:
+        return fields(self.rows[0]) if self.rows else ()
 
     def data(self) -> dict[str, Any]:
         """The part as JSON can hold it."""
@@ -57,3 +64,8 @@ class Part:
 def heading(text: str) -> dict[str, str]:
     """A field's metadata that give its column this heading, where its name would not do."""
     return {_HEADING: text}
+
+
+def below() -> dict[str, bool]:
+    """A field's metadata that print it under the table, in lines that are never broken and so can be copied."""
+    return {_BELOW: True}
