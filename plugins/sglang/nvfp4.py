@@ -19,6 +19,7 @@ from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
+    MIXED_PRECISION,
     NAME,
     SWITCH,
     Options,
@@ -34,6 +35,7 @@ from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fus
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
+_OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -172,18 +174,21 @@ def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:
 def _description(model_config: Any) -> dict[str, Any] | None:
     """How the checkpoint says that it is quantized, or None.
 
-    The layers of a mixed checkpoint that older ModelOpts describe in hf_quant_config.json alone are added to what
-    config.json says, of which SGLang makes the configuration.
+    What ModelOpt says of a mixed checkpoint in hf_quant_config.json alone, of its layers or its KV cache, is added to
+    what config.json says, of which SGLang makes the configuration.
     """
     config = model_config._parse_quant_hf_config()
     if config is None:
         return None
     file = Path(model_config.model_path) / _MODELOPT_FILE
     settings = modelopt_settings(config)
-    if settings is not None and checkpoint_kind(config) is None and file.is_file():
-        layers = (modelopt_settings(json.loads(file.read_text())) or {}).get("quantized_layers")
-        if layers:
-            settings["quantized_layers"] = layers
+    if settings is not None and str(settings["quant_algo"]).upper() == MIXED_PRECISION and file.is_file():
+        described = modelopt_settings(json.loads(file.read_text())) or {}
+        missing = {key: described[key] for key in _OFTEN_ELSEWHERE if key in described and not settings.get(key)}
+        # Where config.json names no layers, SGLang calls the method w4afp8.
+        known = {**settings, **missing, "quant_method": "modelopt"}
+        if checkpoint_kind(known) is not None:
+            settings.update(known)
     return dict(config)
 
 

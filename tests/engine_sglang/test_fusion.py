@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks, reduce_norm_quant
+from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm.ops.reduce_norm_quant import MAX_COLUMNS
 from llm_quant_rocm_sglang import fusion
+from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
 from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
 
 COLUMNS = 256
@@ -172,6 +176,31 @@ def test_models_without_our_layers_are_left_alone() -> None:
     assert made["norm"]._forward_method is before
 
 
+@pytest.mark.parametrize(("ranks", "taken"), [(1, False), (2, True)])
+@pytest.mark.usefixtures("two_ranks")
+def test_nvfp4_alone_has_only_all_reduces_to_fuse(ranks: int, taken: bool, group: Group) -> None:
+    group.world_size = ranks
+    made = torch.nn.ModuleDict({"norm": norm(), "linear": Linear()})
+    made["linear"].quant_method = object.__new__(NvFp4LinearMethod)
+    fusion.install(made)
+    assert isinstance(made["norm"]._forward_method, fusion.FusedNorm) is taken
+
+
+@pytest.mark.parametrize("columns", [40, MAX_COLUMNS + BLOCK], ids=["no blocks", "too many"])
+def test_norms_of_other_widths_stay_sglangs(columns: int) -> None:
+    made = torch.nn.ModuleDict({"norm": RMSNorm(columns), "linear": Linear()})
+    fusion.install(made)
+    assert not made["norm"]._forward_method.is_plain
+
+
+def test_what_torch_traces_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, plain = learned(), MagicMock(return_value=rows())
+    layers["norm"]._forward_method._plain = plain
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert layers["norm"](rows()) is plain.return_value
+    assert not hasattr(plain.return_value, fusion._MARK)
+
+
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_FUSION", "0")
     with caplog.at_level(logging.INFO, "llm_quant_rocm"):
@@ -226,10 +255,21 @@ def test_the_sum_its_norm_and_its_codes(kind: type) -> None:
 def test_a_norm_that_is_not_ours_gets_its_sum_all_the_same() -> None:
     model()
     plain, x, residual = norm(), rows(), rows(seed=1)
+    kept, forward = residual.clone(), plain._forward_method or plain._resolve_forward_method()
+    # SGLang's kernels on GPUs write over the residual, which it may have captured.
+    plain._forward_method = lambda x, residual, post: (forward(x, residual, post)[0], residual.add_(x))
     found = fusion.reduce_and_norm(fail, plain, x, residual, None, plain.weight)
     expected = norm()(x + x, residual)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+    assert torch.equal(residual, kept)
+
+
+def test_the_groups_all_reduce_leaves_its_input_as_it_was() -> None:
+    """On CPUs SGLang adds in place."""
+    x = torch.ones(3)
+    assert fusion._all_reduce_of(SimpleNamespace(all_reduce=lambda x: x.mul_(2)))(x).tolist() == [2, 2, 2]
+    assert x.tolist() == [1, 1, 1]
 
 
 def fail(*arguments: Any) -> None:
@@ -266,3 +306,13 @@ def test_why_sums_stay_apart(
     monkeypatch.setattr(fusion, "get_parallel", lambda: SimpleNamespace(**sizes))
     found = fusion._refusal()
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["not hooked", "gone"])
+def test_norms_that_could_not_be_hooked_take_no_sums(is_gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would look for its own kernels, and has none."""
+    if is_gone:
+        monkeypatch.delattr(fusion.layernorm, "_forward_with_allreduce_fusion")
+    else:
+        monkeypatch.setattr(fusion.layernorm, "_forward_with_allreduce_fusion", lambda *given: None)
+    assert fusion._refusal() == "its norms could not be hooked"
