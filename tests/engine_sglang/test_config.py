@@ -102,6 +102,7 @@ def test_on_rocm_too(checkpoints_by_kind: dict[str, Path], kind: str, monkeypatc
     monkeypatch.setattr(model_config, "is_hip", lambda: True)
     assert method(checkpoints_by_kind[kind]) == nvfp4.NAME
     assert method(DEMO, "ptpc_fp8") == "ptpc_fp8"
+    assert PtpcFp8Config.get_min_capability() <= 90, "gfx90a, as SGLang counts"
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
     if kind in ("modelopt", "legacy"):
         with pytest.raises(ValueError, match="not supported in ROCm"):

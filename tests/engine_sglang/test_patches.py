@@ -138,6 +138,14 @@ def test_tensors_on_a_cpu_go_by_ours() -> None:
     assert communicator.all_reduce(original, coordinator(None), torch.ones(2, 2)).tolist() == [[6, 6], [6, 6]]
 
 
+def test_sglangs_own_methods_ask_ours_once_they_are_hooked() -> None:
+    register()
+    HookRegistry.apply_hooks()
+    group = coordinator(Ours())
+    assert group.all_reduce(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert [group._resolve_outplace_all_reduce_method(torch.ones(shape)) for shape in ((2, 8), (8,))] == ["qr", "ca"]
+
+
 @pytest.mark.parametrize(
     ("variables", "codec", "min_bytes"),
     [
