@@ -50,17 +50,25 @@ def norm(kind: type = RMSNorm, **options: Any) -> Any:
 
 
 class Linear(torch.nn.Module):
-    """A layer of 64 rows that `PtpcFp8LinearMethod` serves."""
+    """A layer of 64 rows, with a bias, that `PtpcFp8LinearMethod` serves."""
 
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(64, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
         self.weight, self.weight_scale = ops.per_token_quant_fp8(weight)
+        self.bias = torch.randn(64, generator=torch.Generator().manual_seed(7)).bfloat16()
         self.ptpc_layout = "row"
         self.quant_method = object.__new__(PtpcFp8LinearMethod)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
+        return self.quant_method.apply(self, x, self.bias)
+
+
+_ptpc_linear = ops.ptpc_linear
+
+
+def by_operator(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    return _ptpc_linear(x.clone(), layer.weight, layer.weight_scale, layer.bias)
 
 
 def model(kind: type = RMSNorm, **options: Any) -> torch.nn.ModuleDict:
@@ -91,10 +99,11 @@ def test_bits_are_those_of_the_operators_apart(
     kind: type, bias: float, residual: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, x, post = model(kind), rows(), rows(seed=2)
-    quantized, original = [], ops.ptpc_linear
-    monkeypatch.setattr(ops, "ptpc_linear", lambda x, *layer: quantized.append(x) or original(x, *layer))
+    quantized: list[torch.Tensor] = []
+    monkeypatch.setattr(ops, "ptpc_linear", lambda x, *layer: quantized.append(x) or _ptpc_linear(x, *layer))
     given = () if residual is None else (residual.clone(),)
-    layers["linear"](_first(layers["norm"](x.clone(), *given)))  # by SGLang's kernel; the norm learns who reads it
+    first = _first(layers["norm"](x.clone(), *given))  # by SGLang's kernel; the norm learns who reads it
+    assert torch.equal(layers["linear"](first), by_operator(layers["linear"], first))
     assert len(quantized) == 1
     found = layers["norm"](x.clone(), *given)
     normed, total = apart(x, residual, bias)
@@ -107,7 +116,7 @@ def test_bits_are_those_of_the_operators_apart(
         assert torch.equal(found[1], total)
     output = layers["linear"](_first(found))
     assert len(quantized) == 1  # the second time, the norm had made the codes
-    assert torch.equal(output, original(normed, layers["linear"].weight, layers["linear"].weight_scale))
+    assert torch.equal(output, by_operator(layers["linear"], normed))
 
 
 def _first(result: Any) -> torch.Tensor:
@@ -124,8 +133,7 @@ def test_a_result_that_was_changed_is_quantized_again() -> None:
     layers = learned()
     result = layers["norm"](rows())
     result.mul_(2)
-    expected = ops.ptpc_linear(result.clone(), layers["linear"].weight, layers["linear"].weight_scale)
-    assert torch.equal(layers["linear"](result), expected)
+    assert torch.equal(layers["linear"](result), by_operator(layers["linear"], result))
 
 
 def test_what_a_norm_of_sglangs_own_writes_over_is_quantized_again() -> None:
@@ -138,8 +146,7 @@ def test_what_a_norm_of_sglangs_own_writes_over_is_quantized_again() -> None:
     first = layers["norm"](rows())
     second, _ = other(first, rows(seed=1))
     assert second is first
-    expected = ops.ptpc_linear(second.clone(), layers["linear"].weight, layers["linear"].weight_scale)
-    assert torch.equal(layers["linear"](second), expected)
+    assert torch.equal(layers["linear"](second), by_operator(layers["linear"], second))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +254,7 @@ def test_the_sum_its_norm_and_its_codes(kind: type) -> None:
         assert torch.equal(found[1], total)
         assert torch.equal(residual, before)  # which SGLang may have captured
         output = layers["linear"](found[0])
-        assert torch.equal(output, ops.ptpc_linear(normed, layers["linear"].weight, layers["linear"].weight_scale))
+        assert torch.equal(output, by_operator(layers["linear"], normed))
     assert getattr(found[0], fusion._MARK).codes is not None
 
 

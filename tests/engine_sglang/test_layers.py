@@ -227,6 +227,9 @@ def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: p
     method.process_weights_after_loading(layer)
     assert (layer.weight.dtype == torch.bfloat16) is is_decoded
     assert not is_decoded or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
+    x, bias = torch.randn(3, 64).bfloat16(), torch.randn(32).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), weight.dequantize(torch.float32), bias.float())
+    torch.testing.assert_close(method.apply(layer, x, bias).float(), expected, rtol=1e-2, atol=0.1)
 
 
 @pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])

@@ -115,3 +115,14 @@ def test_experts_without_a_tensor_are_refused(shard: str, name: str) -> None:
     load_experts(layer, missing=(3, shard))
     with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.experts\.3\.{name}\.weight is missing"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(("shard", "name"), [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")])
+def test_a_tensor_that_holds_nan_is_named(shard: str, name: str) -> None:
+    layer, _ = experts()
+    broken = tensor(HIDDEN, INNER) if shard == "w2" else tensor(INNER, HIDDEN)
+    broken[0, 0] = torch.nan
+    weight = layer.w2_weight if shard == "w2" else layer.w13_weight
+    weight.weight_loader(weight, broken, f"{EXPERTS}.weight", shard, 3)
+    with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.experts\.3\.{name}\.weight holds NaN"):
+        load_experts(layer, missing=(3, shard))
