@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -64,7 +64,9 @@ def chosen(model_config: Any) -> str | None:
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
     check(config)
     Options.read(config)
-    refuse_broken_files(Path(model_config.model_path))
+    folder = Path(model_config.model_path)
+    refuse_broken_files(folder)
+    _refuse_lost_scales(folder)
     _log_takeover(kind)
     return NAME
 
@@ -190,6 +192,23 @@ def _description(model_config: Any) -> dict[str, Any] | None:
         if checkpoint_kind(known) is not None:
             settings.update(known)
     return dict(config)
+
+
+def _refuse_lost_scales(folder: Path) -> None:
+    """Of q_a_proj and kv_a_proj_with_mqa SGLang's DeepSeek models make one layer, and give it the first one's scalars.
+
+    Raises:
+        ValueError: ModelOpt's global scales of the two differ, so that the second one's weights would be wrong.
+    """
+    first, second = "q_a_proj.weight_scale_2", "kv_a_proj_with_mqa.weight_scale_2"
+    scales = read_scalars(folder, (f".{first}", f".{second}"))
+    for name, scale in scales.items():
+        read = name.removesuffix(second) + first if name.endswith(second) else name
+        if scales.get(read, scale) != scale:
+            raise ValueError(
+                f"{name} is {scale} and {read} is {scales[read]}, and SGLang takes the second for both: export the "
+                "model with one global scale for the two, or with self_attn in 16 bits, or serve it with vLLM"
+            )
 
 
 def _serves_this_device() -> bool:

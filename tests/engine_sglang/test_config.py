@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import nvfp4_checkpoints
 import pytest
 import torch
 from conftest import DEMO
+from safetensors.torch import load_file, save_file
 from sglang.srt.configs import model_config
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -230,6 +232,27 @@ def test_a_truncated_file_is_refused_before_the_model_is_built(
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match="is truncated: it has"):
         method(file.parent)
+
+
+@pytest.mark.parametrize("is_indexed", [False, True], ids=["one file", "indexed"])
+@pytest.mark.parametrize("scale", [0.5, 0.25], ids=["one scale", "two scales"])
+def test_a_global_scale_that_sglang_would_lose(
+    scale: float, is_indexed: bool, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    """SGLang makes one layer of these two, and gives it the scalars of q_a_proj."""
+    model = nvfp4_moe.write_modelopt(tmp_path / "latent")
+    latent = "model.layers.0.self_attn.{}.weight_scale_2"
+    scales = {latent.format("q_a_proj"): 0.5, latent.format("kv_a_proj_with_mqa"): scale}
+    save_file({name: torch.tensor(value) for name, value in scales.items()}, model / "scales.safetensors")
+    if is_indexed:
+        files = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
+        index = {"weight_map": files | dict.fromkeys(scales, "scales.safetensors")}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    words = (
+        "kv_a_proj_with_mqa.weight_scale_2 is 0.25 and .*q_a_proj.weight_scale_2 is 0.5, and SGLang takes the second"
+    )
+    with pytest.raises(ValueError, match=words) if scale != 0.5 else nullcontext():
+        assert method(model) == nvfp4.NAME
 
 
 @pytest.mark.parametrize(
