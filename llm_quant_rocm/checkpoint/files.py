@@ -75,7 +75,7 @@ def refuse_broken_files(folder: Path) -> None:
 
 
 def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:
-    """The values of tensors that have one and whose names end so, in the safetensors files of a folder, if it exists."""
+    """The tensors with one value whose names end so, in the safetensors files of `folder`, which may not exist."""
     from safetensors import safe_open  # which whoever reads checkpoints has
 
     index = folder / INDEX
@@ -83,7 +83,7 @@ def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:
         files = sorted({folder / file for name, file in read_index(index).items() if name.endswith(endings)})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    found = {}
+    found: dict[str, float] = {}
     for file in filter(Path.is_file, files):
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.endswith(endings)]  # noqa: SIM118, it is no mapping
