@@ -74,6 +74,23 @@ def refuse_broken_files(folder: Path) -> None:
         read_header(file)
 
 
+def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:
+    """The tensors with one value whose names end so, in the safetensors files of `folder`, which may not exist."""
+    from safetensors import safe_open  # which whoever reads checkpoints has
+
+    index = folder / INDEX
+    if index.is_file():
+        files = sorted({folder / file for name, file in read_index(index).items() if name.endswith(endings)})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    found: dict[str, float] = {}
+    for file in filter(Path.is_file, files):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.endswith(endings)]  # noqa: SIM118, it is no mapping
+            found |= {name: tensors.get_tensor(name).item() for name in names}
+    return found
+
+
 def read_index(index: Path) -> dict[str, str]:
     """The file of every tensor, by the index of a checkpoint.
 

@@ -18,7 +18,6 @@ def register() -> None:
     """Make our quantization methods and hooks known to SGLang. May be called any number of times; touches no GPU."""
     import sglang
 
-    _log_where_sglang_logs()
     _warn_of_other_versions(sglang.__version__)
 
     # SGLang's quantization package imports much of it, which the command's --help need not.
@@ -33,11 +32,6 @@ def register() -> None:
         getattr(quantization, name).update(configs)
     add_quantization_method_choices([name for name in configs if name not in QUANTIZATION_CHOICES])
     patches.apply()
-
-
-def _log_where_sglang_logs() -> None:
-    """SGLang sets the root logger up, at the user's level; ours then needs none of its own."""
-    logger.setLevel(logging.NOTSET)
 
 
 def _warn_of_other_versions(version: str) -> None:

@@ -7,6 +7,7 @@ before SGLang's other all-reduces; where it declines a message, because of its s
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,14 +34,20 @@ def settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """The user's wishes by SGLang's variables (ROCM_QUICK_REDUCE_...), else by vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
 
     Raises:
-        ValueError: as of `Settings.from_environment`, with the name that the user gave.
+        ValueError: as of `Settings.from_environment`, with the names that the user gave, else SGLang's.
     """
     own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(_PREFIX)}
     upstream = {name: value for name, value in environment.items() if name.startswith(_UPSTREAM_PREFIX)}
     try:
         return Settings.from_environment({**upstream, **own})
     except ValueError as error:
-        raise ValueError(str(error).replace(_UPSTREAM_PREFIX, _PREFIX) if own else str(error)) from None
+        theirs = upstream.keys() - own.keys()
+        message = re.sub(
+            rf"{_UPSTREAM_PREFIX}\w+",
+            lambda name: name[0] if name[0] in theirs else name[0].removeprefix("VLLM_"),
+            str(error),
+        )
+        raise ValueError(message) from None
 
 
 def members(group: Any) -> Members:

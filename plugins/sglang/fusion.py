@@ -247,7 +247,7 @@ def _all_reduce_of(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _refusal() -> str | None:
     """Why SGLang's all-reduces stay apart from its norms."""
-    if not hasattr(layernorm._forward_with_allreduce_fusion, "__wrapped__"):
+    if not hasattr(getattr(layernorm, "_forward_with_allreduce_fusion", None), "__wrapped__"):
         return "its norms could not be hooked"
     arguments, parallel = get_server_args(), get_parallel()
     if getattr(arguments, "flashinfer_allreduce_fusion_backend", None) is not None:

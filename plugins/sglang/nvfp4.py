@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
+    MIXED_PRECISION,
     NAME,
     SWITCH,
     Options,
@@ -34,6 +35,7 @@ from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fus
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
+_OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -62,7 +64,9 @@ def chosen(model_config: Any) -> str | None:
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.
     check(config)
     Options.read(config)
-    refuse_broken_files(Path(model_config.model_path))
+    folder = Path(model_config.model_path)
+    refuse_broken_files(folder)
+    _refuse_lost_scales(folder)
     _log_takeover(kind)
     return NAME
 
@@ -172,19 +176,39 @@ def _with_known_algorithm(config: dict[str, Any]) -> dict[str, Any]:
 def _description(model_config: Any) -> dict[str, Any] | None:
     """How the checkpoint says that it is quantized, or None.
 
-    The layers of a mixed checkpoint that older ModelOpts describe in hf_quant_config.json alone are added to what
-    config.json says, of which SGLang makes the configuration.
+    What ModelOpt says of a mixed checkpoint in hf_quant_config.json alone, of its layers or its KV cache, is added to
+    what config.json says, of which SGLang makes the configuration.
     """
     config = model_config._parse_quant_hf_config()
     if config is None:
         return None
     file = Path(model_config.model_path) / _MODELOPT_FILE
     settings = modelopt_settings(config)
-    if settings is not None and checkpoint_kind(config) is None and file.is_file():
-        layers = (modelopt_settings(json.loads(file.read_text())) or {}).get("quantized_layers")
-        if layers:
-            settings["quantized_layers"] = layers
+    if settings is not None and str(settings["quant_algo"]).upper() == MIXED_PRECISION and file.is_file():
+        described = modelopt_settings(json.loads(file.read_text())) or {}
+        missing = {key: described[key] for key in _OFTEN_ELSEWHERE if key in described and not settings.get(key)}
+        # Where config.json names no layers, SGLang calls the method w4afp8.
+        known = {**settings, **missing, "quant_method": "modelopt"}
+        if checkpoint_kind(known) is not None:
+            settings.update(known)
     return dict(config)
+
+
+def _refuse_lost_scales(folder: Path) -> None:
+    """Of q_a_proj and kv_a_proj_with_mqa SGLang's DeepSeek models make one layer, and give it the first one's scalars.
+
+    Raises:
+        ValueError: ModelOpt's global scales of the two differ, so that the second one's weights would be wrong.
+    """
+    first, second = "q_a_proj.weight_scale_2", "kv_a_proj_with_mqa.weight_scale_2"
+    scales = read_scalars(folder, (f".{first}", f".{second}"))
+    for name, scale in scales.items():
+        read = name.removesuffix(second) + first if name.endswith(second) else name
+        if scales.get(read, scale) != scale:
+            raise ValueError(
+                f"{name} is {scale} and {read} is {scales[read]}, and SGLang takes the second for both: export the "
+                "model with one global scale for the two, or with self_attn in 16 bits, or serve it with vLLM"
+            )
 
 
 def _serves_this_device() -> bool:

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import nvfp4_checkpoints
 import pytest
 import torch
 from conftest import DEMO
+from safetensors.torch import load_file, save_file
 from sglang.srt.configs import model_config
+from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from llm_quant_rocm_sglang import nvfp4, register
@@ -52,12 +57,54 @@ def test_nvfp4_is_taken_over(checkpoints_by_kind: dict[str, Path], kind: str, wi
     assert method(checkpoints_by_kind[kind], wish) == nvfp4.NAME
 
 
+def configuration(checkpoint: Path) -> NvFp4Config:
+    """What SGLang's loader makes of the checkpoint."""
+    model = ModelConfig(model_path=str(checkpoint), dtype="bfloat16")
+    return get_quant_config(model, LoadConfig(), {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("modelopt", "modelopt_fp4"),
+        ("w4a16", "modelopt_fp4"),
+        ("legacy", "modelopt_fp4"),
+        ("mixed", "modelopt_mixed"),
+        ("compressed-tensors", "compressed_tensors"),
+    ],
+)
+def test_what_the_loader_makes_of_a_checkpoint(checkpoints_by_kind: dict[str, Path], kind: str, name: str) -> None:
+    """Models of SGLang's, above all their draft models, ask for its name of the format."""
+    found = configuration(checkpoints_by_kind[kind])
+    assert isinstance(found, NvFp4Config)
+    assert found.get_name() == name
+    assert found.get_min_capability() <= 90, "gfx90a and Hopper, as SGLang counts"
+
+
+@pytest.mark.parametrize("missing", ["kv_cache_scheme", "quantized_layers"])
+def test_what_modelopt_says_of_a_mixed_checkpoint_elsewhere(
+    missing: str, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    model = nvfp4_moe.write_mixed(tmp_path / "mixed")
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    layers = config["quantization_config"]["quantized_layers"]
+    del config["quantization_config"][missing]
+    file.write_text(json.dumps(config))
+    described = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "kv_cache_quant_algo": "FP8"}
+    (model / "hf_quant_config.json").write_text(json.dumps({"quantization": described}))
+    found = configuration(model)
+    assert found.kv_cache_quant_algo == "FP8"
+    assert found.quantized_layers == layers
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_rocm_too(checkpoints_by_kind: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang refuses methods on ROCm that a list does not name."""
     monkeypatch.setattr(model_config, "is_hip", lambda: True)
     assert method(checkpoints_by_kind[kind]) == nvfp4.NAME
     assert method(DEMO, "ptpc_fp8") == "ptpc_fp8"
+    assert PtpcFp8Config.get_min_capability() <= 90, "gfx90a, as SGLang counts"
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
     if kind in ("modelopt", "legacy"):
         with pytest.raises(ValueError, match="not supported in ROCm"):
@@ -74,6 +121,30 @@ def test_another_wish_of_the_user_is_respected(
     monkeypatch.setattr(nvfp4, "_serves_this_device", lambda: False)
     monkeypatch.delenv("LLM_QUANT_ROCM_NVFP4")
     assert method(checkpoints_by_kind["modelopt"]) == "modelopt_fp4"
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "is_ours"),
+    [
+        ("hip", (9, 0), True),
+        ("hip", (9, 5), True),
+        ("hip", (11, 0), False),
+        ("cuda", (8, 0), False),
+        ("cuda", (9, 0), True),
+        ("cuda", (10, 0), False),
+        ("cpu", None, True),
+        ("xpu", None, False),
+    ],
+    ids=["MI250", "MI355X", "RDNA", "Ampere", "Hopper", "Blackwell", "CPU", "other"],
+)
+def test_on_which_devices(
+    platform: str, capability: tuple[int, int] | None, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("hip", "cuda"):
+        monkeypatch.setattr(f"sglang.srt.utils.is_{name}", lambda name=name: platform == name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: platform != "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert nvfp4._serves_this_device() is is_ours
 
 
 def test_unquantized_checkpoints(tmp_path: Path) -> None:
@@ -163,6 +234,27 @@ def test_a_truncated_file_is_refused_before_the_model_is_built(
         method(file.parent)
 
 
+@pytest.mark.parametrize("is_indexed", [False, True], ids=["one file", "indexed"])
+@pytest.mark.parametrize("scale", [0.5, 0.25], ids=["one scale", "two scales"])
+def test_a_global_scale_that_sglang_would_lose(
+    scale: float, is_indexed: bool, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    """SGLang makes one layer of these two, and gives it the scalars of q_a_proj."""
+    model = nvfp4_moe.write_modelopt(tmp_path / "latent")
+    latent = "model.layers.0.self_attn.{}.weight_scale_2"
+    scales = {latent.format("q_a_proj"): 0.5, latent.format("kv_a_proj_with_mqa"): scale}
+    save_file({name: torch.tensor(value) for name, value in scales.items()}, model / "scales.safetensors")
+    if is_indexed:
+        files = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
+        index = {"weight_map": files | dict.fromkeys(scales, "scales.safetensors")}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    words = (
+        "kv_a_proj_with_mqa.weight_scale_2 is 0.25 and .*q_a_proj.weight_scale_2 is 0.5, and SGLang takes the second"
+    )
+    with pytest.raises(ValueError, match=words) if scale != 0.5 else nullcontext():
+        assert method(model) == nvfp4.NAME
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -185,6 +277,23 @@ def test_weights_alone_in_nvfp4(nested: bool) -> None:
     assert config.algorithm(torch.nn.Module(), "model.layers.0.mlp.down_proj") == "NVFP4"
     assert config.algorithm(torch.nn.Module(), "lm_head") is None
     assert not getattr(config, "is_w4a16", False), "SGLang reads NVFP4 instead, whether it knows the other name or not"
+
+
+def test_the_layers_of_a_mixture_of_formats() -> None:
+    """FP8 attention is SGLang's own; a part of the model that an ignore list names is not all below it."""
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    fp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    groups = {
+        "group_0": {"format": "float-quantized", "targets": [r"re:.*self_attn\.[qkvo]_proj$"], "weights": fp8},
+        "group_1": {"format": "nvfp4-pack-quantized", "targets": [r"re:.*experts\.\d+\.\w+_proj$"], "weights": fp4},
+    }
+    settings = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    experts = "model.layers.0.mlp.experts"
+    config = NvFp4Config.from_config({**settings, "ignore": [f"{experts}.0", "model.layers.0.mlp.gate"]})
+    layer, linear = object.__new__(FusedMoE), torch.nn.Linear(1, 1)
+    assert config.algorithm(layer, experts) == "W4A16_NVFP4"
+    assert config.algorithm(linear, "model.layers.0.self_attn.qkv_proj") is None
+    assert config.algorithm(linear, "model.layers.0.mlp.gate") is None
 
 
 def test_a_fused_layer_of_two_kinds_is_refused() -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks, reduce_norm_quant
+from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm.ops.reduce_norm_quant import MAX_COLUMNS
 from llm_quant_rocm_sglang import fusion
+from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
 from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
 
 COLUMNS = 256
@@ -46,17 +50,25 @@ def norm(kind: type = RMSNorm, **options: Any) -> Any:
 
 
 class Linear(torch.nn.Module):
-    """A layer of 64 rows that `PtpcFp8LinearMethod` serves."""
+    """A layer of 64 rows, with a bias, that `PtpcFp8LinearMethod` serves."""
 
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(64, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
         self.weight, self.weight_scale = ops.per_token_quant_fp8(weight)
+        self.bias = torch.randn(64, generator=torch.Generator().manual_seed(7)).bfloat16()
         self.ptpc_layout = "row"
         self.quant_method = object.__new__(PtpcFp8LinearMethod)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
+        return self.quant_method.apply(self, x, self.bias)
+
+
+_ptpc_linear = ops.ptpc_linear
+
+
+def by_operator(layer: Linear, x: torch.Tensor) -> torch.Tensor:
+    return _ptpc_linear(x.clone(), layer.weight, layer.weight_scale, layer.bias)
 
 
 def model(kind: type = RMSNorm, **options: Any) -> torch.nn.ModuleDict:
@@ -87,10 +99,11 @@ def test_bits_are_those_of_the_operators_apart(
     kind: type, bias: float, residual: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, x, post = model(kind), rows(), rows(seed=2)
-    quantized, original = [], ops.ptpc_linear
-    monkeypatch.setattr(ops, "ptpc_linear", lambda x, *layer: quantized.append(x) or original(x, *layer))
+    quantized: list[torch.Tensor] = []
+    monkeypatch.setattr(ops, "ptpc_linear", lambda x, *layer: quantized.append(x) or _ptpc_linear(x, *layer))
     given = () if residual is None else (residual.clone(),)
-    layers["linear"](_first(layers["norm"](x.clone(), *given)))  # by SGLang's kernel; the norm learns who reads it
+    first = _first(layers["norm"](x.clone(), *given))  # by SGLang's kernel; the norm learns who reads it
+    assert torch.equal(layers["linear"](first), by_operator(layers["linear"], first))
     assert len(quantized) == 1
     found = layers["norm"](x.clone(), *given)
     normed, total = apart(x, residual, bias)
@@ -103,7 +116,7 @@ def test_bits_are_those_of_the_operators_apart(
         assert torch.equal(found[1], total)
     output = layers["linear"](_first(found))
     assert len(quantized) == 1  # the second time, the norm had made the codes
-    assert torch.equal(output, original(normed, layers["linear"].weight, layers["linear"].weight_scale))
+    assert torch.equal(output, by_operator(layers["linear"], normed))
 
 
 def _first(result: Any) -> torch.Tensor:
@@ -120,8 +133,7 @@ def test_a_result_that_was_changed_is_quantized_again() -> None:
     layers = learned()
     result = layers["norm"](rows())
     result.mul_(2)
-    expected = ops.ptpc_linear(result.clone(), layers["linear"].weight, layers["linear"].weight_scale)
-    assert torch.equal(layers["linear"](result), expected)
+    assert torch.equal(layers["linear"](result), by_operator(layers["linear"], result))
 
 
 def test_what_a_norm_of_sglangs_own_writes_over_is_quantized_again() -> None:
@@ -134,8 +146,7 @@ def test_what_a_norm_of_sglangs_own_writes_over_is_quantized_again() -> None:
     first = layers["norm"](rows())
     second, _ = other(first, rows(seed=1))
     assert second is first
-    expected = ops.ptpc_linear(second.clone(), layers["linear"].weight, layers["linear"].weight_scale)
-    assert torch.equal(layers["linear"](second), expected)
+    assert torch.equal(layers["linear"](second), by_operator(layers["linear"], second))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +181,31 @@ def test_models_without_our_layers_are_left_alone() -> None:
     before = made["norm"]._forward_method
     fusion.install(made)
     assert made["norm"]._forward_method is before
+
+
+@pytest.mark.parametrize(("ranks", "taken"), [(1, False), (2, True)])
+@pytest.mark.usefixtures("two_ranks")
+def test_nvfp4_alone_has_only_all_reduces_to_fuse(ranks: int, taken: bool, group: Group) -> None:
+    group.world_size = ranks
+    made = torch.nn.ModuleDict({"norm": norm(), "linear": Linear()})
+    made["linear"].quant_method = object.__new__(NvFp4LinearMethod)
+    fusion.install(made)
+    assert isinstance(made["norm"]._forward_method, fusion.FusedNorm) is taken
+
+
+@pytest.mark.parametrize("columns", [40, MAX_COLUMNS + BLOCK], ids=["no blocks", "too many"])
+def test_norms_of_other_widths_stay_sglangs(columns: int) -> None:
+    made = torch.nn.ModuleDict({"norm": RMSNorm(columns), "linear": Linear()})
+    fusion.install(made)
+    assert not made["norm"]._forward_method.is_plain
+
+
+def test_what_torch_traces_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, plain = learned(), MagicMock(return_value=rows())
+    layers["norm"]._forward_method._plain = plain
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert layers["norm"](rows()) is plain.return_value
+    assert not hasattr(plain.return_value, fusion._MARK)
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,7 +254,7 @@ def test_the_sum_its_norm_and_its_codes(kind: type) -> None:
         assert torch.equal(found[1], total)
         assert torch.equal(residual, before)  # which SGLang may have captured
         output = layers["linear"](found[0])
-        assert torch.equal(output, ops.ptpc_linear(normed, layers["linear"].weight, layers["linear"].weight_scale))
+        assert torch.equal(output, by_operator(layers["linear"], normed))
     assert getattr(found[0], fusion._MARK).codes is not None
 
 
@@ -226,10 +262,21 @@ def test_the_sum_its_norm_and_its_codes(kind: type) -> None:
 def test_a_norm_that_is_not_ours_gets_its_sum_all_the_same() -> None:
     model()
     plain, x, residual = norm(), rows(), rows(seed=1)
+    kept, forward = residual.clone(), plain._forward_method or plain._resolve_forward_method()
+    # SGLang's kernels on GPUs write over the residual, which it may have captured.
+    plain._forward_method = lambda x, residual, post: (forward(x, residual, post)[0], residual.add_(x))
     found = fusion.reduce_and_norm(fail, plain, x, residual, None, plain.weight)
     expected = norm()(x + x, residual)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+    assert torch.equal(residual, kept)
+
+
+def test_the_groups_all_reduce_leaves_its_input_as_it_was() -> None:
+    """On CPUs SGLang adds in place."""
+    x = torch.ones(3)
+    assert fusion._all_reduce_of(SimpleNamespace(all_reduce=lambda x: x.mul_(2)))(x).tolist() == [2, 2, 2]
+    assert x.tolist() == [1, 1, 1]
 
 
 def fail(*arguments: Any) -> None:
@@ -266,3 +313,13 @@ def test_why_sums_stay_apart(
     monkeypatch.setattr(fusion, "get_parallel", lambda: SimpleNamespace(**sizes))
     found = fusion._refusal()
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["not hooked", "gone"])
+def test_norms_that_could_not_be_hooked_take_no_sums(is_gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would look for its own kernels, and has none."""
+    if is_gone:
+        monkeypatch.delattr(fusion.layernorm, "_forward_with_allreduce_fusion")
+    else:
+        monkeypatch.setattr(fusion.layernorm, "_forward_with_allreduce_fusion", lambda *given: None)
+    assert fusion._refusal() == "its norms could not be hooked"

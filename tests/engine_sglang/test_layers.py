@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang's layers and options come to, before any weight is read."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,23 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.configs.load_config import LoadFormat
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.models.utils import WeightsMapper
 
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear
 from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
+from llm_quant_rocm_sglang.ptpc_moe import PtpcFp8MoEMethod
 
 
 def routed(**changes: Any) -> Any:
@@ -77,6 +85,46 @@ def test_the_routed_scaling_factor(factor: float | None, cuda: bool, monkeypatch
     assert (found.hidden_states == (factor or 1.0 if cuda else 1.0)).all()
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["weighted after", "weighted before"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_how_tokens_go_to_experts(activation: str, before: bool) -> None:
+    layer = routed(activation=activation, apply_router_weight_on_input=before)
+    weights, ids = torch.rand(4, 2), torch.randint(8, (4, 2))
+    found = experts.routing(layer, SimpleNamespace(topk_output=StandardTopKOutput(weights, ids, torch.rand(4, 8))))
+    assert found.pop("topk_weights") is weights
+    assert found.pop("topk_ids") is ids
+    assert found == {"activation": activation, "apply_router_weight_on_input": before}
+
+
+def test_experts_that_a_kernel_is_to_choose_are_refused() -> None:
+    left = BypassedTopKOutput(torch.rand(4, 16), torch.rand(4, 8), MagicMock())
+    with pytest.raises(NotImplementedError, match="serve with --moe-runner-backend auto"):
+        experts.routing(routed(apply_router_weight_on_input=False), SimpleNamespace(topk_output=left))
+
+
+def test_the_names_of_experts_that_are_shared_out() -> None:
+    """Of eight experts the second of two ranks has the last four."""
+    layer = object.__new__(FusedMoE)
+    facts = {"_expert_storage_rank": 1, "_num_local_routed": 4, "_num_global_routed": 8, "_has_fused_shared": False}
+    vars(layer).update(facts, num_experts=8, num_local_experts=4)
+    names = experts.expert_names(layer, "model.layers.0.mlp.experts")
+    assert [names.local(expert) for expert in range(8)] == [-1, -1, -1, -1, 0, 1, 2, 3]
+    assert [names.whole(expert) for expert in range(4)] == [4, 5, 6, 7]
+    assert names.name(5, "w3") == "model.layers.0.mlp.experts.5.up_proj"
+
+
+def test_the_ranks_that_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of tensor parallelism, those of attention, or those that the layer names."""
+    groups = {size: SimpleNamespace(world_size=size, device_group=f"of {size}") for size in (2, 4, 8)}
+    monkeypatch.setattr(engine_layers.parallel_state, "get_tp_group", lambda: groups[8])
+    monkeypatch.setattr(engine_layers.parallel_state, "get_attn_tp_group", lambda: groups[2])
+    layer = SimpleNamespace()
+    assert [engine_layers.group_of(layer, ranks) for ranks in (8, 2)] == ["of 8", "of 2"]
+    with pytest.raises(ValueError, match="sharded over 4 ranks, and no group"):
+        engine_layers.group_of(layer, 4)
+    assert engine_layers.group_of(SimpleNamespace(tp_group=groups[4]), 4) == "of 4"
+
+
 @pytest.mark.parametrize(
     ("change", "loads"),
     [
@@ -123,6 +171,51 @@ def test_attention_gets_scales_of_its_cache() -> None:
         assert isinstance(config.get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("self_attn.qkv_proj", PtpcFp8LinearMethod),
+        ("self_attn.kv_b_proj", UnquantizedLinearMethod),
+        ("self_attn.o_proj", UnquantizedLinearMethod),
+        ("mlp.gate", UnquantizedLinearMethod),
+        ("mlp.gate_up_proj", UnquantizedLinearMethod),
+    ],
+    ids=["plain", "absorbed", "ignored", "router", "shards ignored"],
+)
+def test_which_layers_ptpc_quantizes(name: str, kind: type) -> None:
+    config = PtpcFp8Config(["o_proj", "gate_proj", "up_proj"])
+    assert type(config.get_quant_method(object.__new__(LinearBase), f"model.layers.0.{name}")) is kind
+
+
+def test_experts_may_be_ignored() -> None:
+    config, layer = PtpcFp8Config(["model.layers.0.mlp.experts"]), object.__new__(FusedMoE)
+    vars(layer).update(vars(routed()))
+    assert config.get_quant_method(layer, "model.layers.0.mlp.experts") is None
+    assert isinstance(config.get_quant_method(layer, "model.layers.1.mlp.experts"), PtpcFp8MoEMethod)
+
+
+def test_ignored_layers_by_the_checkpoints_names() -> None:
+    """SGLang's models that are parts of others call layers otherwise."""
+    config = PtpcFp8Config(["language_model.model.layers.0.mlp", r"re:.*o_proj"])
+    config.apply_weight_name_mapper(WeightsMapper(orig_to_new_prefix={"language_model.model.": "model."}))
+    assert config.layers.ignored == ["model.layers.0.mlp", r"re:.*o_proj"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda fused: PtpcFp8Config.from_config({"quant_method": "ptpc_fp8", "packed_modules_mapping": fused}),
+        lambda fused: NvFp4Config.from_config({**_W4A16, "packed_modules_mapping": fused}),
+    ],
+    ids=["ptpc", "nvfp4"],
+)
+def test_what_models_fuse_is_added_to_what_all_do(config: Callable[[dict[str, list[str]]], Any]) -> None:
+    """SGLang's own method would put it in the place of what is known."""
+    made = config({"in_proj": ["in_proj_a", "in_proj_b"]})
+    made.update_packed_modules_mapping({"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]})
+    assert set(made.packed_modules_mapping) >= {"qkv_proj", "gate_up_proj", "in_proj", "fused_qkv_a_proj_with_mqa"}
+
+
 @pytest.mark.parametrize(("name", "is_decoded"), [("kv_b_proj", True), ("o_proj", False)])
 def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang multiplies the weight into others'."""
@@ -134,6 +227,9 @@ def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: p
     method.process_weights_after_loading(layer)
     assert (layer.weight.dtype == torch.bfloat16) is is_decoded
     assert not is_decoded or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
+    x, bias = torch.randn(3, 64).bfloat16(), torch.randn(32).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), weight.dequantize(torch.float32), bias.float())
+    torch.testing.assert_close(method.apply(layer, x, bias).float(), expected, rtol=1e-2, atol=0.1)
 
 
 @pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])

@@ -36,10 +36,24 @@ def test_registering_twice() -> None:
         register()
     for name in (ptpc_fp8.NAME, nvfp4.NAME, nvfp4.ALIAS):
         assert QUANTIZATION_CHOICES.count(name) == 1
-        assert quantization.QUANTIZATION_METHODS[name].__module__.startswith("llm_quant_rocm_sglang")
+        for table in ("QUANTIZATION_METHODS", "BASE_QUANTIZATION_METHODS", "CPU_QUANTIZATION_METHODS"):
+            assert getattr(quantization, table)[name].__module__.startswith("llm_quant_rocm_sglang")
     for one in patches.PATCHES:
         target, _ = patches._find(one)
         assert [hook for _, hook, _ in HookRegistry._hooks[target]].count(one.hook) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.5.16", True), ("0.5.17", False), ("0.5.23.post1", False), ("0.5.24", True)]
+)
+def test_one_warning_on_other_versions(version: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        caplog.at_level(logging.WARNING, "llm_quant_rocm"),
+    ):
+        monkeypatch.setattr("sglang.__version__", version)
+        register.__wrapped__()
+    assert [f"this is SGLang {version}. Continuing" in line for line in caplog.messages] == [True] * warned
 
 
 @pytest.mark.parametrize(
@@ -124,6 +138,14 @@ def test_tensors_on_a_cpu_go_by_ours() -> None:
     assert communicator.all_reduce(original, coordinator(None), torch.ones(2, 2)).tolist() == [[6, 6], [6, 6]]
 
 
+def test_sglangs_own_methods_ask_ours_once_they_are_hooked() -> None:
+    register()
+    HookRegistry.apply_hooks()
+    group = coordinator(Ours())
+    assert group.all_reduce(torch.ones(2, 2)).tolist() == [[2, 2], [2, 2]]
+    assert [group._resolve_outplace_all_reduce_method(torch.ones(shape)) for shape in ((2, 8), (8,))] == ["qr", "ca"]
+
+
 @pytest.mark.parametrize(
     ("variables", "codec", "min_bytes"),
     [
@@ -151,6 +173,68 @@ def test_a_codec_that_sglang_does_not_know_is_hidden_from_it(monkeypatch: pytest
         communicator.attach(original, SimpleNamespace(), [[0]], 0)
         assert communicator.os.environ[communicator.QUANTIZATION] == name
     assert seen == ["NONE", "INT8"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
+        (
+            {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "1"},
+            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5",
+        ),
+        (
+            {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB": "x"},
+            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB=x",
+        ),
+        (
+            {"ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2", "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "1"},
+            "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
+        ),
+    ],
+    ids=["sglang", "vllm", "vllm among sglang", "longer name", "two names"],
+)
+def test_an_error_names_the_variable_that_the_user_set(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        communicator.settings(variables)
+
+
+def attach(monkeypatch: pytest.MonkeyPatch, group: Any) -> MagicMock:
+    """`communicator.connect`, which was called if `group` was connected, with FP4; it gives `Ours`."""
+    monkeypatch.setenv(communicator.QUANTIZATION, "FP4")
+    monkeypatch.setattr(communicator, "members", MagicMock())
+    monkeypatch.setattr(communicator, "connect", connect := MagicMock(return_value=Ours()))
+    communicator.attach(MagicMock(), group, [[0, 1]], 0)
+    return connect
+
+
+def test_a_tensor_parallel_group_gets_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, gets_ours in (("tp:0", True), ("pp:0", False), ("moe_tp:0", False)):
+        group = SimpleNamespace(world_size=2, unique_name=name, qr_comm=None)
+        assert attach(monkeypatch, group).called is gets_ours
+        assert isinstance(group.qr_comm, Ours) is gets_ours
+
+
+@pytest.mark.parametrize("min_bytes", [None, 0], ids=["nothing asked", "asked for"])
+@pytest.mark.parametrize("serves", [True, False], ids=["sglang serves", "sglang does not"])
+def test_sglangs_quick_reduce_stays_until_ours_is_measured(
+    serves: bool, min_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(world_size=2, unique_name="tp:0", qr_comm=SimpleNamespace(disabled=not serves))
+    connect, own = attach(monkeypatch, group), SimpleNamespace(disabled=not serves)
+    group.qr_comm = own  # as it is while ours connects
+    _, _, refuse, _ = connect.call_args.args
+    reason = refuse(SimpleNamespace(measured=False, settings=SimpleNamespace(min_bytes=min_bytes)))
+    assert (reason is not None) is (serves and min_bytes is None)
+    assert reason is None or reason.endswith("set ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB for ours")
+
+
+@pytest.mark.parametrize("hip", [False, True], ids=["cuda", "rocm"])
+def test_which_devices_a_process_sees(hip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "is_hip", lambda: hip)
+    variable = communicator.members(MagicMock()).visible_devices
+    assert variable == ("HIP_VISIBLE_DEVICES" if hip else "CUDA_VISIBLE_DEVICES")
 
 
 def test_a_wrong_wish_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

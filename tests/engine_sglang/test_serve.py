@@ -89,7 +89,9 @@ def test_two_ranks_with_the_quantized_all_reduce(folder: Path, bf16: torch.Tenso
 def test_experts_and_unequal_scales(folder: Path, nvfp4_moe: nvfp4_checkpoints.Quantized) -> None:
     checkpoint = nvfp4_moe.write_compressed_tensors(folder / "moe-ct", activations=True)
     values = nvfp4_moe.write_values(folder / "moe-values")
-    served = servers.run(folder / "moe-ct-run", checkpoint)
+    # Shared out between two ranks: rows of gate and up, columns of down.
+    ranks, binding = 2 - (torch.cuda.device_count() == 1), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    served = servers.run(folder / "moe-ct-run", checkpoint, "--dtype=float16", f"--tp-size={ranks}", **binding)
     assert "nvfp4_triton: 4 linear layers" in served.log
     assert "2 mixture-of-experts layers" in served.log
     # What a checkpoint and its values in BF16 differ by is roundings, which may flip the choice of an expert.

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of ptpc_fp8 as its tensors arrive, by SGLang's own rules of which expert is where."""
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm_sglang import ptpc_linear, ptpc_moe
+from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+
+ATTENTION, EXPERTS = "model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.experts"
+HIDDEN, INNER = 32, 16
+
+
+@pytest.fixture(autouse=True)
+def loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang loads by itself."""
+    for module in (ptpc_linear, ptpc_moe):
+        monkeypatch.setattr(module, "loads_tensors", lambda: True)
+        monkeypatch.setattr(module, "device_type", lambda: "cpu")
+    monkeypatch.setattr(ptpc_moe, "moves_experts", lambda: False)
+    monkeypatch.setattr(ptpc_moe, "lacking", lambda layer: None)
+
+
+def layer_of(kind: type, **facts: Any) -> Any:
+    made = object.__new__(kind)
+    torch.nn.Module.__init__(made)
+    vars(made).update(facts)
+    return made
+
+
+def linear() -> tuple[Any, ptpc_linear.PtpcFp8LinearMethod]:
+    """q, k and v of 16 rows each."""
+    layer, method = layer_of(LinearBase), ptpc_linear.PtpcFp8LinearMethod(PtpcFp8Config(), ATTENTION)
+
+    def loader(weight: torch.nn.Parameter, tensor: torch.Tensor, shard: str) -> None:
+        weight.data["qkv".index(shard) * 16 :][:16] = tensor
+
+    method.create_weights(layer, HIDDEN, [16, 16, 16], HIDDEN, 48, torch.bfloat16, weight_loader=loader)
+    return layer, method
+
+
+def tensor(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns).bfloat16()
+
+
+def test_a_layer_is_quantized_with_its_last_shard() -> None:
+    layer, method = linear()
+    shards = {shard: tensor(16, HIDDEN) for shard in "vqk"}
+    for shard, values in shards.items():
+        assert layer.weight.is_meta
+        layer.weight.weight_loader(layer.weight, values, shard)
+    codes, scale = fp8.quantize_rows(torch.cat([shards[shard] for shard in "qkv"]), fp8.OCP)
+    assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(layer.weight_scale, scale)
+    method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match=f"{ATTENTION}.weight was quantized to FP8 when .*: start the server again"):
+        layer.weight.weight_loader(layer.weight, shards["q"], "q")
+
+
+def test_a_layer_without_a_shard_is_refused() -> None:
+    layer, method = linear()
+    for shard in "qv":
+        layer.weight.weight_loader(layer.weight, tensor(16, HIDDEN), shard)
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight is missing"):
+        method.process_weights_after_loading(layer)
+
+
+def experts() -> tuple[Any, ptpc_moe.PtpcFp8MoEMethod]:
+    """Of four experts the second of two ranks has the last two."""
+    facts = {"_expert_storage_rank": 1, "_num_local_routed": 2, "_num_global_routed": 4, "_has_fused_shared": False}
+    layer = layer_of(FusedMoE, **facts, num_experts=4, num_local_experts=2, moe_tp_size=1)
+    method = ptpc_moe.PtpcFp8MoEMethod(PtpcFp8Config(), layer, EXPERTS)
+
+    def loader(weight: torch.nn.Parameter, tensor: torch.Tensor, name: str, shard: str, expert: int) -> None:
+        assert expert in (2, 3), "what another rank has is not for this one"
+        weight.data[expert - 2][INNER if shard == "w3" else 0 :][: len(tensor)] = tensor
+
+    method.create_weights(layer, 2, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    return layer, method
+
+
+def load_experts(layer: Any, missing: tuple[int, str] | None = None) -> dict[tuple[int, str], torch.Tensor]:
+    """What all ranks' experts are loaded from, but for `missing`."""
+    given = {}
+    for expert in range(4):
+        for shard in ("w1", "w2", "w3"):
+            given[expert, shard] = tensor(HIDDEN, INNER) if shard == "w2" else tensor(INNER, HIDDEN)
+            if (expert, shard) != missing:
+                weight = layer.w2_weight if shard == "w2" else layer.w13_weight
+                weight.weight_loader(weight, given[expert, shard], f"{EXPERTS}.weight", shard, expert)
+    return given
+
+
+def test_experts_of_this_rank_are_quantized() -> None:
+    layer, method = experts()
+    given = load_experts(layer)
+    for name, shards in (("w13_weight", ("w1", "w3")), ("w2_weight", ("w2",))):
+        whole = torch.stack([torch.cat([given[expert, shard] for shard in shards]) for expert in (2, 3)])
+        codes, scale = fp8.quantize_rows(whole, fp8.OCP)
+        assert torch.equal(getattr(layer, name).view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(getattr(layer, f"{name}_scale"), scale)
+    method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match=f"{EXPERTS}.w2_weight was quantized to FP8 when .*: start the server again"):
+        layer.w2_weight.weight_loader(layer.w2_weight, given[3, "w2"], f"{EXPERTS}.weight", "w2", 3)
+
+
+@pytest.mark.parametrize(("shard", "name"), [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")])
+def test_experts_without_a_tensor_are_refused(shard: str, name: str) -> None:
+    layer, method = experts()
+    load_experts(layer, missing=(3, shard))
+    with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.experts\.3\.{name}\.weight is missing"):
+        method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(("shard", "name"), [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")])
+def test_a_tensor_that_holds_nan_is_named(shard: str, name: str) -> None:
+    layer, _ = experts()
+    broken = tensor(HIDDEN, INNER) if shard == "w2" else tensor(INNER, HIDDEN)
+    broken[0, 0] = torch.nan
+    weight = layer.w2_weight if shard == "w2" else layer.w13_weight
+    weight.weight_loader(weight, broken, f"{EXPERTS}.weight", shard, 3)
+    with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.experts\.3\.{name}\.weight holds NaN"):
+        load_experts(layer, missing=(3, shard))
