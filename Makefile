@@ -64,7 +64,7 @@ lint: venv
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
-# Two workers of one thread. A file of engine tests stays with one worker, whose engines its tests share.
+# Two workers of one thread. A file of vLLM's tests stays with one worker, whose engines its tests share.
 test: venv
 	@SECONDS=0; \
 	stage() { title=$$1; shift; echo "== $$title"; "$$@" || \
@@ -73,7 +73,7 @@ test: venv
 	stage "library" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore=tests/engine; \
 	stage "vLLM" env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/engine; \
 	[ ! -d $(VENV)/sglang ] || stage "SGLang" env PYTHONPATH=tests/engine_sglang/stand_ins:$(VENV)/sglang \
-		$(BIN)/python -m pytest -q tests/engine_sglang; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/engine_sglang; \
 	echo "make test: all passed in $$SECONDS s"
 
 # tests/gcnsim tests the simulator that executes the kernels.
