@@ -25,5 +25,6 @@ def test_latent_attention_and_shared_experts(folder: Path) -> None:
     assert "10 linear layers" in result.log
     assert "1 mixture-of-experts layers" in result.log
     weights = result.weights[0]
-    assert weights["model.layers.0.self_attn.fused_qkv_a_proj.weight"].dtype == torch.bfloat16
-    assert weights["model.layers.0.self_attn.kv_b_proj.weight"].dtype == torch.uint8
+    # By their scales: where CPUs have AMX, vLLM packs some weights into its own layout and leaves none behind.
+    assert "model.layers.0.self_attn.fused_qkv_a_proj.weight_scale" not in weights
+    assert weights["model.layers.0.self_attn.kv_b_proj.weight_scale"].dtype == torch.uint8
