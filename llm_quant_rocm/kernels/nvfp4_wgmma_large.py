@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -45,6 +44,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     place,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.sizes import cdiv
 
 RING_BYTES = 192 * 1024
 # Bytes of a row of x in one step.
@@ -440,8 +440,8 @@ def _launch(
     block_k = STEP_BYTES // x.element_size()
     # No more than run together: one waits for what another adds.
     programs = min(config.programs or sys.maxsize, _multiprocessors(x.device))
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    whole = whole_tiles(tiles, triton.cdiv(k, block_k * UNROLL), programs, config.cut)
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
+    whole = whole_tiles(tiles, cdiv(k, block_k * UNROLL), programs, config.cut)
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)

@@ -55,6 +55,7 @@ from llm_quant_rocm.kernels.quick_reduce import (
     report_lost,
     set_flags,
 )
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
@@ -81,7 +82,7 @@ class Config:
         return self._values(columns, wire_units.unit_values(codec.planes[0] if codec.planes else 0))
 
     def _values(self, columns: int, of_a_lane: int) -> int:
-        return min(self.threads * of_a_lane, max(triton.next_power_of_2(columns), BLOCK))
+        return min(self.threads * of_a_lane, max(next_power_of_2(columns), BLOCK))
 
 
 def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
@@ -94,7 +95,7 @@ def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) ->
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     most = 512 if rows <= units else 256
-    units_of_row = triton.next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
+    units_of_row = next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
     threads = min(most, max(128, units_of_row))
     return Config(threads, units * (1 if rows <= units else 4 if columns <= 4096 else 2))
 
@@ -123,7 +124,7 @@ def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config,
     if rows <= min(config.programs, slots):
         return Cut(rows, 1)
     # In the two-shot a rank's rows have neighbouring slots if rings are whole rounds of owners.
-    ring = SLOTS.value if shots == 1 else triton.cdiv(SLOTS.value, world) * world
+    ring = SLOTS.value if shots == 1 else cdiv(SLOTS.value, world) * world
     programs = min(config.programs, slots // ring)
     if not programs:
         raise ValueError(
@@ -165,7 +166,7 @@ def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, targe
 
 def _groups(columns: int) -> int:
     """Groups of a row's buffer."""
-    return triton.cdiv(columns, BLOCK) * (BLOCK // GROUP)
+    return cdiv(columns, BLOCK) * (BLOCK // GROUP)
 
 
 def _reduce(
