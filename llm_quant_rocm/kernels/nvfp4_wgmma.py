@@ -17,6 +17,7 @@ finds its share there.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -454,5 +455,9 @@ def gemm(
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle, tensor.element_size() * 8, len(block))
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
+
+
+@cache
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, rank)

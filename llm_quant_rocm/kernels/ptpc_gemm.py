@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -190,8 +190,7 @@ def ptpc_gemm(
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     programs = tiles
     if config.programs:
-        sms = torch.cuda.get_device_properties(xq.device).multi_processor_count
-        programs = min(tiles, config.programs * sms)
+        programs = min(tiles, config.programs * multiprocessors(xq.device))
     ptpc_gemm_kernel[(programs, split_k)](
         x, w, destination, xscale, wscale, bias, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,

@@ -45,6 +45,7 @@ unchanged.
 """
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class Mailbox:
     phase_bytes: int
     max_tiles: int
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.peers.numel()
 
@@ -172,6 +173,7 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
 
 
+@cache
 def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     """What serves messages between `world` ranks best, as far as it was measured.
 
@@ -194,7 +196,7 @@ def two_shot(
     """out = the sum of x over the ranks, on every rank with the same bits. All ranks call with as many values.
 
     Args:
-        x, out: bf16 or fp16 [values], contiguous, at multiples of 16 bytes.
+        x, out: bf16 or fp16, of one shape, contiguous, at multiples of 16 bytes.
         max_spins: looks at a flag until its rank counts as lost.
         cast_bf16_to_fp16: bf16 travels as fp16.
 
@@ -249,6 +251,7 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
     )  # fmt: skip
 
 
+@cache
 def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
