@@ -159,7 +159,7 @@ X, W, S = torch.zeros(2, 16).bfloat16(), torch.ones(16), torch.ones(1)
         ((X, W), {"scale": S}, ValueError, "need a scale and others take none"),
         ((X, W), {"quantization": "nvfp4", "scale": S.half()}, ValueError, "scale is torch.float16"),
         ((X, W), {"quantization": "nvfp4", "scale": torch.ones(2)}, ValueError, r"scale is torch.float32 \(2,\)"),
-        ((X, W), {"quantization": "nvfp4", "scale": S.to("meta")}, ValueError, "scale is .* on meta; it is one fp32 on"),
+        ((X, W), {"quantization": "nvfp4", "scale": S.to("meta")}, ValueError, "scale is .* on meta; it is one fp32"),
         ((X, W), {"group": "tp:7"}, ValueError, "no ranks are registered under 'tp:7'"),
     ],
     ids=["x", "weight dtype", "weight", "weight device", "scalar", "columns", "no columns", "residual",
