@@ -7,9 +7,10 @@ from functools import cache
 import torch
 
 
-@dataclass(frozen=True)
+# Compared by identity: every choice and configuration is looked up by it, in every call.
+@dataclass(frozen=True, eq=False)
 class Hardware:
-    """One device's facts, as far as an operator's numbers or choice of kernel depend on them.
+    """One device's facts, as far as an operator's numbers or choice of kernel depend on them. One object a device.
 
     Attributes:
         arch: "cpu", "sm_90", "gfx942", ...
@@ -55,6 +56,7 @@ def amd(arch: str) -> Hardware:
     return _AMD[name]
 
 
+@cache
 def nvidia(major: int, minor: int) -> Hardware:
     """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and
     programmatic dependent launch with 9.0, NVFP4 with 10.0."""
@@ -68,6 +70,12 @@ def _gpu(index: int) -> Hardware:
     if torch.version.hip:
         return replace(amd(properties.gcnArchName), units=properties.multi_processor_count)
     return nvidia(properties.major, properties.minor)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors an NVIDIA GPU has. Asks the driver once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def detect(device: torch.device) -> Hardware:

@@ -130,7 +130,7 @@ class QuickReduce:
             shots = 2 if algorithm is Algorithm.TWO_SHOT else 1
             config = self._config or kernels.default_config(self._hardware, self._mailbox.world, shots)
             _KERNELS[algorithm](
-                values.view(-1), out.view(-1), self._mailbox, codec, config, self._max_spins,
+                values, out, self._mailbox, codec, config, self._max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,
             )  # fmt: skip
         return out

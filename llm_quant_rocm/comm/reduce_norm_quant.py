@@ -156,7 +156,7 @@ class Ranks:
         Raises:
             ValueError: x is elsewhere than the memory, or the memory is too small.
         """
-        from llm_quant_rocm.kernels import reduce_norm_quant as kernels
+        import llm_quant_rocm.kernels.reduce_norm_quant as kernels
 
         memory = self.memory
         assert memory is not None
@@ -175,8 +175,10 @@ class Ranks:
         config = self.config or kernels.default_config(x.shape[0], x.shape[1], codec, detect(x.device))
         out = target.empty(x)
         step = memory.mailbox.max_tiles
-        if step < x.shape[0]:
-            step -= step % target.layout.tile_rows
+        if x.shape[0] <= step:  # without slices, which take the host as long as the launch
+            kernel(x, residual, norm, target, out, memory.mailbox, codec, config, memory.max_spins)
+            return out
+        step -= step % target.layout.tile_rows
         if not step:
             raise ValueError(
                 f"flags of {memory.mailbox.max_tiles} tiles do not serve {target.layout.tile_rows} rows: give it more"

@@ -24,9 +24,9 @@ from llm_quant_rocm import hardware
 _CHUNK_ELEMENTS = 1024 * 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fp8Format:
-    """One flavour of E4M3.
+    """One flavour of E4M3: `OCP` or `FNUZ`, there are no others.
 
     Attributes:
         name: "ocp" (NVIDIA, gfx950) or "fnuz" (gfx942).

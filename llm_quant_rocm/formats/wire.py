@@ -47,6 +47,7 @@ low nibble), and lets every plane be unpacked two values at a time, into the hal
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -88,7 +89,7 @@ class Codec:
         """Whether codes are integers, with a signed scale."""
         return self.name.startswith("INT")
 
-    @property
+    @cached_property
     def group_bytes(self) -> int:
         """Bytes on the wire for 32 values."""
         return sum(4 * bits for bits in self.planes) + 2 if self.quantizes else 2 * GROUP

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.sizes import next_power_of_2
 
 
 def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str, int]:
@@ -19,7 +20,7 @@ def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str,
     A lane takes 8 values of every block, and at most 128 of a row.
     """
     threads = 128 if columns <= 8192 else 256 if columns * operands <= 32768 else 512
-    block = min(threads * 8, triton.next_power_of_2(max(columns, 16)))
+    block = min(threads * 8, next_power_of_2(max(columns, 16)))
     options = {"BLOCK": block, "num_warps": threads // hardware.lanes}
     if columns > 16384 and hardware.arch.startswith("sm_"):
         # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.

@@ -2,7 +2,6 @@
 """NVFP4 weights expanded to FP8 in memory on Hopper, for products of so many rows that this is the smaller part."""
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -11,6 +10,7 @@ from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8
 from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.sizes import cdiv
 
 # Pieces of a program's tile, across and down.
 DEPTH, ROW_TILES = 4, 4
@@ -55,7 +55,7 @@ def expand_fp8(
     """Rows `first` (a multiple of 128) to first + rows of the weight [n, k] as `formats.nvfp4.to_fp8` makes them, E4M3
     [rows, k], columns in the order of `per_token_quant_fp8(interleave=True)`."""
     out = torch.empty((rows, k), dtype=fp8.OCP.dtype, device=words.device)
-    grid = (triton.cdiv(k, DEPTH * 64), triton.cdiv(rows, ROW_TILES * 16))
+    grid = (cdiv(k, DEPTH * 64), cdiv(rows, ROW_TILES * 16))
     nvfp4_expand_kernel[grid](
         words, scale_bytes.view(torch.uint16), out.view(torch.int32), first // 16, rows, n, k,
         DEPTH=DEPTH, NT=ROW_TILES, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),

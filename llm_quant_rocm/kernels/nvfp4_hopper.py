@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
@@ -16,6 +15,7 @@ from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
+from llm_quant_rocm.kernels.sizes import cdiv
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
@@ -92,10 +92,10 @@ def fp8_config_of(fields: Mapping[str, Any]) -> Fp8Config:
 
 def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config | None:
     """What should be fastest where nobody has measured, by an estimate of each; None for the 16-bit product."""
-    rows = triton.cdiv(m, 128) * 128 if m <= 128 else triton.cdiv(m, 256) * 256
+    rows = cdiv(m, 128) * 128 if m <= 128 else cdiv(m, 256) * 256
     exact = max(2 * rows * n * k / (_FEW_16_BIT if m <= 128 else _16_BIT), n * k * 9 / 16 / _COPY) + 2 * _LAUNCH
     quantizing = 3 * m * k / _COPY + _LAUNCH
-    waves = triton.cdiv(triton.cdiv(m, 256) * triton.cdiv(n, 128), _SMS)
+    waves = cdiv(cdiv(m, 256) * cdiv(n, 128), _SMS)
     decoding = quantizing + waves * (k * _TILE_COLUMN + _TILE)
     # 9/16 of a byte of each weight read, one written.
     expanding = quantizing + n * k * 25 / 16 / _COPY + 2 * m * n * k / _CUBLAS_FP8 + 2 * _LAUNCH

@@ -22,7 +22,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import AMDMFMALayout
@@ -32,6 +31,7 @@ from llm_quant_rocm.formats.nvfp4_mfma import PAD_K
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # Later Tritons than 3.6 let the caller choose the registers of sums; 3.6 takes accumulation registers by itself.
 CHOOSES_REGISTERS = gl.constexpr("cd_regclass" in signature(mfma).parameters)
@@ -65,8 +65,8 @@ def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
     that writing and reading the parts (8 bytes an element of out, in the cache) comes to more than half of the weight
     (9/16 byte an element).
     """
-    block_m = min(64, max(16, triton.next_power_of_2(m)))
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 128)
+    block_m = min(64, max(16, next_power_of_2(m)))
+    tiles = cdiv(m, block_m) * cdiv(n, 128)
     most = min(2 * multiprocessors // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
     split_k = 1
     while 2 * split_k <= most:
@@ -76,7 +76,7 @@ def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
 
 def default_moe_config(slots: int, experts: int) -> Config:
     """Tiles cut for the rows that an expert has on average, by reasoning too."""
-    return Config(min(64, max(16, triton.next_power_of_2(triton.cdiv(slots, experts)))))
+    return Config(min(64, max(16, next_power_of_2(cdiv(slots, experts)))))
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
@@ -359,8 +359,8 @@ def gemm(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_m, block_n = config.block_m, config.block_n
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    split_k = min(config.split_k, triton.cdiv(k, PAD_K))
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
+    split_k = min(config.split_k, cdiv(k, PAD_K))
     partial = None
     if split_k > 1:
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
@@ -372,7 +372,7 @@ def gemm(
         ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, acc_layout=layout, num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
-        nvfp4_mfma_add_kernel[(tiles, triton.cdiv(min(m, block_m), PART_ROWS))](
+        nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](
             partial, global_scale, bias, out, tile_expert, row_map, row_weight, m, n,
             BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, UNSCALE=unscale, ACTIVATION=activation,
             acc_layout=layout, num_warps=config.warps,

@@ -5,13 +5,13 @@ With many rows of x decoding every weight once costs little, and a vendor's GEMM
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.formats.nvfp4_mfma import PAD_K, PAD_N
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.nvfp4_mfma import decode_pieces, load_weight
+from llm_quant_rocm.kernels.sizes import cdiv
 
 
 @gluon.jit(do_not_specialize=["first_row"])
@@ -61,7 +61,7 @@ def expand(
     """
     rows, k = out.shape
     block_n = PAD_N
-    nvfp4_mfma_expand_kernel[(triton.cdiv(rows, block_n), triton.cdiv(k, PAD_K))](
+    nvfp4_mfma_expand_kernel[(cdiv(rows, block_n), cdiv(k, PAD_K))](
         words, scale_bytes.view(torch.int32), factor, out, first_row, rows, n, k,
         BLOCK_N=block_n, ARCH=hardware.arch, num_warps=4,
     )  # fmt: skip

@@ -17,9 +17,9 @@ finds its share there.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -38,6 +38,7 @@ from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.flags import FLAGS, flags_of
 from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.sizes import cdiv
 
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -72,7 +73,7 @@ class Config:
 def default_config(m: int, n: int, k: int) -> Config:
     """A sound choice for up to 64 rows where nobody has measured."""
     # Four small programs on each multiprocessor of an H100, or two, but no stretches of less than 512 columns.
-    most = triton.cdiv(n, 64) * max(1, k // 512)
+    most = cdiv(n, 64) * max(1, k // 512)
     if m <= 32:
         return Config(16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
     return Config(64, 64, 128, min(2 * 132, most), stages=2)
@@ -427,9 +428,9 @@ def gemm(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     depth = config.block_k // COLUMNS
-    tiles_m = triton.cdiv(m, config.block_m)
-    tiles = tiles_m * triton.cdiv(n, config.block_n)
-    groups = tiles * triton.cdiv(k, config.block_k * config.unroll)
+    tiles_m = cdiv(m, config.block_m)
+    tiles = tiles_m * cdiv(n, config.block_n)
+    groups = tiles * cdiv(k, config.block_k * config.unroll)
     programs = min(config.programs, groups, FLAGS)
     parts = flags = None
     if programs:
@@ -454,5 +455,9 @@ def gemm(
 
 
 def _descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle, tensor.element_size() * 8, len(block))
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
+
+
+@cache
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, rank)

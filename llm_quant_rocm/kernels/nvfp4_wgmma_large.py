@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
@@ -45,6 +44,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     place,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.sizes import cdiv
 
 RING_BYTES = 192 * 1024
 # Bytes of a row of x in one step.
@@ -376,11 +376,6 @@ def nvfp4_wgmma_large_kernel(
     )  # fmt: skip
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
     """How many of the tiles, of so many groups of steps each, not to cut where `cut` waves may be."""
     # Parts cost about as much time as three groups of steps.
@@ -439,17 +434,17 @@ def _launch(
     (m, k), n = x.shape, out.shape[1]
     block_k = STEP_BYTES // x.element_size()
     # No more than run together: one waits for what another adds.
-    programs = min(config.programs or sys.maxsize, _multiprocessors(x.device))
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    whole = whole_tiles(tiles, triton.cdiv(k, block_k * UNROLL), programs, config.cut)
+    programs = min(config.programs or sys.maxsize, multiprocessors(x.device))
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
+    whole = whole_tiles(tiles, cdiv(k, block_k * UNROLL), programs, config.cut)
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
-    layout = gl.NVMMASharedLayout.get_default_for([config.block_m, block_k], dtype)
-    rows_of_x = TensorDescriptor.from_tensor(x, [config.block_m, block_k], layout)
+    block = [config.block_m, block_k]
+    rows_of_x = TensorDescriptor.from_tensor(x, block, _layout(*block, dtype))
     nvfp4_wgmma_large_kernel[(programs,)](
         rows_of_x, x_scale, words, scale_bytes.view(torch.uint16), global_scale, bias, out, parts, flags, m, n, k,
         whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=block_k // COLUMNS,
@@ -457,3 +452,8 @@ def _launch(
         UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-token FP8 quantization: one program a row, one read of x, one write of the codes."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
-from llm_quant_rocm.hardware import detect
+from llm_quant_rocm.hardware import Hardware, detect
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, load_half_groups, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
@@ -50,9 +53,20 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = Fals
     q = torch.empty((rows, columns), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
-        device = detect(x.device)
-        per_token_quant_kernel[(rows,)](
-            x, q, scale, x.stride(0), FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            INTERLEAVE=interleave, PDL=device.pdl, **row_launch(columns, device), **pdl_option(device),
-        )  # fmt: skip
+        constants = _constants(columns, fmt, interleave, detect(x.device))
+        per_token_quant_kernel[(rows,)](x, q, scale, x.stride(0), **constants)
     return q, scale
+
+
+@cache
+def _constants(columns: int, fmt: Fp8Format, interleave: bool, hardware: Hardware) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "FP8_MAX": fmt.max,
+        "MIN_SCALE": fmt.min_scale,
+        "COLUMNS": columns,
+        "INTERLEAVE": interleave,
+        "PDL": hardware.pdl,
+        **row_launch(columns, hardware),
+        **pdl_option(hardware),
+    }

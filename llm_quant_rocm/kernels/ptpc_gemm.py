@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class GemmConfig:
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     """A sound choice for shapes and devices that nobody has measured."""
     if m <= 64:
-        block_m = max(16, triton.next_power_of_2(m))
+        block_m = max(16, next_power_of_2(m))
         split_k = max(1, min(8, 256 * 64 // max(n, 1), k // 1024))
         swap = hardware.tma
         return GemmConfig(block_m, 64, 128, 6 if hardware.tma else 2, 4, 1, split_k, swap, hardware.tma and k % 16 == 0)
@@ -170,7 +171,7 @@ def ptpc_gemm(
     """Product [M, N] of xq [M, K] and wq [N, K], both with contiguous rows; xscale [M, 1], wscale [N, 1], bias [N]."""
     (m, k), n = xq.shape, wq.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=xq.device)
-    split_k = min(config.split_k, triton.cdiv(k, config.block_k))
+    split_k = min(config.split_k, cdiv(k, config.block_k))
     destination = out if split_k == 1 else torch.empty((split_k, m, n), dtype=torch.float32, device=xq.device)
     decode = not hardware.fp8_units
     tma = config.tma and hardware.tma and not decode and not (xq.stride(0) % 16 or wq.stride(0) % 16)
@@ -186,11 +187,10 @@ def ptpc_gemm(
     tma_store = tma and not config.swap_ab and split_k == 1 and out.element_size() == 2 and n % 8 == 0
     if tma_store:
         destination = TensorDescriptor.from_tensor(out, [config.block_m, config.block_n // 2])
-    tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     programs = tiles
     if config.programs:
-        sms = torch.cuda.get_device_properties(xq.device).multi_processor_count
-        programs = min(tiles, config.programs * sms)
+        programs = min(tiles, config.programs * multiprocessors(xq.device))
     ptpc_gemm_kernel[(programs, split_k)](
         x, w, destination, xscale, wscale, bias, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
@@ -200,7 +200,7 @@ def ptpc_gemm(
         num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
     )  # fmt: skip
     if split_k > 1:
-        split_k_kernel[(m, triton.cdiv(n, 1024))](
+        split_k_kernel[(m, cdiv(n, 1024))](
             destination, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024,
             PDL=hardware.pdl, **pdl_option(hardware),
         )  # fmt: skip

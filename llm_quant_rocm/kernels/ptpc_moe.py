@@ -20,6 +20,7 @@ from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, row_launc
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
+from llm_quant_rocm.kernels.sizes import cdiv
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def ptpc_moe(
     ) -> torch.Tensor:
         n, k = w.shape[1:]
         out = torch.empty((slots, n), dtype=x.dtype, device=x.device)
-        grouped_gemm_kernel[(routing.tile_expert.numel(), triton.cdiv(n, config.block_n))](
+        grouped_gemm_kernel[(routing.tile_expert.numel(), cdiv(n, config.block_n))](
             a.view(torch.uint8) if decode else a, ascale, w.view(torch.uint8) if decode else w, wscale, out,
             routing.row_map, routing.tile_expert, row_weight, n, k,
             SLOTS_PER_ROW=per_row, DECODE=decode, SWAP_AB=hardware.tma and config.block_m < 64,

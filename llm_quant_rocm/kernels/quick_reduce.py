@@ -45,6 +45,7 @@ unchanged.
 """
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import wire_units
+from llm_quant_rocm.kernels.sizes import cdiv
 
 # int32 words of `Mailbox.state`. CALL is an int64, of two words, and so are flags: in 32 bits an engine's calls come to
 # their first number again within days, and a flag that is that old, of a tile that only large messages have, looks new.
@@ -118,7 +120,7 @@ class Mailbox:
     phase_bytes: int
     max_tiles: int
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.peers.numel()
 
@@ -140,25 +142,25 @@ class Mailbox:
         """
         room = self.phase_bytes // (self.world * config.buffer_bytes(codec))
         values = config.buffer_values * (self.world if shots == 2 else 1)
-        pieces = triton.cdiv(count, values)  # of one buffer
+        pieces = cdiv(count, values)  # of one buffer
         slots = SLOTS.value * config.programs
 
         def fits(buffers: int) -> bool:
-            return min(triton.cdiv(pieces, buffers), slots) * buffers <= room
+            return min(cdiv(pieces, buffers), slots) * buffers <= room
 
         # As few rounds as the largest pieces allow, as waits are a tile's; then the smallest pieces that need no more.
-        rounds = triton.cdiv(pieces, config.programs * config.buffers)
-        wanted = triton.cdiv(pieces, config.programs * rounds)
+        rounds = cdiv(pieces, config.programs * config.buffers)
+        wanted = cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.
         fitting = next((buffers for buffers in range(wanted, 1, -1) if fits(buffers)), 1)
-        buffers = max(fitting, triton.cdiv(pieces, self.max_tiles))
+        buffers = max(fitting, cdiv(pieces, self.max_tiles))
         programs = config.programs if fits(buffers) else room // (SLOTS.value * buffers)
         if programs == 0:
             raise ValueError(
                 f"inboxes of {self.phase_bytes} bytes with flags of {self.max_tiles} tiles do not serve {count} values "
                 f"of {codec.name} between {self.world} ranks: enlarge them"
             )
-        tiles = triton.cdiv(count, values * buffers)
+        tiles = cdiv(count, values * buffers)
         if tiles * values * buffers >= 2**31:
             raise ValueError(
                 f"{count} values are too many for one quantized all-reduce, which counts in 32 bits: split them"
@@ -171,6 +173,7 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
     return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
 
 
+@cache
 def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     """What serves messages between `world` ranks best, as far as it was measured.
 
@@ -193,7 +196,7 @@ def two_shot(
     """out = the sum of x over the ranks, on every rank with the same bits. All ranks call with as many values.
 
     Args:
-        x, out: bf16 or fp16 [values], contiguous, at multiples of 16 bytes.
+        x, out: bf16 or fp16, of one shape, contiguous, at multiples of 16 bytes.
         max_spins: looks at a flag until its rank counts as lost.
         cast_bf16_to_fp16: bf16 travels as fp16.
 
@@ -248,6 +251,7 @@ def warm_up(shots: int, dtype: torch.dtype, codec: Codec, config: Config, world:
     )  # fmt: skip
 
 
+@cache
 def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {

@@ -22,6 +22,7 @@ A row travels as a whole buffer of `formats.wire`, zeros beyond its columns; gro
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from llm_quant_rocm.kernels.quick_reduce import (
     report_lost,
     set_flags,
 )
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
@@ -78,10 +80,10 @@ class Config:
 
     def chunk(self, columns: int, codec: Codec) -> int:
         """Values of a row that are encoded at once, a unit of `kernels.wire_units` by each lane."""
-        return self._values(columns, wire_units.unit_values(codec.planes[0] if codec.planes else 0))
+        return self._values(columns, wire_units.unit_values_of(codec))
 
     def _values(self, columns: int, of_a_lane: int) -> int:
-        return min(self.threads * of_a_lane, max(triton.next_power_of_2(columns), BLOCK))
+        return min(self.threads * of_a_lane, max(next_power_of_2(columns), BLOCK))
 
 
 def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) -> Config:
@@ -94,7 +96,7 @@ def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) ->
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     most = 512 if rows <= units else 256
-    units_of_row = triton.next_power_of_2(columns) // wire_units.unit_values(codec.planes[0] if codec.planes else 0)
+    units_of_row = next_power_of_2(columns) // wire_units.unit_values_of(codec)
     threads = min(most, max(128, units_of_row))
     return Config(threads, units * (1 if rows <= units else 4 if columns <= 4096 else 2))
 
@@ -123,7 +125,7 @@ def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config,
     if rows <= min(config.programs, slots):
         return Cut(rows, 1)
     # In the two-shot a rank's rows have neighbouring slots if rings are whole rounds of owners.
-    ring = SLOTS.value if shots == 1 else triton.cdiv(SLOTS.value, world) * world
+    ring = SLOTS.value if shots == 1 else cdiv(SLOTS.value, world) * world
     programs = min(config.programs, slots // ring)
     if not programs:
         raise ValueError(
@@ -159,13 +161,14 @@ def two_shot(
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
     """`one_shot` of one rank alone, on any number of rows."""
     rows, columns = x.shape
-    config = Config(128 if columns <= 1024 else 256 if columns <= 4096 else 512, rows)
+    # A program for each row, whatever the configuration says, which constants are kept by.
+    config = Config(128 if columns <= 1024 else 256 if columns <= 4096 else 512, programs=0)
     _launch(norm_quant_kernel, rows, config, x, residual, norm, target, out)
 
 
 def _groups(columns: int) -> int:
     """Groups of a row's buffer."""
-    return triton.cdiv(columns, BLOCK) * (BLOCK // GROUP)
+    return cdiv(columns, BLOCK) * (BLOCK // GROUP)
 
 
 def _reduce(
@@ -180,8 +183,7 @@ def _reduce(
         kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring,
         piece_bytes=piece_bytes(columns, codec), peers_ptr=mailbox.peers, state_ptr=mailbox.state,
         report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
-        max_spins=max_spins, MAX=torch.finfo(x.dtype).max, ROW_GROUPS=_groups(columns),
-        CHUNK=config.chunk(columns, codec), WORLD=mailbox.world, **wire_units.constants(codec, x.dtype),
+        max_spins=max_spins, **_constants_on_the_wire(columns, x.dtype, codec, config, mailbox.world),
     )  # fmt: skip
 
 
@@ -192,19 +194,51 @@ def _launch(
     rows, columns = x.shape
     if not rows:
         return
-    hardware = detect(x.device)
     padded = out.scales.shape[0] - rows if out.scales is not None else 0
     added = x if residual is None else residual
     # What is absent is not touched; x stands in for it.
     normed, codes, scales, given = (x if t is None else t for t in (*out[1:], norm.scale))
     kernel[(programs + padded,)](
         x, added, norm.weight, out.residual, normed, codes, scales, given,
-        rows, programs, x.stride(0), added.stride(0), norm.eps,
-        HAS_RESIDUAL=residual is not None, WEIGHT_BIAS=norm.weight_bias, NORMED=target.normed,
-        QUANTIZATION=QUANTIZATIONS[target.quantization], LAYOUT=LAYOUTS[target.layout], FP8_MAX=target.fmt.max,
-        MIN_SCALE=target.fmt.min_scale, COLUMNS=columns, BLOCK=config.block(columns), PDL=hardware.pdl,
-        num_warps=config.threads // hardware.lanes, enable_fp_fusion=False, **reduction, **pdl_option(hardware),
+        rows, programs, x.stride(0), added.stride(0), norm.eps, **reduction,
+        **_constants(columns, residual is not None, norm.weight_bias, target, config, detect(x.device)),
     )  # fmt: skip
+
+
+@cache
+def _constants(
+    columns: int, has_residual: bool, weight_bias: float, target: Target, config: Config, hardware: Hardware
+) -> dict[str, Any]:
+    """What every kernel is compiled for."""
+    return {
+        "HAS_RESIDUAL": has_residual,
+        "WEIGHT_BIAS": weight_bias,
+        "NORMED": target.normed,
+        "QUANTIZATION": QUANTIZATIONS[target.quantization],
+        "LAYOUT": LAYOUTS[target.layout],
+        "FP8_MAX": target.fmt.max,
+        "MIN_SCALE": target.fmt.min_scale,
+        "COLUMNS": columns,
+        "BLOCK": config.block(columns),
+        "PDL": hardware.pdl,
+        "num_warps": config.threads // hardware.lanes,
+        "enable_fp_fusion": False,
+        **pdl_option(hardware),
+    }
+
+
+@cache
+def _constants_on_the_wire(
+    columns: int, dtype: torch.dtype, codec: Codec, config: Config, world: int
+) -> dict[str, Any]:
+    """What kernels that reduce are compiled for besides."""
+    return {
+        "MAX": torch.finfo(dtype).max,
+        "ROW_GROUPS": _groups(columns),
+        "CHUNK": config.chunk(columns, codec),
+        "WORLD": world,
+        **wire_units.constants(codec, dtype),
+    }
 
 
 _RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins"]

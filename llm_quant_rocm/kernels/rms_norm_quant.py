@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and per-token FP8 quantization as one kernel: one program a row, every value read and written once."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
-from llm_quant_rocm.hardware import detect
+from llm_quant_rocm.hardware import Hardware, detect
 from llm_quant_rocm.kernels.fp8_row import (
     larger,
     load_block,
@@ -76,12 +79,24 @@ def rms_norm_quant_fp8(
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     if rows:
-        device = detect(x.device)
         added = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
             x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
-            HAS_RESIDUAL=residual is not None, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=columns,
-            PDL=device.pdl, enable_fp_fusion=False, **row_launch(columns, device, 1 if residual is None else 2),
-            **pdl_option(device),
+            **_constants(columns, residual is not None, fmt, detect(x.device)),
         )  # fmt: skip
     return q, scale, total
+
+
+@cache
+def _constants(columns: int, has_residual: bool, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "HAS_RESIDUAL": has_residual,
+        "FP8_MAX": fmt.max,
+        "MIN_SCALE": fmt.min_scale,
+        "COLUMNS": columns,
+        "PDL": hardware.pdl,
+        "enable_fp_fusion": False,
+        **row_launch(columns, hardware, 2 if has_residual else 1),
+        **pdl_option(hardware),
+    }

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 MANY_SLOTS = 4096
 # Parts in which many slots are counted: about two programs for each multiprocessor.
@@ -182,7 +183,7 @@ def schedule(
         row_weight = torch.empty(tiles * block_m, dtype=torch.float32, device=device)
     if not tiles:
         return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight)
-    bins = max(64, triton.next_power_of_2(experts))
+    bins = max(64, next_power_of_2(experts))
     known = experts if expert_map is None else expert_map.numel()
     constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)}
     counts, part_slots = None, 16
@@ -191,7 +192,7 @@ def schedule(
         # A tile's slots are scattered over many more of other experts.
         chunk, warps = 2048, 16
         counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
-        part_slots = triton.cdiv(slots, _PARTS * 16) * 16
+        part_slots = cdiv(slots, _PARTS * 16) * 16
         count_kernel[(_PARTS,)](
             topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
         )
@@ -228,8 +229,8 @@ def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Har
     rows, columns = row_map.numel(), x.shape[1]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if out.numel():
-        block = min(1024, triton.next_power_of_2(columns))
-        gather_rows_kernel[(rows // 8, triton.cdiv(columns, block))](
+        block = min(1024, next_power_of_2(columns))
+        gather_rows_kernel[(rows // 8, cdiv(columns, block))](
             x, row_map, out, columns, TOPK=topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4,
             **pdl_option(hardware),
         )  # fmt: skip
@@ -273,9 +274,9 @@ def sum_rows(
     columns = rows.shape[1]
     out = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if out.numel():
-        block = min(1024, triton.next_power_of_2(columns))
+        block = min(1024, next_power_of_2(columns))
         known = experts if expert_map is None else expert_map.numel()
-        sum_rows_kernel[(tokens, triton.cdiv(columns, block))](
+        sum_rows_kernel[(tokens, cdiv(columns, block))](
             rows, topk_ids, expert_map, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
             PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip

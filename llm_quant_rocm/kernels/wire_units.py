@@ -12,6 +12,7 @@ looks whether one of its groups is such; only then are these rewritten, to value
 Kernels that call `encode` are launched with enable_fp_fusion=False: products round before they are converted.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ def constants(codec: Codec, dtype: torch.dtype) -> dict[str, Any]:
         "HIGH": high,
         "T": _TYPES[dtype],
     }
+
+
+@cache
+def unit_values_of(codec: Codec) -> int:
+    """Values of a unit, for the host."""
+    return unit_values(codec.planes[0] if codec.planes else 0)
 
 
 @triton.constexpr_function

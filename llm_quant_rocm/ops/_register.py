@@ -23,6 +23,8 @@ def register(
 
     def checked(*args: Any) -> Any:
         validate(*args)
+        if not _elsewhere(args[0]):
+            return implementation(*args)
         with torch.cuda.device_of(args[0]):
             return implementation(*args)
 
@@ -37,7 +39,6 @@ def register(
     return getattr(torch.ops.llm_quant_rocm, name).default
 
 
-def check(condition: bool, error: type[Exception], message: Callable[[], str]) -> None:
-    """Raises `error` with the message unless `condition` holds; the message is built only then."""
-    if not condition:
-        raise error(message())
+def _elsewhere(x: torch.Tensor) -> bool:
+    """Whether x is on a GPU that is not the current one. To ask costs less than to make the current one current."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()

@@ -3,8 +3,6 @@
 
 import torch
 
-from llm_quant_rocm.ops._register import check
-
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _SIGNED = (torch.int32, torch.int64)
 # What the kernels of `routing` read; some of the engines' dispatchers have unsigned ids.
@@ -26,37 +24,27 @@ def check_routing(
         TypeError: a dtype.
         ValueError: shapes or devices, an unknown activation, or a router weight on the input of several experts.
     """
-    check(
-        topk_ids.dim() == 2 and topk_ids.shape[0] == x.shape[0] and topk_ids.shape == topk_weights.shape,
-        ValueError,
-        lambda: (
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape != topk_weights.shape:
+        raise ValueError(
             f"{operator}: topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
             f"[{x.shape[0]}, k]"
-        ),
-    )
-    check(
-        topk_ids.dtype in _IDS and topk_weights.is_floating_point(),
-        TypeError,
-        lambda: (
+        )
+    if topk_ids.dtype not in _IDS or not topk_weights.is_floating_point():
+        raise TypeError(
             f"{operator}: topk_ids are integers of 32 or 64 bits and topk_weights are floats; got {topk_ids.dtype}, "
             f"{topk_weights.dtype}"
-        ),
-    )
+        )
     if expert_map is not None and (expert_map.dtype not in _SIGNED or expert_map.dim() != 1):
         raise TypeError(
             f"{operator}: expert_map has one int32 or int64 for each expert of the model; got {expert_map.dtype} "
             f"{tuple(expert_map.shape)}"
         )
-    check(
-        activation in ACTIVATIONS,
-        ValueError,
-        lambda: f"{operator}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}",
-    )
-    check(
-        not apply_router_weight_on_input or topk_ids.shape[1] == 1,
-        ValueError,
-        lambda: f"{operator}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}",
-    )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{operator}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+        raise ValueError(
+            f"{operator}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}"
+        )
     for label, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
         if tensor is not None:
             check_device(operator, label, tensor, x)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the row kernels (quantization, normalization) can be asked, and what their Triton backend refuses."""
 
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ HALF_OR_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 MAX_COLUMNS = 65536
 
 
-@dataclass(frozen=True)
-class RowCall:
+class RowCall(NamedTuple):
     """A call's facts that decide its backend."""
 
     hardware: Hardware
@@ -35,5 +34,10 @@ def triton_refusal(call: RowCall) -> str | None:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x [..., K] as [M, K] with a contiguous last dimension, copied only where it must be."""
-    flat = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def rows_as(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What became of `rows_of(x)`, [M, N], as [..., N]."""
+    return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[-1])

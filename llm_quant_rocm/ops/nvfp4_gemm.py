@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8, nvfp4
-from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_of
+from llm_quant_rocm.ops._register import register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_as, rows_of
 from llm_quant_rocm.ops.nvfp4_weight import (
     MAX_RUNS,
     PreparedNvFp4Weight,
@@ -50,8 +49,7 @@ DECODE_ROWS = 64
 VENDOR_ROWS = 1024
 
 
-@dataclass(frozen=True)
-class GemmCall:
+class GemmCall(NamedTuple):
     """A call's facts that decide its backend.
 
     Attributes:
@@ -81,6 +79,7 @@ def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor 
     return reference.nvfp4_gemm(x, rows, bias, x.dtype, call.batch_invariant)
 
 
+@cache
 def kernels_of(arch: str) -> ModuleType:
     """The NVFP4 kernels of an architecture; importing them imports Triton."""
     if arch == "sm_90":
@@ -188,27 +187,24 @@ def _validate(
     batch_invariant: bool,
     runs: torch.Tensor | None = None,
 ) -> None:
-    check(x.dtype in HALF, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
+    if x.dtype not in HALF:
+        raise TypeError(f"{NAME}: x is {x.dtype}, not bf16 or fp16")
     check_weight(NAME, "weight", PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k, runs), ())
-    check(
-        x.dim() > 0 and x.shape[-1] == k,
-        ValueError,
-        lambda: f"{NAME}: x {tuple(x.shape)} and the weight [{n}, {k}] do not fit: [..., K] and [N, K] are needed",
-    )
-    check(
-        bias is None or (bias.shape == (n,) and bias.dtype in HALF_OR_SINGLE),
-        ValueError,
-        lambda: f"{NAME}: bias must be bf16, fp16 or fp32 of shape ({n},)",
-    )
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise ValueError(
+            f"{NAME}: x {tuple(x.shape)} and the weight [{n}, {k}] do not fit: [..., K] and [N, K] are needed"
+        )
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in HALF_OR_SINGLE):
+        raise ValueError(f"{NAME}: bias must be bf16, fp16 or fp32 of shape ({n},)")
     for label, tensor in (("weight", codes), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{NAME}: {label} is on {tensor.device}, x on {x.device}; move them to one device")
-    check(prefill in PREFILLS, ValueError, lambda: f"{NAME}: prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
-    check(
-        not (batch_invariant and prefill == "fp8"),
-        ValueError,
-        lambda: f"{NAME}: with prefill='fp8' a row's result depends on the number of rows; use 'exact' to be invariant",
-    )
+    if prefill not in PREFILLS:
+        raise ValueError(f"{NAME}: prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
+    if batch_invariant and prefill == "fp8":
+        raise ValueError(
+            f"{NAME}: with prefill='fp8' a row's result depends on the number of rows; use 'exact' to be invariant"
+        )
 
 
 def _implementation(
@@ -224,21 +220,21 @@ def _implementation(
     batch_invariant: bool,
     runs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    shape = (*x.shape[:-1], n)
     rows = rows_of(x)
-    if 0 in (rows.shape[0], n, k):
-        out = x.new_zeros(shape)
+    m = rows.shape[0]
+    if not (m and n and k):
+        out = x.new_zeros((*x.shape[:-1], n))
         return out if bias is None else out + bias.to(x.dtype)
-    in_fp8 = prefill == "fp8" and rows.shape[0] > DECODE_ROWS
+    in_fp8 = prefill == "fp8" and m > DECODE_ROWS
     weight = PreparedNvFp4Weight(codes, scales, global_scale, layout, n, k, runs)
     call = GemmCall(
-        hardware.detect(x.device), rows.shape[0], n, k, x.dtype, layout, in_fp8, batch_invariant,
+        hardware.detect(x.device), m, n, k, x.dtype, layout, in_fp8, batch_invariant,
         bias=None if bias is None else bias.dtype,
         runs=len(runs_of(weight)),
         captured=runs is not None and x.is_cuda and torch.cuda.is_current_stream_capturing(),
     )  # fmt: skip
     bias = None if bias is None else bias.contiguous()
-    return _choose(call).backend.run(rows, weight, bias, call).view(shape)
+    return rows_as(x, _choose(call).backend.run(rows, weight, bias, call))
 
 
 _operator = register(

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts with 16-bit activations and NVFP4 weights."""
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
-from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF, kernels_of
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
@@ -17,8 +16,7 @@ from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, n
 NAME = "nvfp4_moe"
 
 
-@dataclass(frozen=True)
-class MoeCall:
+class MoeCall(NamedTuple):
     """A call's facts that decide its backend. `hidden` and `inner` are H and I of w13 [E, 2I, H] and w2 [E, H, I]."""
 
     hardware: hardware.Hardware
@@ -117,8 +115,10 @@ def _validate(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
 ) -> None:
-    check(x.dtype in HALF, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
-    check(x.dim() == 2, ValueError, lambda: f"{NAME}: x is [T, H]; got {tuple(x.shape)}")
+    if x.dtype not in HALF:
+        raise TypeError(f"{NAME}: x is {x.dtype}, not bf16 or fp16")
+    if x.dim() != 2:
+        raise ValueError(f"{NAME}: x is [T, H]; got {tuple(x.shape)}")
     hidden, leading = x.shape[1], (w13_global.shape[0],)
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
@@ -193,14 +193,11 @@ def nvfp4_moe(
         ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
     """
     experts, hidden = (w13.global_scale.shape[0], x.shape[-1]) if x.dim() else (0, 0)
-    check(
-        w13.k == w2.n == hidden and w13.n == 2 * w2.k and w2.global_scale.shape[:-1] == (experts,),
-        ValueError,
-        lambda: (
+    if not (w13.k == w2.n == hidden and w13.n == 2 * w2.k and w2.global_scale.shape[:-1] == (experts,)):
+        raise ValueError(
             f"{NAME}: x {tuple(x.shape)}, w13 {_shape(w13)} and w2 {_shape(w2)} do not fit: "
             "[T, H], [E, 2I, H] and [E, H, I] are needed"
-        ),
-    )
+        )
     return _operator(
         x,
         w13.codes,

@@ -5,7 +5,6 @@ import torch
 
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
-from llm_quant_rocm.ops._register import check
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 
 NAME = "nvfp4_moe_w4a4"
@@ -33,13 +32,13 @@ def nvfp4_moe_w4a4(
         ValueError: shapes, devices, the activation, or a router weight on the input with k > 1.
     """
     experts = w13.codes.shape[0]
-    check(
-        x.dim() == 2 and w13.k == w2.n == x.shape[1] and w13.n == 2 * w2.k and w2.codes.shape[0] == experts,
-        ValueError,
-        lambda: f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.codes.shape)} and w2 {tuple(w2.codes.shape)} do not fit",
-    )
+    if not (x.dim() == 2 and w13.k == w2.n == x.shape[1] and w13.n == 2 * w2.k and w2.codes.shape[0] == experts):
+        raise ValueError(
+            f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.codes.shape)} and w2 {tuple(w2.codes.shape)} do not fit"
+        )
     for scale in input_scales:
-        check(scale.shape == (experts,), ValueError, lambda: f"{NAME}: input_scales must be [{experts}] each")
+        if scale.shape != (experts,):
+            raise ValueError(f"{NAME}: input_scales must be [{experts}] each")
         check_device(NAME, "input_scales", scale, x)
     check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
     x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)

@@ -10,7 +10,6 @@ import torch
 from llm_quant_rocm import backends, hardware
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma, nvfp4_wgmma
 from llm_quant_rocm.formats.nvfp4_packing import Parts
-from llm_quant_rocm.ops._register import check
 
 ROW = "row"
 # A fused layer has a global scale for each of its shards: three in q, k, v.
@@ -153,23 +152,20 @@ def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading
         ValueError: an unknown layout, a K that is no multiple of 16, shapes, strides or devices.
     """
     layout, n, k = weight.layout, weight.n, weight.k
-    check(
-        layout in LAYOUTS,
-        ValueError,
-        lambda: f"{operator}: {label}: layout {layout!r} is not one of {', '.join(LAYOUTS)}",
-    )
-    check(
-        k % nvfp4.BLOCK == 0,
-        ValueError,
-        lambda: f"{operator}: {label} has {k} columns, no multiple of {nvfp4.BLOCK}; keep this layer in 16 bits",
-    )
+    if layout not in LAYOUTS:
+        raise ValueError(f"{operator}: {label}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if k % nvfp4.BLOCK:
+        raise ValueError(
+            f"{operator}: {label} has {k} columns, no multiple of {nvfp4.BLOCK}; keep this layer in 16 bits"
+        )
     codes, scales = LAYOUTS[layout](n, k)
-    expected = {
-        "codes": (weight.codes, *codes),
-        "scales": (weight.scales, *scales),
-        "global_scale": (weight.global_scale, torch.float32, (n,)),
-    }
-    for part, (tensor, dtype, matrix) in expected.items():
+    device = weight.codes.device
+    expected = (
+        ("codes", weight.codes, *codes),
+        ("scales", weight.scales, *scales),
+        ("global_scale", weight.global_scale, torch.float32, (n,)),
+    )
+    for part, tensor, dtype, matrix in expected:
         shape = (*leading, *matrix)
         if tensor.dtype != dtype:
             raise TypeError(f"{operator}: {label}.{part} is {tensor.dtype}, not {dtype}; make it with formats.nvfp4")
@@ -177,10 +173,9 @@ def check_weight(operator: str, label: str, weight: PreparedNvFp4Weight, leading
             raise ValueError(f"{operator}: {label}.{part} has shape {tuple(tensor.shape)}, not {shape}")
         if not tensor.is_contiguous():
             raise ValueError(f"{operator}: {label}.{part} is not contiguous; make it with ops.prepare_nvfp4_weight")
-        if tensor.device != weight.codes.device:
+        if tensor.device != device:
             raise ValueError(
-                f"{operator}: {label}.{part} is on {tensor.device}, {label}.codes on {weight.codes.device}; "
-                "move them to one device"
+                f"{operator}: {label}.{part} is on {tensor.device}, {label}.codes on {device}; move them to one device"
             )
     if weight.runs is not None and (weight.runs.dtype != torch.float64 or weight.runs.shape != (MAX_RUNS, 2)):
         raise ValueError(

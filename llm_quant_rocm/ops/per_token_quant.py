@@ -8,8 +8,8 @@ import torch
 from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_of, triton_refusal
+from llm_quant_rocm.ops._register import register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
 
 
 def _triton(x: torch.Tensor, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,14 +30,16 @@ def _choose(call: RowCall) -> Choice:
 
 
 def _validate(x: torch.Tensor) -> None:
-    check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"per_token_quant_fp8: x is {x.dtype}, not bf16, fp16 or fp32")
-    check(x.dim() > 0, ValueError, lambda: "per_token_quant_fp8: x is a scalar; it needs a last dimension to quantize")
+    if x.dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"per_token_quant_fp8: x is {x.dtype}, not bf16, fp16 or fp32")
+    if x.dim() == 0:
+        raise ValueError("per_token_quant_fp8: x is a scalar; it needs a last dimension to quantize")
 
 
 def _implementation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     call = RowCall(hardware.detect(x.device), x.shape[-1])
     q, scale = _choose(call).backend.run(rows_of(x), fp8.of_dtype(call.hardware.fp8_dtype))
-    return q.view(x.shape), scale.view(*x.shape[:-1], 1)
+    return rows_as(x, q), rows_as(x, scale)
 
 
 def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

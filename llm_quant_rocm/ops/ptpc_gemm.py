@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of per-token FP8 activations and per-channel FP8 weights, and the linear layer made of it."""
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -10,16 +10,15 @@ from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose, missing
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops import _aiter
-from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_of
+from llm_quant_rocm.ops._register import register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_as, rows_of
 from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8
 
 ROW = "row"
 LAYOUTS = (ROW, _aiter.LAYOUT)
 
 
-@dataclass(frozen=True)
-class GemmCall:
+class GemmCall(NamedTuple):
     """A call's facts that decide its backend."""
 
     device: torch.device
@@ -91,11 +90,11 @@ def _run_triton(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels import ptpc_gemm as kernel
+    from llm_quant_rocm.kernels.ptpc_gemm import ptpc_gemm
 
     device = hardware.detect(xq.device)
     config = _config(device, xq.shape[0], *wq.shape)
-    return kernel.ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
+    return ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
 
 
 @lru_cache(tuning.KEPT)
@@ -132,50 +131,35 @@ def _validate(
     name = "ptpc_gemm"
     for label, codes in (("xq", xq), ("wq", wq)):
         flavour = hardware.detect(codes.device).fp8_dtype
-        check(
-            codes.dtype in (fp8.OCP.dtype, fp8.FNUZ.dtype),
-            TypeError,
-            lambda: f"{name}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8",  # noqa: B023
-        )
+        if codes.dtype == flavour:
+            continue
+        if codes.dtype not in (fp8.OCP.dtype, fp8.FNUZ.dtype):
+            raise TypeError(f"{name}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8")
         cure = "convert it with formats.fp8.ocp_to_fnuz" if flavour == fp8.FNUZ.dtype else "quantize it for this device"
-        check(
-            codes.dtype == flavour,
-            TypeError,
-            lambda: f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}",  # noqa: B023
+        raise TypeError(f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}")
+    x_shape, w_shape, device = xq.shape, wq.shape, xq.device
+    if not x_shape or len(w_shape) != 2 or x_shape[-1] != w_shape[1]:
+        raise ValueError(
+            f"{name}: xq {tuple(x_shape)} and wq {tuple(w_shape)} do not fit: [..., K] and [N, K] are needed"
         )
-    check(
-        xq.dim() > 0 and wq.dim() == 2 and xq.shape[-1] == wq.shape[1],
-        ValueError,
-        lambda: f"{name}: xq {tuple(xq.shape)} and wq {tuple(wq.shape)} do not fit: [..., K] and [N, K] are needed",
-    )
-    check(
-        xscale.dtype == wscale.dtype == torch.float32,
-        TypeError,
-        lambda: f"{name}: scales are fp32, not {xscale.dtype} and {wscale.dtype}",
-    )
-    check(
-        xscale.shape == (*xq.shape[:-1], 1) and wscale.shape == (wq.shape[0], 1),
-        ValueError,
-        lambda: (
+    if xscale.dtype != torch.float32 or wscale.dtype != torch.float32:
+        raise TypeError(f"{name}: scales are fp32, not {xscale.dtype} and {wscale.dtype}")
+    if xscale.shape != (*x_shape[:-1], 1) or wscale.shape != (w_shape[0], 1):
+        raise ValueError(
             f"{name}: xscale {tuple(xscale.shape)} and wscale {tuple(wscale.shape)} must be "
-            f"{(*xq.shape[:-1], 1)} and {(wq.shape[0], 1)}"
-        ),
-    )
-    check(
-        bias is None or (bias.shape == wq.shape[:1] and bias.dtype in HALF_OR_SINGLE),
-        ValueError,
-        lambda: f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(wq.shape[:1])}",
-    )
-    check(out_dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
+            f"{(*x_shape[:-1], 1)} and {(w_shape[0], 1)}"
+        )
+    if bias is not None and (bias.shape != w_shape[:1] or bias.dtype not in HALF_OR_SINGLE):
+        raise ValueError(f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(w_shape[:1])}")
+    if out_dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
     for label, tensor in (("xscale", xscale), ("wq", wq), ("wscale", wscale), ("bias", bias)):
-        if tensor is not None and tensor.device != xq.device:
-            raise ValueError(f"{name}: {label} is on {tensor.device}, xq on {xq.device}; move them to one device")
-    check(layout in LAYOUTS, ValueError, lambda: f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
-    check(
-        layout != ROW or wq.stride(1) == 1 or wq.numel() == 0,
-        ValueError,
-        lambda: f"{name}: wq must have contiguous rows; it has strides {wq.stride()}",
-    )
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: {label} is on {tensor.device}, xq on {device}; move them to one device")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+    if layout == ROW and wq.stride(1) != 1 and wq.numel() > 0:
+        raise ValueError(f"{name}: wq must have contiguous rows; it has strides {wq.stride()}")
 
 
 def _implementation(
@@ -187,16 +171,15 @@ def _implementation(
     out_dtype: torch.dtype,
     layout: str,
 ) -> torch.Tensor:
-    n, k = wq.shape
-    shape = (*xq.shape[:-1], n)
-    rows = rows_of(xq)
-    if 0 in (rows.shape[0], n, k):
-        out = xq.new_zeros(shape, dtype=out_dtype)
+    rows, (n, k) = rows_of(xq), wq.shape
+    m = rows.shape[0]
+    if not (m and n and k):
+        out = xq.new_zeros((*xq.shape[:-1], n), dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
-    call = GemmCall(xq.device, rows.shape[0], n, k, out_dtype, None if bias is None else bias.dtype, layout)
-    xscale, wscale = xscale.reshape(-1, 1).contiguous(), wscale.contiguous()
+    call = GemmCall(xq.device, m, n, k, out_dtype, None if bias is None else bias.dtype, layout)
+    xscale, wscale = rows_of(xscale).contiguous(), wscale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype).view(shape)
+    return rows_as(xq, _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype))
 
 
 _operator = register(

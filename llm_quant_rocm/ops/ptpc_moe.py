@@ -9,7 +9,7 @@ import torch
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.ops._register import check, register
+from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
 
@@ -84,21 +84,18 @@ def _validate(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
 ) -> None:
-    check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
-    check(
-        x.dim() == 2 and w13.dim() == 3 and w2.dim() == 3,
-        ValueError,
-        lambda: f"{NAME}: x is [T, H], w13 [E, 2I, H] and w2 [E, H, I]; got {x.shape}, {w13.shape} and {w2.shape}",
-    )
+    if x.dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
+    if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
+        raise ValueError(
+            f"{NAME}: x is [T, H], w13 [E, 2I, H] and w2 [E, H, I]; got {x.shape}, {w13.shape} and {w2.shape}"
+        )
     experts, hidden, inner = w2.shape
-    check(
-        w13.shape == (experts, 2 * inner, hidden) and x.shape[1] == hidden,
-        ValueError,
-        lambda: (
+    if w13.shape != (experts, 2 * inner, hidden) or x.shape[1] != hidden:
+        raise ValueError(
             f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit: "
             "[T, H], [E, 2I, H] and [E, H, I] are needed"
-        ),
-    )
+        )
     flavour = hardware.detect(x.device).fp8_dtype
     for label, codes, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale)):
         if codes.dtype != flavour:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, RMSNorm and quantization: what stands between two layers of a tensor-parallel model."""
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -14,17 +14,17 @@ from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleL
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm.formats.wire import DTYPES
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_of, triton_refusal
+from llm_quant_rocm.ops._register import register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
 
 NAME = "reduce_norm_quant"
 # kernels.reduce_norm_quant keeps a row in registers; repeated here because importing the kernel imports Triton.
 MAX_COLUMNS = 32768
+_QUANTIZATIONS, _LAYOUTS = frozenset(Quantization), frozenset(ScaleLayout)
 _GIVEN = (Quantization.FP8_STATIC, Quantization.NVFP4)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call's facts that decide its backend; `obstacle` is why there is no peer memory."""
 
     hardware: Hardware
@@ -81,78 +81,53 @@ def _validate(
     weight_bias: float, group: str, quantization: str, layout: str, normed: bool,
 ) -> None:  # fmt: skip
     ranks_named(group)
-    check(x.dtype in DTYPES, TypeError, lambda: f"{NAME}: x is {x.dtype}, not bf16 or fp16")
-    check(
-        weight.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{NAME}: weight is {weight.dtype}, not bf16, fp16 or fp32"
-    )
-    check(
-        x.dim() > 0 and weight.shape == x.shape[-1:] and weight.device == x.device,
-        ValueError,
-        lambda: (
-            f"{NAME}: weight has shape {tuple(weight.shape)} on {weight.device}; x {tuple(x.shape)} on {x.device} "
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if dtype not in DTYPES:
+        raise TypeError(f"{NAME}: x is {dtype}, not bf16 or fp16")
+    if weight.dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"{NAME}: weight is {weight.dtype}, not bf16, fp16 or fp32")
+    if not shape or weight.shape != shape[-1:] or weight.device != device:
+        raise ValueError(
+            f"{NAME}: weight has shape {tuple(weight.shape)} on {weight.device}; x {tuple(shape)} on {device} "
             "needs its last dimension there"
-        ),
-    )
-    check(
-        x.shape[-1] > 0 and x.shape[-1] % BLOCK == 0,
-        ValueError,
-        lambda: f"{NAME}: x has {x.shape[-1]} columns, no multiple of {BLOCK}",
-    )
-    if residual is not None:
-        check(
-            residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device,
-            ValueError,
-            lambda: (
-                f"{NAME}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}, "
-                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; they must agree"
-            ),
         )
-    check(
-        quantization in set(Quantization),
-        ValueError,
-        lambda: f"{NAME}: {quantization!r} is no quantization: use {', '.join(Quantization)}",
-    )
-    check(
-        layout in set(ScaleLayout),
-        ValueError,
-        lambda: f"{NAME}: {layout!r} is no layout of scales: use {', '.join(ScaleLayout)}",
-    )
-    check(
-        layout == ScaleLayout.LINEAR or quantization == Quantization.NVFP4,
-        ValueError,
-        lambda: f"{NAME}: only NVFP4's scales have the layout {layout}, not those of {quantization}",
-    )
-    check(
-        normed or quantization != Quantization.NONE,
-        ValueError,
-        lambda: f"{NAME}: quantization {quantization!r} without the normalised rows leaves nothing to return",
-    )
-    check(
-        (scale is not None) == (quantization in _GIVEN),
-        ValueError,
-        lambda: f"{NAME}: {', '.join(_GIVEN)} need a scale and others take none; quantization is {quantization}",
-    )
-    if scale is not None:
-        check(
-            scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == x.device,
-            ValueError,
-            lambda: (
-                f"{NAME}: scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it is one fp32 on {x.device}"
-            ),
+    if shape[-1] == 0 or shape[-1] % BLOCK:
+        raise ValueError(f"{NAME}: x has {shape[-1]} columns, no multiple of {BLOCK}")
+    if residual is not None and (residual.shape != shape or residual.dtype != dtype or residual.device != device):
+        raise ValueError(
+            f"{NAME}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}, "
+            f"x is {dtype} {tuple(shape)} on {device}; they must agree"
+        )
+    if quantization not in _QUANTIZATIONS:
+        raise ValueError(f"{NAME}: {quantization!r} is no quantization: use {', '.join(Quantization)}")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"{NAME}: {layout!r} is no layout of scales: use {', '.join(ScaleLayout)}")
+    if layout != ScaleLayout.LINEAR and quantization != Quantization.NVFP4:
+        raise ValueError(f"{NAME}: only NVFP4's scales have the layout {layout}, not those of {quantization}")
+    if not normed and quantization == Quantization.NONE:
+        raise ValueError(f"{NAME}: quantization {quantization!r} without the normalised rows leaves nothing to return")
+    if (scale is not None) != (quantization in _GIVEN):
+        raise ValueError(
+            f"{NAME}: {', '.join(_GIVEN)} need a scale and others take none; quantization is {quantization}"
+        )
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
+        raise ValueError(
+            f"{NAME}: scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it is one fp32 on {device}"
         )
 
 
-def _target(x: torch.Tensor, quantization: str, layout: str, normed: bool) -> Target:
-    fmt = fp8.of_dtype(hardware.detect(x.device).fp8_dtype)
-    return Target(Quantization(quantization), fmt, ScaleLayout(layout), normed)
+@cache
+def _target(device: Hardware, quantization: str, layout: str, normed: bool) -> Target:
+    return Target(Quantization(quantization), fp8.of_dtype(device.fp8_dtype), ScaleLayout(layout), normed)
 
 
 def _run(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor | None, eps: float,
     weight_bias: float, group: str, quantization: str, layout: str, normed: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    ranks, target = ranks_named(group), _target(x, quantization, layout, normed)
-    call = Call(hardware.detect(x.device), x.shape[-1], ranks.world, ranks.obstacle)
+) -> Result:  # fmt: skip
+    ranks, device = ranks_named(group), hardware.detect(x.device)
+    target = _target(device, quantization, layout, normed)
+    call = Call(device, x.shape[-1], ranks.world, ranks.obstacle)
     added = None if residual is None else rows_of(residual)
     norm = Norm(weight.contiguous(), eps, weight_bias, scale)
     return _shaped(x, target, _choose(call).backend.run(ranks, rows_of(x), added, norm, target))
@@ -161,21 +136,20 @@ def _run(
 def _fake(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, scale: torch.Tensor | None, eps: float,
     weight_bias: float, group: str, quantization: str, layout: str, normed: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    target = _target(x, quantization, layout, normed)
+) -> Result:  # fmt: skip
+    target = _target(hardware.detect(x.device), quantization, layout, normed)
     return _shaped(x, target, target.empty(rows_of(x)))
 
 
-def _shaped(x: torch.Tensor, target: Target, out: Result) -> tuple[torch.Tensor, ...]:
-    """Results in the shape of x; empty tensors for those that are absent, which an operator must give too."""
+def _shaped(x: torch.Tensor, target: Target, out: Result) -> Result:
+    """Results in the shape of x; tiled scales as they are. None stays for those that are absent: of an operator's
+    tensors some may be undefined."""
+    scales = out.scales if target.layout is not ScaleLayout.LINEAR else _as(x, out.scales)
+    return Result(rows_as(x, out.residual), _as(x, out.normed), _as(x, out.codes), scales)
 
-    def shaped(part: torch.Tensor | None) -> torch.Tensor:
-        if part is None:
-            return x.new_empty(0)
-        tiled = part is out.scales and target.layout is not ScaleLayout.LINEAR
-        return part if tiled else part.view(*x.shape[:-1], part.shape[-1])
 
-    return tuple(shaped(part) for part in out)
+def _as(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None else rows_as(x, rows)
 
 
 _operator = register(
@@ -226,7 +200,4 @@ def reduce_norm_quant(
         TypeError: a dtype.
         ValueError: shapes, devices or options that do not fit, or a group that nobody registered.
     """
-    out = _operator(x, residual, weight, scale, eps, weight_bias, group, quantization, layout, normed)
-    quantized = quantization != Quantization.NONE
-    has_scales = quantization in (Quantization.FP8_PER_TOKEN, Quantization.NVFP4)
-    return Result(out[0], out[1] if normed else None, out[2] if quantized else None, out[3] if has_scales else None)
+    return Result(*_operator(x, residual, weight, scale, eps, weight_bias, group, quantization, layout, normed))

@@ -8,8 +8,8 @@ import torch
 from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.ops._register import check, register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_of, triton_refusal
+from llm_quant_rocm.ops._register import register
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,26 +35,22 @@ def _choose(call: RowCall) -> Choice:
 
 def _validate(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> None:
     name = "rms_norm_quant_fp8"
-    check(x.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: x is {x.dtype}, not bf16, fp16 or fp32")
-    check(
-        weight.dtype in HALF_OR_SINGLE, TypeError, lambda: f"{name}: weight is {weight.dtype}, not bf16, fp16 or fp32"
-    )
-    check(
-        x.dim() > 0 and weight.shape == x.shape[-1:],
-        ValueError,
-        lambda: f"{name}: weight has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs its last dimension",
-    )
-    check(weight.device == x.device, ValueError, lambda: f"{name}: weight is on {weight.device}, x on {x.device}")
-    if residual is None:
-        return
-    check(
-        residual.shape == x.shape and residual.dtype == x.dtype and residual.device == x.device,
-        ValueError,
-        lambda: (
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"{name}: x is {dtype}, not bf16, fp16 or fp32")
+    if weight.dtype not in HALF_OR_SINGLE:
+        raise TypeError(f"{name}: weight is {weight.dtype}, not bf16, fp16 or fp32")
+    if not shape or weight.shape != shape[-1:]:
+        raise ValueError(
+            f"{name}: weight has shape {tuple(weight.shape)}; x of shape {tuple(shape)} needs its last dimension"
+        )
+    if weight.device != device:
+        raise ValueError(f"{name}: weight is on {weight.device}, x on {device}")
+    if residual is not None and (residual.shape != shape or residual.dtype != dtype or residual.device != device):
+        raise ValueError(
             f"{name}: residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}, "
-            f"x is {x.dtype} {tuple(x.shape)} on {x.device}; they must agree"
-        ),
-    )
+            f"x is {dtype} {tuple(shape)} on {device}; they must agree"
+        )
 
 
 def _run(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> Result:
@@ -63,7 +59,7 @@ def _run(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tens
     q, scale, total = _choose(call).backend.run(
         rows_of(x), weight.contiguous(), eps, flat_residual, fp8.of_dtype(call.hardware.fp8_dtype)
     )
-    return q.view(x.shape), scale.view(*x.shape[:-1], 1), total.view(x.shape)
+    return rows_as(x, q), rows_as(x, scale), rows_as(x, total)
 
 
 def _fake_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 """ops.nvfp4_gemm on the CPU, where the reference runs."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -209,7 +208,7 @@ def with_triton() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("with_triton")
 def test_who_serves_many_rows(changes: dict[str, Any], backend: str, reason: str | None) -> None:
-    choice = _choose(replace(MANY, **changes))
+    choice = _choose(MANY._replace(**changes))
     assert choice.backend.name == backend
     reasons = dict(choice.passed_over)
     assert reasons.get("torch", "").startswith(reason) if reason else not reasons
@@ -220,7 +219,7 @@ def test_what_was_measured_counts_before_what_was_derived(monkeypatch: pytest.Mo
     for backend, m in (("torch", 100), ("triton", 5000)):
         measured = tuning.Measured(96, 64, m, backend, {})
         monkeypatch.setattr(tuning, "lookup", lambda *shape, measured=measured: measured)
-        assert _choose(replace(MANY, m=m)).backend.name == backend
+        assert _choose(MANY._replace(m=m)).backend.name == backend
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -231,7 +230,7 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
 
     module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
-    hopper = replace(MANY, hardware=hardware.nvidia(9, 0), layout="wgmma", fp8=True)
+    hopper = MANY._replace(hardware=hardware.nvidia(9, 0), layout="wgmma", fp8=True)
     measured: list[tuning.Measured] = []
     monkeypatch.setattr(tuning, "lookup", lambda *shape: measured[-1] if measured else None)
     chosen = module._fp8_config.__wrapped__
@@ -239,9 +238,9 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     # Of Llama-3-70B: o with few rows, two full waves of tiles, and rows enough to expand the weight.
     estimates = [chosen(hopper.hardware, m, 8192, 8192) for m in (128, 1024, 4096)]
     assert estimates == [None, Config(256, 128, 0), Expanded()]
-    assert not module._in_fp8(replace(hopper, m=128)) and module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    assert not module._in_fp8(hopper._replace(m=128)) and module._in_fp8(hopper._replace(m=4096, n=8192, k=8192))
     measured.append(tuning.Measured(8192, 8192, 4096, "exact", {"values": 2**24}))
-    assert not module._in_fp8(replace(hopper, m=4096, n=8192, k=8192))
+    assert not module._in_fp8(hopper._replace(m=4096, n=8192, k=8192))
     measured.append(tuning.Measured(8192, 8192, 128, "triton", {"values": 2**24}))
     assert chosen(hopper.hardware, 128, 8192, 8192) == Expanded(2**24)
     measured.append(tuning.Measured(8192, 8192, 128, "triton", {"block_m": 256, "block_n": 128, "cut": 1}))
@@ -260,7 +259,7 @@ def test_an_invariant_product_adds_up_no_parts(device: hardware.Hardware, monkey
     monkeypatch.setattr(kernels, "gemm", lambda *operands: configs.append(operands[-1]))
     weight = SimpleNamespace(codes=None, scales=None, global_scale=None)
     for wish in (False, True):
-        one_row = replace(MANY, hardware=device, m=1, n=1024, k=8192, batch_invariant=wish)
+        one_row = MANY._replace(hardware=device, m=1, n=1024, k=8192, batch_invariant=wish)
         module._run_triton(torch.empty(0), weight, None, one_row)
     assert configs[1] == kernels.batch_invariant(configs[0]) != configs[0]
 
@@ -310,6 +309,7 @@ def call(**changes: Any) -> torch.Tensor:
             ValueError,
             r"weight.runs is torch.float32 \(8, 2\), not float64 \(8, 2\)",
         ),
+        ({"runs": torch.zeros(2, 2).double()}, ValueError, r"weight.runs is torch.float64 \(2, 2\), not float64"),
         ({"layout": "column"}, ValueError, "weight: layout 'column' is not one of row"),
         ({"prefill": "fp4"}, ValueError, "prefill 'fp4' is not one of exact, fp8"),
         ({"prefill": "fp8", "batch_invariant": True}, ValueError, "depends on the number of rows; use 'exact'"),

@@ -143,6 +143,9 @@ def other(**sizes: int) -> Any:
         ({"w2": replace(other(), scales=torch.zeros(4, 64, 2))}, TypeError, "w2.scales is torch.float32"),
         ({"w2": replace(other(), codes=torch.zeros(4, 64, 8).byte())}, ValueError, r"w2.codes has shape \(4, 64, 8\)"),
         ({"x": torch.zeros(7, 64).half()}, ValueError, "topk_ids"),
+        ({"topk_ids": torch.zeros(8).int(), "topk_weights": torch.ones(8)}, ValueError, r"topk_ids \(8,\) and .* both"),
+        ({"topk_weights": torch.ones(8, 3)}, ValueError, r"topk_weights \(8, 3\) must both be \[8, k\]"),
+        ({"topk_weights": torch.ones(8, 2).int()}, TypeError, "topk_weights are floats; got .*, torch.int32"),
         ({"topk_ids": torch.zeros(8, 2)}, TypeError, "topk_ids are integers of 32 or 64 bits .* got torch.float32,"),
         # A masked load of bytes gives 255 for -1, which is an expert where there are 256.
         ({"topk_ids": torch.zeros(8, 2, dtype=torch.uint8)}, TypeError, "topk_ids are .* got torch.uint8,"),

@@ -144,9 +144,13 @@ X, W, S = torch.zeros(2, 16).bfloat16(), torch.ones(16), torch.ones(1)
         ((X.float(), W), {}, TypeError, "x is torch.float32, not bf16 or fp16"),
         ((X, W.int()), {}, TypeError, "weight is torch.int32"),
         ((X, W[:15]), {}, ValueError, r"weight has shape \(15,\) on cpu; x \(2, 16\)"),
+        ((X, W.to("meta")), {}, ValueError, r"weight has shape \(16,\) on meta; x \(2, 16\) on cpu"),
+        ((X[0, 0], W[0]), {}, ValueError, r"weight has shape \(\) on cpu; x \(\)"),
         ((X[:, :8], W[:8]), {}, ValueError, "x has 8 columns, no multiple of 16"),
         ((X[:, :0], W[:0]), {}, ValueError, "x has 0 columns, no multiple of 16"),
         ((X, W, X[:1]), {}, ValueError, "residual is torch.bfloat16 .*must agree"),
+        ((X, W, X.half()), {}, ValueError, "residual is torch.float16 .*must agree"),
+        ((X, W, X.to("meta")), {}, ValueError, "residual is .* on meta, .*must agree"),
         ((X, W), {"quantization": "int8"}, ValueError, "'int8' is no quantization: use none, fp8_per_token"),
         ((X, W), {"layout": "4x4"}, ValueError, "'4x4' is no layout of scales: use linear, 128x4, 8x4"),
         ((X, W), {"layout": "8x4"}, ValueError, "only NVFP4's scales have the layout 8x4"),
@@ -155,10 +159,12 @@ X, W, S = torch.zeros(2, 16).bfloat16(), torch.ones(16), torch.ones(1)
         ((X, W), {"scale": S}, ValueError, "need a scale and others take none"),
         ((X, W), {"quantization": "nvfp4", "scale": S.half()}, ValueError, "scale is torch.float16"),
         ((X, W), {"quantization": "nvfp4", "scale": torch.ones(2)}, ValueError, r"scale is torch.float32 \(2,\)"),
+        ((X, W), {"quantization": "nvfp4", "scale": S.to("meta")}, ValueError, "scale is .* on meta; it is one fp32"),
         ((X, W), {"group": "tp:7"}, ValueError, "no ranks are registered under 'tp:7'"),
     ],
-    ids=["x", "weight dtype", "weight", "columns", "no columns", "residual", "quantization", "layout", "linear",
-         "nothing", "no scale", "scale", "scale dtype", "scales", "group"],
+    ids=["x", "weight dtype", "weight", "weight device", "scalar", "columns", "no columns", "residual",
+         "residual dtype", "residual device", "quantization", "layout", "linear", "nothing", "no scale", "scale",
+         "scale dtype", "scales", "scale device", "group"],
 )  # fmt: skip
 def test_refusals(arguments: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

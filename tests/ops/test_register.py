@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +39,17 @@ def test_the_operator_runs_on_the_device_of_its_first_argument(monkeypatch: pyte
         "test_device(Tensor x, Tensor y) -> Tensor", lambda x, y: None, implementation, lambda x, y: torch.empty_like(x)
     )
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(_register, "_elsewhere", lambda tensor: True)
     x, y = torch.ones(2), torch.ones(2)
     assert torch.equal(operator(x, y), x + y)
     assert len(seen) == 1 and seen[0].data_ptr() == x.data_ptr()
     assert not current
+
+
+@pytest.mark.parametrize(("index", "elsewhere"), [(-1, False), (0, True), (1, False)], ids=["cpu", "other", "current"])
+def test_elsewhere_is_a_gpu_that_is_not_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, index: int, elsewhere: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tensor = SimpleNamespace(is_cuda=index >= 0, get_device=lambda: index)
+    assert _register._elsewhere(tensor) is elsewhere  # type: ignore[arg-type]

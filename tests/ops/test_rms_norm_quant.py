@@ -90,8 +90,19 @@ X = torch.zeros(2, 4)
         ((X, torch.ones(4, device="meta")), ValueError, "weight is on meta, x on cpu"),
         ((X, torch.ones(4), 1e-6, X[:1]), ValueError, r"residual is torch.float32 \(1, 4\) on cpu, x is .*must agree"),
         ((X, torch.ones(4), 1e-6, X.half()), ValueError, "residual is torch.float16"),
+        ((X, torch.ones(4), 1e-6, X.to("meta")), ValueError, r"residual is torch.float32 \(2, 4\) on meta"),
     ],
-    ids=["x dtype", "weight dtype", "weight length", "weight rank", "scalar", "device", "residual shape", "residual"],
+    ids=[
+        "x dtype",
+        "weight dtype",
+        "weight length",
+        "weight rank",
+        "scalar",
+        "device",
+        "residual shape",
+        "residual",
+        "residual device",
+    ],
 )
 def test_refusals(arguments: tuple, error: type[Exception], message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(error, match=f"rms_norm_quant_fp8: {message}"):
