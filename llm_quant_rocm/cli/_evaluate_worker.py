@@ -17,6 +17,7 @@ def main(job: dict[str, Any]) -> None:
 
     if current_platform.is_cpu():
         _complete_cpu_build()
+        _avoid_slow_products()
     llm = LLM(
         job["model"],
         quantization=job["quantization"],
@@ -87,6 +88,29 @@ def _complete_cpu_build() -> None:
         return (input.float() * scale.reciprocal()).clamp(-bound, bound).to(torch.float8_e4m3fn), scale
 
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+
+
+def _avoid_slow_products() -> None:
+    """Keep torch's FP8 products away from oneDNN where CPUs have AMX.
+
+    There torch leaves them to oneDNN, whose reference kernel takes minutes for a page of text; torch's own has the same
+    numbers. Everything else stays oneDNN's: vLLM's kernels need it.
+    """
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported():
+        return
+    scaled_mm = torch._scaled_mm
+
+    def without_onednn(*args: Any, **options: Any) -> torch.Tensor:
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return scaled_mm(*args, **options)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+
+    torch._scaled_mm = without_onednn
+    torch.cpu._init_amx()  # oneDNN would have asked the system's leave, and vLLM's kernels take it for granted
 
 
 if __name__ == "__main__":

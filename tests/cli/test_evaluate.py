@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _evaluate, _vllm, _worker, app
+from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker, app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._methods import NAMED, Method, methods_named, refuse_unknown
@@ -173,3 +174,14 @@ def test_our_names_and_folders_ask_no_engine(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(_worker, "run", lambda *_: pytest.fail("vLLM is asked"))
     refuse_unknown(methods_named(f"bf16,nvfp4,nvfp4_prefill_fp8,ptpc_fp8,{tmp_path}"), Console(quiet=True))
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_products_in_fp8_are_not_onednns_where_cpus_have_amx(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: seen.append("leave"))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda x, bias: seen.append(torch.backends.mkldnn.enabled) or x + bias)
+    _evaluate_worker._avoid_slow_products()
+    assert torch._scaled_mm(1, bias=2) == 3
+    assert seen == (["leave", False] if amx else [True]) and torch.backends.mkldnn.enabled
