@@ -76,18 +76,23 @@ def test_the_policy_is_never_slower_than_the_others(world: int, codec: str) -> N
 
 
 @pytest.mark.parametrize("codec", ["FP4", "INT4"])
-def test_the_all_reduce_between_two_gpus(codec: str) -> None:
-    """What README and docs say of it: three times NCCL at 1 GiB, and ours at every size."""
-    policy = Policy(Settings(CODECS[codec]), 2, "sm_90")
+@pytest.mark.parametrize(("world", "first", "at_16_mib", "at_1_gib"), [(2, 0, 2.6, 3.0), (4, 32 << 10, 2.3, 2.8)])
+def test_the_all_reduce(world: int, first: int, at_16_mib: float, at_1_gib: float, codec: str) -> None:
+    """What README and docs say of it, in times NCCL's speed, and from which size on ours serves."""
+    policy = Policy(Settings(CODECS[codec]), world, "sm_90")
     ratios = {}
-    for row in results("quick_reduce_sm_90_tp2")["rows"]:
+    for row in results(f"quick_reduce_sm_90_tp{world}")["rows"]:
         choice = policy.choose(row["bytes"], torch.bfloat16)
-        assert choice.algorithm is not Algorithm.ENGINE
+        assert choice.algorithm is not Algorithm.ENGINE or row["bytes"] < first
         ratios[row["bytes"]] = row["us"]["NCCL"] / time_of(row["us"], choice)
-    assert ratios[1 << 30] > 3.0 and ratios[16 << 20] > 2.6
+    assert ratios[1 << 30] > at_1_gib and ratios[16 << 20] > at_16_mib
 
 
 # --- all-reduce, residual, norm and quantization
+
+
+# By ranks, what docs/fusion.md says of up to 64 rows, of more, and of 8192; some of 64 rows' short time is the run's.
+LEAST = {2: (1.25, 1.15, 1.3), 4: (1.15, 1.05, 1.2)}
 
 
 @pytest.mark.parametrize(("world", "codec"), crossovers("reduce_norm_quant"), ids=lambda value: str(value))
@@ -98,8 +103,8 @@ def test_the_plan_is_faster_than_separate_operators(world: int, codec: str) -> N
         us, choice = row["us"], plan.choose(2 * row["rows"] * row["columns"])
         ours = f"{choice.algorithm}{'' if choice.codec is CODECS['FP'] else f'_{codec}'}" if choice.codec else None
         ratio = us["separate"] / us[ours or "two_kernels"]
-        # What docs/fusion.md says of it; a fifth of so short a time as that of 64 rows is the run's.
-        least = 1.25 if row["rows"] <= 64 else 1.3 if row["rows"] == 8192 else 1.15
+        few, some, many = LEAST[world]
+        least = few if row["rows"] <= 64 else many if row["rows"] == 8192 else some
         assert ratio >= least, (row["rows"], row["columns"], ratio)
 
 

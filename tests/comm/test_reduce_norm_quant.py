@@ -243,7 +243,7 @@ def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Plan.of(2, FP, "sm_90", engine=True).steps == (one, (4096, ENGINE))
     assert Plan.of(2, FP, "sm_90").steps == (one, (4096, Choice(Algorithm.TWO_SHOT, FP)))
     assert "one_shot FP from 0 bytes, engine from 4096 bytes (measured:" in Plan.of(2, FP, "sm_90", True).describe()
-    assert Plan.of(4, FP, "sm_90") == predicted(4) and Plan.of(2, INT4, "sm_90") == predicted(2, INT4)
+    assert Plan.of(8, FP, "sm_90") == predicted(8) and Plan.of(2, INT4, "sm_90") == predicted(2, INT4)
     file.write_text("[]")
     with pytest.raises(ValueError, match="is no file of crossovers"):
         Plan.of(2, FP, "sm_90")
