@@ -222,9 +222,9 @@ def _add_parts(acc, parts, flags, program, first, last, rows):
 
 @gluon.jit
 def _prefetch(pointer, size):
-    """Brings up to 1024 bytes to the L2 cache, a sector of 32 for each lane."""
+    """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of the first warp."""
     ASSEMBLY: gl.constexpr = (
-        "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %laneid; shl.b32 at, at, 5; "
+        "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %tid.x; shl.b32 at, at, 5; "
         "setp.lt.u32 inside, at, $2; cvt.u64.u32 place, at; add.u64 place, place, $1; "
         "@inside prefetch.global.L2 [place]; mov.b32 $0, 0; }"
     )
@@ -243,8 +243,10 @@ def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl
         return tile_m, tile_n, gl.to_tensor(0)
     else:
         expert = gl.load(tile_expert + tile_m, mask=wanted, other=0)
-        row = gl.where(wanted, tile_n * BLOCK_N, 0)
-        _prefetch(global_scale + expert * N + row, gl.minimum(N - row, BLOCK_N) * 4)
+        row = tile_n * BLOCK_N
+        # Nothing for a tile beyond the last: where tiles are short, all programs would ask one line of the cache at once.
+        size = gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0)
+        _prefetch(global_scale + expert * N + row, size)
         return tile_m, tile_n, expert * ((K + 127) // 128 * 2)
 
 
