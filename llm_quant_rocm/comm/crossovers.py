@@ -53,5 +53,5 @@ def merged(
     """
     here = {(entry["world_size"], entry["codec"]) for entry in entries}
     kept = [entry for entry in (known or {}).get("crossovers", []) if (entry["world_size"], entry["codec"]) not in here]
-    every = sorted([*kept, *entries], key=lambda entry: (entry["world_size"], entry["codec"]))
-    return {"measured_on": dict(environment), "crossovers": every}
+    measured = [{**entry, "measured_on": dict(environment)} for entry in entries]
+    return {"crossovers": sorted([*kept, *measured], key=lambda entry: (entry["world_size"], entry["codec"]))}

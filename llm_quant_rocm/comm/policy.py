@@ -4,11 +4,12 @@
 Crossovers are measured: configs/quick_reduce/<architecture>.json ships what was measured where, and a file of the same
 form in the user's cache (`cached_crossovers`) comes before it:
 
-    {"measured_on": {"device": ..., "torch": ..., "triton": ..., "commit": ...},
-     "crossovers": [{"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": [
-         {"from_bytes": 0, "algorithm": "engine"},
-         {"from_bytes": 131072, "algorithm": "one_shot", "codec": "FP"},
-         {"from_bytes": 524288, "algorithm": "two_shot", "codec": "INT4"}]}, ...]}
+    {"crossovers": [
+        {"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": [
+            {"from_bytes": 0, "algorithm": "engine"},
+            {"from_bytes": 131072, "algorithm": "one_shot", "codec": "FP"},
+            {"from_bytes": 524288, "algorithm": "two_shot", "codec": "INT4"}],
+         "measured_on": {"device": ..., "torch": ..., "triton": ..., "commit": ...}}, ...]}
 
 A step serves messages from its size up to the next one's, by the codec the user chose or by FP. What was measured in
 one of bf16 and fp16 serves the other: bytes and arithmetic are the same. Where nobody measured a number of ranks, the

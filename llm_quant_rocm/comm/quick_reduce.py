@@ -14,7 +14,7 @@ from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
 from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 
-INBOX_BYTES = 32 * 1024 * 1024
+INBOX_BYTES = 100 * 1024 * 1024  # pieces of full size for 1 GiB of codecs of 4.5 bits, between two ranks and four
 TIMEOUT_SECONDS = 600.0  # as torch for NCCL: ranks that compile wait for each other in their first calls
 MAX_TILES = 32768
 _MAX_SPINS = 2**31 - 2
@@ -59,7 +59,7 @@ class QuickReduce:
 
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
-                messages are smaller: two ranks fill 36 MiB with 128 MiB of values in FP4, and 112 MiB with 1 GiB.
+                messages are smaller: 128 MiB of values fill 36 MiB in FP4.
             timeout: seconds that a call's kernel waits for a rank until it counts as lost; longer, never shorter, where
                 many flags are looked at, as how long a look takes is measured here, on this GPU, for one.
 

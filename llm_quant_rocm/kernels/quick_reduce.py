@@ -76,12 +76,14 @@ class Config:
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
         buffers: the most buffers of a piece: larger messages are more tiles.
+        registers: the most of a lane, for so many programs to run at once on an NVIDIA GPU; None: as many as it takes.
     """
 
     blocks: int
     programs: int
     num_warps: int
     buffers: int = 8
+    registers: int | None = None
 
     @property
     def buffer_values(self) -> int:
@@ -175,18 +177,22 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
 
 @cache
 def default_config(hardware: Hardware, world: int, shots: int) -> Config:
-    """What serves messages between `world` ranks best, as far as it was measured.
+    """What serves messages between `world` ranks best, as far as it was measured: by two-shot between two and between
+    four H200, with codecs of 4.5 bits.
 
-    That is two-shot on two H200 with codecs of 4.5 bits: a group a lane, and 6 programs a multiprocessor are faster
-    than 4 from 32 MiB on, as fast below; with 4 too few loads are under way.
+    A group a lane, and as many programs as their registers allow, so that enough loads are under way. With larger pieces
+    fewer flags are awaited, but what is on its way leaves the caches. Three ranks are taken to be as four.
 
     All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured but
-    for the one-shot on two H200: kernels need up to 128 registers a lane, of which 6 programs do not get as many at
+    for the one-shot on H200s: kernels need up to 128 registers a lane, of which more programs do not get as many at
     once, and those that begin when others have ended add a tail as long.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
-    measured = hardware.arch == "sm_90" and (world, shots) == (2, 2)
-    return Config(16, (6 if measured else 4) * units, num_warps=128 // hardware.lanes)
+    if hardware.arch == "sm_90" and shots == 2 and world == 2:
+        return Config(16, 7 * units, num_warps=4, buffers=6, registers=72)
+    if hardware.arch == "sm_90" and shots == 2 and world <= 4:
+        return Config(16, 6 * units, num_warps=4, buffers=3, registers=80)
+    return Config(16, 4 * units, num_warps=128 // hardware.lanes)
 
 
 def two_shot(
@@ -261,6 +267,7 @@ def _constants(codec: Codec, carried: torch.dtype, config: Config, world: int) -
         "WORLD": world,
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,
+        **({"maxnreg": config.registers} if config.registers else {}),
     }
 
 

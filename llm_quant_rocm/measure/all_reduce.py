@@ -29,7 +29,6 @@ SIZES = (*FIRST, *(size for size in (4 * KIB << step for step in range(19)) if s
 MOST_ONE_SHOT = 4 * MIB  # bytes; between two ranks, where both shots send as much, everything
 LEAST_TWO_SHOT = 32 * KIB
 MOST_PEERS_ONE_SHOT = 16 * MIB
-INBOX_BYTES = 128 * MIB  # 1 GiB of FP4 in pieces of full size
 LOST_AFTER = 5.0  # seconds
 # Up to a size in bytes: calls of a graph, replays of it.
 REPLAYS = {MIB: (20, 15), 16 * MIB: (6, 9), 128 * MIB: (2, 7), 1 << 30: (1, 5)}
@@ -87,10 +86,10 @@ def entries(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kernels(world: int, hardware: Hardware, codecs: Sequence[str], with_cuts: bool) -> list[tuple[Any, ...]]:
-    config = kernels.default_config(hardware, world, 1)
-    jobs = [(shots, codec, config, world) for shots in (1, 2) for codec in codecs]
+    jobs = [(shots, by, kernels.default_config(hardware, world, shots), world) for shots in (1, 2) for by in codecs]
     if with_cuts:
         # How many programs there are, no kernel knows.
+        config = kernels.default_config(hardware, world, 1)
         ways = dict.fromkeys(replace(cut, programs=1) for cut in cuts(config).values())
         jobs += [(shots, "FP4", cut, world) for cut in ways for shots in (1, 2)]
     return jobs
@@ -134,7 +133,7 @@ def _rank(rank: int, report: Report, world: int, sizes: Sequence[int], codecs: S
 
     device, group = torch.device("cuda", rank), dist.group.WORLD
     assert group is not None
-    first = QuickReduce.over(group, device, INBOX_BYTES, LOST_AFTER)
+    first = QuickReduce.over(group, device, timeout=LOST_AFTER)
     reduces = {"": first}
     if with_cuts:
         reduces |= {

@@ -59,11 +59,11 @@ def test_other_numbers_of_ranks_and_codecs_are_kept() -> None:
     measured = [crossovers(ROWS, world, codec) for world, codec in ((2, "FP4"), (2, "INT8"), (4, "FP4"))]
     before = merged(None, measured, {"commit": "old"})
     after = merged(before, [crossovers(ROWS[:2], 2, "FP4"), crossovers(ROWS, 2, "INT4")], ENVIRONMENT)
-    assert after["measured_on"] == ENVIRONMENT
-    assert [(entry["world_size"], entry["codec"]) for entry in after["crossovers"]] == [
-        (2, "FP4"),
-        (2, "INT4"),
-        (2, "INT8"),
-        (4, "FP4"),
+    here, before_here = ENVIRONMENT["commit"], "old"
+    assert [(e["world_size"], e["codec"], e["measured_on"]["commit"]) for e in after["crossovers"]] == [
+        (2, "FP4", here),
+        (2, "INT4", here),
+        (2, "INT8", before_here),
+        (4, "FP4", before_here),
     ]
     assert len(after["crossovers"][0]["steps"]) == 2 and after["crossovers"][2:] == before["crossovers"][1:]
