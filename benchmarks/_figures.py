@@ -27,6 +27,8 @@ MIB = 1 << 20
 SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 1 << 30)
 OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
 PROMPTS = ("10 prompts", "64 prompts")
+# Of which README speaks.
+FEW_TOKENS = (1, 4, 16, 64)
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3/8": "DeepSeek-V3, 1/8 of each", "mixtral-8x7b": "Mixtral 8x7B"}
 
 Row = Mapping[str, Any]
@@ -292,9 +294,10 @@ def overview() -> str:
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
     for name, result in results("nvfp4_moe_sm_90"):
-        said = [f"{title} {', '.join(over_marlin(result, model, 'fair').values())}" for model, title in MODELS.items()]
-        tokens = ", ".join(map(str, over_marlin(result, next(iter(MODELS)), "fair")))
+        ratios = {title: over_marlin(result, model, "fair") for model, title in MODELS.items()}
+        said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
         title = f"NVFP4 experts, {device(result)}"
+        tokens = ", ".join(map(str, FEW_TOKENS))
         add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
     for name, result in results("nvfp4_engine_*_sm_90"):
         shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")

@@ -244,7 +244,7 @@ def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl
     else:
         expert = gl.load(tile_expert + tile_m, mask=wanted, other=0)
         row = tile_n * BLOCK_N
-        # Nothing for a tile beyond the last: where tiles are short, all programs would ask one line of the cache at once.
+        # Nothing for a tile beyond the last: all programs of short tiles would ask one line of the cache at once.
         size = gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0)
         _prefetch(global_scale + expert * N + row, size)
         return tile_m, tile_n, expert * ((K + 127) // 128 * 2)

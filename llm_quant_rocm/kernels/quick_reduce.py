@@ -180,8 +180,8 @@ def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     """What serves messages between `world` ranks best, as far as it was measured: by two-shot between two and between
     four H200, with codecs of 4.5 bits.
 
-    A group a lane, and as many programs as their registers allow, so that enough loads are under way. With larger pieces
-    fewer flags are awaited, but what is on its way leaves the caches. Three ranks are taken to be as four.
+    A group a lane, and as many programs as their registers allow, so that enough loads are under way. Larger pieces
+    await fewer flags, but what is on its way leaves the caches. Three ranks are taken to be as four.
 
     All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured but
     for the one-shot on H200s: kernels need up to 128 registers a lane, of which more programs do not get as many at
