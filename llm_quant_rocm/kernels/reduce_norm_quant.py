@@ -32,7 +32,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect
-from llm_quant_rocm.kernels import wire_units
+from llm_quant_rocm.kernels import lamport, wire_units
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
     LINEAR,
@@ -46,6 +46,7 @@ from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.quick_reduce import (
     SLOTS,
     Mailbox,
+    add_loaded,
     add_pieces,
     await_flags,
     begin_call,
@@ -135,6 +136,15 @@ def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config,
     return Cut(programs, ring)
 
 
+def without_flags(rows: int, columns: int, codec: Codec, lamport_bytes: int, config: Config) -> bool:
+    """Whether the one-shot takes `kernels.lamport`: rows are exact and few, one for each program.
+
+    And each lane has words of its own: of two that look at the same one, one may see it and the other not yet.
+    """
+    few = rows <= config.programs and rows * columns * 2 <= lamport_bytes
+    return few and not codec.quantizes and config.block(columns) == 8 * config.threads
+
+
 def one_shot(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result, mailbox: Mailbox,
     codec: Codec, config: Config, max_spins: int,
@@ -147,7 +157,15 @@ def one_shot(
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
-    _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    rows, columns = x.shape
+    if not without_flags(rows, columns, codec, mailbox.lamport_bytes, config):
+        _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+        return
+    _launch(
+        reduce_norm_lamport_kernel, rows, config, x, residual, norm, target, out, peers_ptr=mailbox.peers,
+        state_ptr=mailbox.state, report_ptr=mailbox.report, rank=mailbox.rank, lamport_at=mailbox.lamport_at,
+        max_spins=max_spins, LAMPORT_BYTES=mailbox.lamport_bytes, WORLD=mailbox.world, **_constants_of_sums(x.dtype),
+    )  # fmt: skip
 
 
 def two_shot(
@@ -241,7 +259,13 @@ def _constants_on_the_wire(
     }
 
 
-_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins"]
+@cache
+def _constants_of_sums(dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel without flags is compiled for besides."""
+    return {"MAX": torch.finfo(dtype).max, "T": wire_units.TYPES[dtype]}
+
+
+_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins", "lamport_at"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -292,6 +316,50 @@ def reduce_norm_one_shot_kernel(
     elif LAYOUT != LINEAR:
         pad_scales(scales_ptr, tl.cast(rows + program - programs, tl.int64), LAYOUT, COLUMNS, BLOCK)
     end_call(state_ptr, call)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def reduce_norm_lamport_kernel(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
+    rows, programs, x_stride, residual_stride, eps,
+    peers_ptr, state_ptr, report_ptr, rank, lamport_at, max_spins,
+    HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
+    LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        programmatic_launch()
+    call, patience = begin_call(state_ptr, max_spins)
+    row = tl.program_id(0).to(tl.int64)
+    if row < rows:
+        x = load_chunks(x_ptr + row * x_stride, COLUMNS, BLOCK, 0)
+        mine = tl.load(peers_ptr + rank)
+        to = addresses(peers_ptr, rank, WORLD)
+        at = lamport.place(call, rank, row, lamport_at, LAMPORT_BYTES, WORLD, COLUMNS)
+        lamport.send(to, at, x, patience >= 0, COLUMNS, BLOCK)
+        weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
+        added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
+        # All waves know the call, as they have sent by its parity. It is counted while words are on their way.
+        tl.debug_barrier()
+        end_call(state_ptr, call)
+        first = mine + lamport.place(call, 0, row, lamport_at, LAMPORT_BYTES, WORLD, COLUMNS)
+        words = lamport.receive(
+            first, state_ptr, report_ptr, call, patience, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
+        )  # fmt: skip
+        sums = tl.tuple([])
+        for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+            pieces = ()
+            for source in tl.static_range(WORLD):
+                pieces = pieces + ((wire_units.split4(words[i * WORLD + source]), (), ()),)
+            sums += (block_of(add_loaded(pieces, True, wire_units.FP, 0, 0, 0, T, MAX, WORLD), T),)
+        finish_row(
+            row, sums, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
+            HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+        )  # fmt: skip
+    else:
+        if LAYOUT != LINEAR:
+            pad_scales(scales_ptr, row, LAYOUT, COLUMNS, BLOCK)
+        end_call(state_ptr, call)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)

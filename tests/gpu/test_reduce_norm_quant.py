@@ -25,7 +25,7 @@ from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels import keys
 from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
-from llm_quant_rocm.measure.reduce_norm_quant import CompileOnly
+from llm_quant_rocm.measure.reduce_norm_quant import KERNELS, CompileOnly
 from tests.comm import processes
 from tests.inputs import assert_same, nasty_rows, random_rows
 
@@ -109,8 +109,7 @@ class Members:
     def compiled_together(self, cases: Callable[["Members"], None]) -> None:
         """Runs `cases`, whose kernels the ranks compile first, each its share for all: seconds each, of which there are
         dozens."""
-        names = ("reduce_norm_one_shot_kernel", "reduce_norm_two_shot_kernel")
-        with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in names}):
+        with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in KERNELS}):
             self.compiling = True
             cases(self)
         self.compiling = False

@@ -81,16 +81,18 @@ BUDGETS = {
 class Ranks:
     """The memory of several ranks, and their calls on the virtual GPU."""
 
-    def __init__(self, world: int, phase_bytes: int = 1 << 18, max_tiles: int = 32) -> None:
+    def __init__(
+        self, world: int, phase_bytes: int = 1 << 18, max_tiles: int = 32, lamport_bytes: int = 1 << 17
+    ) -> None:
         self.gpu = triton.runtime.driver.active
         self.regions = [
-            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
+            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles, lamport_bytes), dtype=torch.uint8)
             for _ in range(world)
         ]
         peers = self.gpu.addresses(self.regions)
         self.boxes = [
             Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64),
-                    rank, phase_bytes, max_tiles)
+                    rank, phase_bytes, max_tiles, lamport_bytes)
             for rank in range(world)
         ]  # fmt: skip
 

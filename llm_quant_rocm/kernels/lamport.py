@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that travel between GPUs without flags: a word of two values is there once it is not zero.
+
+A flag costs two latencies: its release, a round trip over the link, and its own way. Lamport's queue needs neither, as
+what is awaited says itself that it is there.
+
+**Memory.** At the end of `quick_reduce`'s region, zeros at first as all of it:
+
+    lamport[parity of the call][rank that sends][row][columns]        pairs of values, 32-bit words
+
+**Words.** Zero is what is not there, so the word of two +0.0 travels as two -0.0. No bit of a sum depends on it: sums
+begin with +0.0, and to whatever is added, a sum that rounds to nearest is never -0.0 after that, nor does a zero of
+either sign change it. Everything else, NaN's bits too, travels as it is.
+
+**Calls** are those of `quick_reduce`, which may come between: here too every rank awaits every rank, in row 0. Who has
+received a row sets its words to zero again. So who writes to a parity in call k + 2 finds zeros: it has finished call
+k + 1, so everybody has begun that one, and finished call k and its zeros. Calls may have other numbers of rows and
+columns, since each leaves zeros alone.
+
+**Order.** None is needed between words; each is written once and read until it is there, and the values that were seen
+are those that are used. Words are written and read at the scope of the system: 32 bits of a vector are never torn.
+NVIDIA: stores .wt and volatile loads, both STRONG.SYS, which no L1 holds. AMD: stores are written through (sc0 sc1),
+as nobody would write a dirty line of an L2 back; gfx90a, whose stores cannot say so, is told to write its L2 back, and
+not awaited. A look invalidates as an acquire of a flag does, before plain loads. The zeros, stores like the others, are
+done when their kernel ends, before the rank's next call begins, and so before anything that it sends there.
+
+**Lost ranks** are looked for and reported as in `quick_reduce`, by the words that are not there.
+"""
+
+import triton
+import triton.language as tl
+
+from llm_quant_rocm.kernels import wire_units
+from llm_quant_rocm.kernels.quick_reduce import report_lost
+
+# For one look at a flag, by which patience is counted: one at words, plain loads, takes a good part of that time.
+LOOKS = tl.constexpr(4)
+
+
+@triton.jit
+def place(call, source, row, lamport_at, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where in a region a row of `source` lies."""
+    piece = ((call & 1) * WORLD + source) * LAMPORT_BYTES
+    return tl.cast(lamport_at, tl.int64) + piece + row * (COLUMNS * 2)
+
+
+@triton.jit
+def send(to, at, blocks, sending, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Stores a row, blocks of tuples of words, at `at` of regions, if `sending`.
+
+    A mask and no branch, behind which its loads would begin when those of the state have ended."""
+    for i in tl.static_range(len(blocks)):
+        pairs = blocks[i]
+        words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+        words = tl.where(words == 0, -2147450880, words)  # 0x80008000
+        for turn in tl.static_range(len(to)):
+            store_fours(to[turn] + at, 0, words, i, sending, COLUMNS, BLOCK)
+    if is_cdna2():
+        tl.inline_asm_elementwise("buffer_wbl2", "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def receive(
+    first, state_ptr, report_ptr, call, patience, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """Awaits a row from all ranks, rank 0's at the address `first`, and leaves zeros. Returns blocks of all ranks'
+    words [BLOCK / 8, 4], one rank's after another's, and whatever is there where a rank is lost."""
+    words = ()
+    for _ in tl.static_range(WORLD * ((COLUMNS + BLOCK - 1) // BLOCK)):
+        words = words + (tl.zeros((BLOCK // 8, 4), tl.int32),)
+    absent, looks = 0, tl.cast(0, tl.int64)
+    while (absent < WORLD) & (looks <= tl.cast(patience, tl.int64) * LOOKS):
+        words, absent = look(first, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
+        looks += 1
+    if absent < WORLD:
+        report_lost(state_ptr, report_ptr, 0, absent, call, patience)
+    zeros = tl.zeros((BLOCK // 8, 4), tl.int32)
+    for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+        for source in tl.static_range(WORLD):
+            store_fours(first, source * LAMPORT_BYTES, zeros, i, True, COLUMNS, BLOCK)
+    return words
+
+
+@triton.jit
+def look(
+    first, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """The words that are in a row's place by now, and the first rank of which one is not there; WORLD if none."""
+    if tl.target_info.is_hip():
+        FRESH: tl.constexpr = "buffer_invl2\nbuffer_wbinvl1_vol" if is_cdna2() else "buffer_inv sc0 sc1"
+        tl.inline_asm_elementwise(FRESH, "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+    words = ()
+    absent = tl.full((BLOCK // 8, 4), WORLD, tl.int32)
+    for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+        for source in tl.static_range(WORLD):
+            found = load_fours(first, source * LAMPORT_BYTES, i, COLUMNS, BLOCK)
+            absent = tl.minimum(absent, tl.where(found == 0, source, WORLD))
+            words = words + (found,)
+    return words, tl.min(tl.reshape(absent, (BLOCK // 2,)), axis=0)
+
+
+@triton.constexpr_function
+def is_cdna2():
+    """Whether this is for gfx90a."""
+    info = tl.target_info
+    return info.is_hip() and not (info.is_hip_cdna3() or info.is_hip_cdna4())
+
+
+@triton.jit
+def fours(row, OFFSET: tl.constexpr, i: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the words of block i of a row lie that begins OFFSET bytes behind an address."""
+    first = wire_units.pointer(row, tl.int32, OFFSET + i * BLOCK * 2)
+    return first + tl.arange(0, BLOCK // 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def there(i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which words of block i are in a row."""
+    return i * (BLOCK // 2) + tl.arange(0, BLOCK // 8)[:, None] * 4 + tl.arange(0, 4)[None, :] < COLUMNS // 2
+
+
+@triton.jit
+def load_fours(row, OFFSET: tl.constexpr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """The words [BLOCK / 8, 4] of block i of a row (`fours`), not zero beyond it."""
+    VOLATILE: tl.constexpr = not tl.target_info.is_hip()
+    place = fours(row, OFFSET, i, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        return tl.load(place, volatile=VOLATILE)
+    else:
+        return tl.load(place, mask=there(i, COLUMNS, BLOCK), other=1, volatile=VOLATILE)
+
+
+@triton.jit
+def store_fours(
+    row, OFFSET: tl.constexpr, words, i: tl.constexpr, storing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Stores what `load_fours` loads, if `storing`."""
+    place = fours(row, OFFSET, i, BLOCK)
+    if (i + 1) * BLOCK <= COLUMNS:
+        tl.store(place, words, mask=storing, cache_modifier=".wt")
+    else:
+        tl.store(place, words, mask=there(i, COLUMNS, BLOCK) & storing, cache_modifier=".wt")
