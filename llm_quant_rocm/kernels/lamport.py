@@ -109,9 +109,12 @@ def is_cdna2():
 
 @triton.jit
 def fours(row, OFFSET: tl.constexpr, i: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the words of block i of a row lie that begins OFFSET bytes behind an address."""
-    first = wire_units.pointer(row, tl.int32, OFFSET + i * BLOCK * 2)
-    return first + tl.arange(0, BLOCK // 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    """Where the words of block i of a row lie that begins OFFSET bytes behind an address.
+
+    One offset to one pointer, of which Triton makes AMD's buffer instructions; those to global memory that are written
+    through are waited for one by one."""
+    place = tl.arange(0, BLOCK // 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return wire_units.pointer(row, tl.int32, OFFSET + i * BLOCK * 2) + place
 
 
 @triton.jit

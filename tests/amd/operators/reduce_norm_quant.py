@@ -11,6 +11,7 @@ import torch
 import triton
 
 from llm_quant_rocm import reference
+from llm_quant_rocm.comm.quick_reduce import LAMPORT_BYTES
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
@@ -19,12 +20,13 @@ from llm_quant_rocm.kernels import quick_reduce, reduce_norm_quant
 from llm_quant_rocm.kernels.quick_reduce import CALL, Mailbox
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
 from tests.amd import isa, kernels, tritons
-from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.budget import ACQUIRE, FP8_CAST, Budget
 from tests.amd.operators.quick_reduce import stores_awaited
 from tests.inputs import assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
 SMALL = Config(threads=128, programs=2)
+FEW = Config(threads=128, programs=8)  # for as many rows, of more than 512 columns, without flags
 FP4_CAST = {"gfx950": "v_cvt_scalef32_pk_fp4_f32"}
 KERNELS = {"one_shot": reduce_norm_quant.one_shot, "two_shot": reduce_norm_quant.two_shot}
 TARGETS = {
@@ -62,10 +64,51 @@ def accesses(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) ->
     return found + [f"it stores {dict(sent)} beside scales and calls"] * (sent.total() > NARROW_STORES)
 
 
+def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with rows that travel without flags: nobody would see what stays in a cache, and waits add up."""
+    found = []
+    blocks = -(-constants["COLUMNS"] // constants["BLOCK"])
+    words = constants["WORLD"] * blocks  # 16 bytes of a lane, of every rank
+    texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
+    looks = [loop for loop in assembly.loops if any(ACQUIRE[arch] in i.text for i in loop.instructions)]
+    if len(looks) != 1:
+        return [f"{len(looks)} loops look for words ({ACQUIRE[arch]})"]
+    looking = [" ".join(instruction.text.split()) for instruction in looks[0].instructions]
+    loads = [place for place, text in enumerate(looking) if re.match(r"(global|flat|buffer)_load", text)]
+    if [looking[place].split()[0].split("_")[-1] for place in loads] != ["dwordx4"] * words:
+        found.append(f"a look loads {[looking[place] for place in loads]}, not 16 bytes {words} times")
+    if loads and looking.index(ACQUIRE[arch]) > loads[0]:
+        found.append("a look loads before it invalidates")
+    if any(text.startswith("s_waitcnt vmcnt") for text in looking[loads[0] : loads[-1]]):
+        found.append("a look waits between its loads")
+    if any(re.match(r"(global|flat|buffer)_(store|atomic)", text) for text in looking):
+        found.append("a look stores")
+    begin, end = looks[0].instructions[0].line, looks[0].instructions[-1].line
+    if arch == "gfx90a":
+        written = [i.line for i in assembly.instructions if i.text.startswith("buffer_wbl2")]
+        sent = [i.line for i in assembly.instructions if re.match(SENT, i.text) and i.line < begin]
+        if len(sent) != words or not written or not sent[-1] < written[0] < begin:
+            found.append("the L2 is not written back behind the stores")
+    else:
+        through = [i.line for i in assembly.instructions if re.match(SENT, i.text) and i.text.endswith("sc0 sc1")]
+        sent = [line for line in through if line < begin]
+        if len(sent) != words or len(through) != 2 * words or through[words] < end:
+            found.append(f"{len(sent)} stores before the look and {len(through)} in all are written through")
+    lines = {instruction.line: text for instruction, text in zip(assembly.instructions, texts, strict=True)}
+    if sent and any("vmcnt(0)" in lines.get(line, "") for line in range(sent[0], sent[-1])):
+        found.append("it waits between the stores to ranks")
+    return found
+
+
 def reduces(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
     return [wrong for look in (stores_awaited, conversions, accesses) for wrong in look(assembly, arch, constants)]
 
 
+def sends_words(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    return [wrong for look in (words_in_order, conversions) for wrong in look(assembly, arch, constants)]
+
+
+SENT = r"(global|flat|buffer)_store_dwordx4"
 # The addresses and flags of up to 8 peers, and the call's number.
 NARROW_LOADS = 16
 # Scales of a row and of padding, the call's number and the count of programs that are done.
@@ -74,6 +117,7 @@ _REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=100, more=reduces)
 BUDGETS = {
     "reduce_norm_one_shot_kernel": _REDUCES,
     "reduce_norm_two_shot_kernel": _REDUCES,
+    "reduce_norm_lamport_kernel": Budget(wide=False, scalar_spills=100, more=sends_words),
     "norm_quant_kernel": Budget(more=conversions),
 }
 
@@ -122,6 +166,12 @@ class Ranks:
         check(shot, inputs, residual, norm, target, codec, outs)
         for box in self.boxes:
             assert box.state.tolist() == [before + 1, *[0] * 3]
+        self.check_words()
+
+    def check_words(self) -> None:
+        """Nothing is left where words are awaited."""
+        for region, box in zip(self.regions, self.boxes, strict=True):
+            assert not region[box.lamport_at :].any()
 
 
 def check(
@@ -159,8 +209,8 @@ def draw(world: int, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def reduce(shot: str, world: int, width: int, target: Target, codec: str) -> None:
-        ranks = Ranks(world, 1 << 22)
+    def reduce(shot: str, world: int, width: int, target: Target, codec: str, lamport_bytes: int = 0) -> None:
+        ranks = Ranks(world, 1 << 22, lamport_bytes=lamport_bytes)
         x = torch.empty(4, width, dtype=torch.bfloat16)
         norm = norm_of(width, torch.bfloat16, target.quantization)
         config = reduce_norm_quant.default_config(*x.shape, CODECS[codec], hardware)
@@ -184,6 +234,10 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         cases[f"{shot} of {world}, {codec}, {width} columns, {name}"] = partial(
             reduce, shot, world, width, every[name], codec
         )
+    for world, width, name in ((8, 8192, "per token"), (2, 7168, "NVFP4 128x4"), (4, 2880, "static")):
+        cases[f"without flags, {world} ranks, {width} columns, {name}"] = partial(
+            reduce, "one_shot", world, width, every[name], "FP", LAMPORT_BYTES
+        )
     for width, name in ((8192, "NVFP4"), (8192, "static"), (7168, "per token and norm"), (16384, "norm")):
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, every[name])
     return cases
@@ -200,6 +254,54 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             inputs = draw(world, rows, width, dtype, seed)
             residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
             ranks.call(shot, inputs, residual, norm, target, CODECS[codec])
+
+    def without_flags(world: int, width: int, target: Target, dtype: torch.dtype) -> None:
+        """Calls of one row and of as many as there are programs; and rows of zeros of either sign on all ranks."""
+        ranks = Ranks(world)
+        norm = norm_of(width, dtype, target.quantization)
+        for seed, rows in enumerate((5, 1, 8, 3)):
+            inputs = draw(world, rows, width, dtype, seed)
+            for x in inputs:
+                x[-1, ::3], x[-1, 1::3] = 0.0, -0.0
+            inputs[0][-1] = -0.0
+            residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
+            ranks.call("one_shot", inputs, residual, norm, target, CODECS["FP"], FEW)
+
+    def ahead(target: Target) -> None:
+        """Ranks begin at different times and run ahead as far as they may; numbers of rows and columns change, and calls
+        by flags are between."""
+        ranks, calls = Ranks(3), []
+        for seed, (shot, rows, width, codec) in enumerate(
+            (("one_shot", 8, 784, "FP"), ("one_shot", 2, 784, "FP"), ("two_shot", 4, 784, "FP"),
+             ("one_shot", 7, 784, "FP"), ("one_shot", 1, 528, "FP"), ("one_shot", 3, 784, "INT4"),
+             ("one_shot", 8, 528, "FP"), ("one_shot", 8, 784, "FP"))
+        ):  # fmt: skip
+            norm = norm_of(width, torch.bfloat16, target.quantization, seed)
+            calls.append((shot, draw(3, rows, width, torch.bfloat16, seed), norm, CODECS[codec]))
+        with ranks.gpu.together():
+            for rank, turns in enumerate((300, 1500, 0)):
+                ranks.gpu.stream = rank
+                kernels.count_to[(1,)](torch.zeros(1, dtype=torch.int32), turns)
+            found = [ranks.launch(*call[:2], None, call[2], target, call[3], FEW) for call in calls]
+        for (shot, inputs, norm, codec), outs in zip(calls, found, strict=True):
+            check(shot, inputs, None, norm, target, codec, outs)
+        ranks.check_words()
+
+    def missing() -> None:
+        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no more;
+        when it comes it finds what was sent to it."""
+        norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
+        ranks.call("one_shot", draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
+        inputs = draw(3, 5, 784, torch.bfloat16, 1)
+        for patience in (100, 2**31 - 1):
+            with ranks.gpu.together():
+                ranks.launch("one_shot", inputs[:2], None, norm, Target(), CODECS["FP"], FEW, patience)
+            for box in ranks.boxes[:2]:
+                assert box.lost() == (2, 2, 0)
+        out = Target().empty(inputs[2])
+        ranks.gpu.stream = None
+        KERNELS["one_shot"](inputs[2], None, norm, Target(), out, ranks.boxes[2], CODECS["FP"], FEW, PATIENCE)
+        check("one_shot", inputs, None, norm, Target(), CODECS["FP"], [out])
 
     def alone(width: int, target: Target, dtype: torch.dtype, bias: float) -> None:
         norm = norm_of(width, torch.float32, target.quantization, bias=bias)
@@ -265,12 +367,15 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "2 ranks, 272 columns, per token": partial(reduce, 2, 272, every["per token"], "FP", bf16),
         "3 ranks, 784 columns, NVFP4 128x4": partial(reduce, 3, 784, every["NVFP4 128x4"], "FP4", bf16),
         "2 ranks, 528 columns, static": partial(reduce, 2, 528, every["static"], "INT6", fp16),
+        "without flags, 2 ranks, 784 columns, per token": partial(without_flags, 2, 784, every["per token"], bf16),
+        "without flags, 4 ranks, 1040 columns, NVFP4": partial(without_flags, 4, 1040, every["NVFP4"], fp16),
     }
     for index, (name, target) in enumerate(every.items()):
         width, dtype = (48, 2880, 528)[index % 3], (bf16, fp16)[index % 2]
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, target, dtype, float(index % 2))
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, every["per token"])}
+        cases |= {"ranks ahead, without flags": partial(ahead, every["per token"]), "a lost rank, no flags": missing}
         cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
         cases["hidden sizes of models"] = hidden_sizes
