@@ -155,7 +155,8 @@ def _compile(world: int, columns: int, shot: str, codec: str, threads: int, lamp
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
     config = kernels.Config(threads, programs=132)
-    with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in KERNELS}):
+    stand_ins: dict[str, Any] = {name: CompileOnly(getattr(kernels, name)) for name in KERNELS}
+    with patch.multiple(kernels, **stand_ins):
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 

@@ -268,8 +268,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             ranks.call("one_shot", inputs, residual, norm, target, CODECS["FP"], FEW)
 
     def ahead(target: Target) -> None:
-        """Ranks begin at different times and run ahead as far as they may; numbers of rows and columns change, and calls
-        by flags are between."""
+        """Ranks begin at different times and run ahead as far as they may; numbers of rows and columns change, and
+        calls by flags are between."""
         ranks, calls = Ranks(3), []
         for seed, (shot, rows, width, codec) in enumerate(
             (("one_shot", 8, 784, "FP"), ("one_shot", 2, 784, "FP"), ("two_shot", 4, 784, "FP"),
@@ -288,8 +288,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks.check_words()
 
     def missing() -> None:
-        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no more;
-        when it comes it finds what was sent to it."""
+        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no
+        more; when it comes it finds what was sent to it."""
         norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
         ranks.call("one_shot", draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
         inputs = draw(3, 5, 784, torch.bfloat16, 1)
