@@ -52,11 +52,17 @@ def send(to, at, blocks, sending, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     for i in tl.static_range(len(blocks)):
         pairs = blocks[i]
         words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
-        words = tl.where(words == 0, -2147450880, words)  # 0x80008000
+        words = not_zero(words)
         for turn in tl.static_range(len(to)):
             store_fours(to[turn] + at, 0, words, i, sending, COLUMNS, BLOCK)
     if is_cdna2():
         tl.inline_asm_elementwise("buffer_wbl2", "=v,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def not_zero(words):
+    """Words that add as much, without zeros: -0.0 for +0.0."""
+    return tl.where(words == 0, -2147450880, words)  # 0x80008000
 
 
 @triton.jit
@@ -75,10 +81,7 @@ def receive(
         looks += 1
     if absent < WORLD:
         report_lost(state_ptr, report_ptr, 0, absent, call, patience)
-    zeros = tl.zeros((BLOCK // 8, 4), tl.int32)
-    for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
-        for source in tl.static_range(WORLD):
-            store_fours(first, source * LAMPORT_BYTES, zeros, i, True, COLUMNS, BLOCK)
+    clear(first, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
     return words
 
 
@@ -98,6 +101,17 @@ def look(
             absent = tl.minimum(absent, tl.where(found == 0, source, WORLD))
             words = words + (found,)
     return words, tl.min(tl.reshape(absent, (BLOCK // 2,)), axis=0)
+
+
+@triton.jit
+def clear(
+    first, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """Zeros for all ranks' words of a row."""
+    zeros = tl.zeros((BLOCK // 8, 4), tl.int32)
+    for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+        for source in tl.static_range(WORLD):
+            store_fours(first, source * LAMPORT_BYTES, zeros, i, True, COLUMNS, BLOCK)
 
 
 @triton.constexpr_function

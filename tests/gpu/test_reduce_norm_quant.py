@@ -255,7 +255,7 @@ def graphs(rank: int) -> None:
 
 
 class Pool:
-    """Inputs of so many rows, with their results, that calls take in turn, and how many bytes were wrong. On the GPU."""
+    """Inputs of so many rows with their results, which calls take in turn; counts wrong bytes, all on the GPU."""
 
     def __init__(self, members: Members, rows: int, width: int, plan: Plan) -> None:
         generator = torch.Generator("cuda").manual_seed(rows * width)
