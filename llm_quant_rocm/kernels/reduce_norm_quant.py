@@ -5,7 +5,8 @@ The bits of `reference.reduce_norm_quant`. Tiles, memory, slots, calls and order
 whose region and state they may share with its all-reduces; but pieces are whole rows, so that whoever holds a sum holds
 all that its norm needs, and a program ends a row in registers. docs/fusion.md says why sums travel, and not codes.
 
-    one-shot   every rank sends a row to everybody, who adds, normalises and quantizes it for itself
+    one-shot   every rank sends a row to everybody, who adds, normalises and quantizes it for itself; few rows travel
+               without flags, as `kernels.lamport` says
     two-shot   every rank sends a row to its owner, who adds it up and sends the sum, encoded again, to all, who
                normalise and quantize it
 
