@@ -9,8 +9,8 @@ what is awaited says itself that it is there.
     lamport[parity of the call][rank that sends][row][columns]        pairs of values, 32-bit words
 
 **Words.** Zero is what is not there, so the word of two +0.0 travels as two -0.0. No bit of a sum depends on it: sums
-begin with +0.0, and to whatever is added, a sum that rounds to nearest is never -0.0 after that, nor does a zero of
-either sign change it. Everything else, NaN's bits too, travels as it is.
+begin with +0.0, and rounding to nearest makes -0.0 of two -0.0 alone, so no sum ever is one, and zeros of either sign
+leave all others as they are. Everything else, NaN's bits too, travels as it is.
 
 **Calls** are those of `quick_reduce`, which may come between: here too every rank awaits every rank, in row 0. Who has
 received a row sets its words to zero again. So who writes to a parity in call k + 2 finds zeros: it has finished call
@@ -19,7 +19,7 @@ columns, since each leaves zeros alone.
 
 **Order.** None is needed between words; each is written once and read until it is there, and the values that were seen
 are those that are used. Words are written and read at the scope of the system: 32 bits of a vector are never torn.
-NVIDIA: stores .wt and volatile loads, both STRONG.SYS, which no L1 holds. AMD: stores are written through (sc0 sc1),
+NVIDIA: stores .wt and volatile loads, in machine code both STRONG.SYS, which no L1 holds. AMD: stores are written through (sc0 sc1),
 as nobody would write a dirty line of an L2 back; gfx90a, whose stores cannot say so, is told to write its L2 back, and
 not awaited. A look invalidates as an acquire of a flag does, before plain loads. The zeros, stores like the others, are
 done when their kernel ends, before the rank's next call begins, and so before anything that it sends there.

@@ -62,6 +62,8 @@ from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
+# That a lane holds while it awaits others, of the 128 registers that it has on Hopper.
+_MOST_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,16 @@ def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config,
     return Cut(programs, ring)
 
 
-def without_flags(rows: int, columns: int, codec: Codec, lamport_bytes: int, config: Config) -> bool:
+def without_flags(rows: int, columns: int, codec: Codec, world: int, lamport_bytes: int, config: Config) -> bool:
     """Whether the one-shot takes `kernels.lamport`: rows are exact and few, one for each program.
 
-    And each lane has words of its own: of two that look at the same one, one may see it and the other not yet.
+    Each lane has words of its own, as of two that look at the same one, one may see it and the other not yet; and it
+    has registers for all ranks' words of a row.
     """
     few = rows <= config.programs and rows * columns * 2 <= lamport_bytes
-    return few and not codec.quantizes and config.block(columns) == 8 * config.threads
+    block = config.block(columns)
+    held = world * cdiv(columns, block) * 4
+    return few and not codec.quantizes and block == 8 * config.threads and held <= _MOST_WORDS
 
 
 def one_shot(
@@ -159,7 +164,7 @@ def one_shot(
         max_spins: looks at a flag until its rank counts as lost.
     """
     rows, columns = x.shape
-    if not without_flags(rows, columns, codec, mailbox.lamport_bytes, config):
+    if not without_flags(rows, columns, codec, mailbox.world, mailbox.lamport_bytes, config):
         _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
         return
     _launch(
