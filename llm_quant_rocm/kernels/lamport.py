@@ -19,10 +19,11 @@ columns, since each leaves zeros alone.
 
 **Order.** None is needed between words; each is written once and read until it is there, and the values that were seen
 are those that are used. Words are written and read at the scope of the system: 32 bits of a vector are never torn.
-NVIDIA: stores .wt and volatile loads, in machine code both STRONG.SYS, which no L1 holds. AMD: stores are written through (sc0 sc1),
-as nobody would write a dirty line of an L2 back; gfx90a, whose stores cannot say so, is told to write its L2 back, and
-not awaited. A look invalidates as an acquire of a flag does, before plain loads. The zeros, stores like the others, are
-done when their kernel ends, before the rank's next call begins, and so before anything that it sends there.
+NVIDIA: stores .wt and volatile loads, in machine code both STRONG.SYS, which no L1 holds. AMD: stores are written
+through (sc0 sc1), as nobody would write a dirty line of an L2 back; gfx90a, whose stores cannot say so, is told to write
+its L2 back, and not awaited. A look invalidates as an acquire of a flag does, before plain loads. The zeros, stores like
+the others, are done when their kernel ends, before the rank's next call begins, and so before anything that it sends
+there.
 
 **Lost ranks** are looked for and reported as in `quick_reduce`, by the words that are not there.
 """
@@ -33,6 +34,8 @@ import triton.language as tl
 from llm_quant_rocm.kernels import wire_units
 from llm_quant_rocm.kernels.quick_reduce import report_lost
 
+# The word of two -0.0, which adds nothing.
+ZEROS = tl.constexpr(-2147450880)  # 0x80008000
 # For one look at a flag, by which patience is counted: one at words, plain loads, takes a good part of that time.
 LOOKS = tl.constexpr(4)
 
@@ -61,8 +64,8 @@ def send(to, at, blocks, sending, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def not_zero(words):
-    """Words that add as much, without zeros: -0.0 for +0.0."""
-    return tl.where(words == 0, -2147450880, words)  # 0x80008000
+    """Words that add as much, ZEROS for zero."""
+    return tl.where(words == 0, ZEROS, words)
 
 
 @triton.jit
@@ -139,13 +142,13 @@ def there(i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_fours(row, OFFSET: tl.constexpr, i: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """The words [BLOCK / 8, 4] of block i of a row (`fours`), not zero beyond it."""
+    """The words [BLOCK / 8, 4] of block i of a row (`fours`), ZEROS beyond it."""
     VOLATILE: tl.constexpr = not tl.target_info.is_hip()
     place = fours(row, OFFSET, i, BLOCK)
     if (i + 1) * BLOCK <= COLUMNS:
         return tl.load(place, volatile=VOLATILE)
     else:
-        return tl.load(place, mask=there(i, COLUMNS, BLOCK), other=1, volatile=VOLATILE)
+        return tl.load(place, mask=there(i, COLUMNS, BLOCK), other=ZEROS, volatile=VOLATILE)
 
 
 @triton.jit
