@@ -22,8 +22,7 @@ are those that are used. Words are written and read at the scope of the system: 
 NVIDIA: stores .wt and volatile loads, in machine code both STRONG.SYS, which no L1 holds. AMD: stores are written
 through (sc0 sc1), as nobody would write a dirty line of an L2 back; gfx90a, whose stores cannot say so, is told to write
 its L2 back, and not awaited. A look invalidates as an acquire of a flag does, before plain loads. The zeros, stores like
-the others, are done when their kernel ends, before the rank's next call begins, and so before anything that it sends
-there.
+the others, are done when their kernel ends, before the rank's next call begins, and so before all that it sends there.
 
 **Lost ranks** are looked for and reported as in `quick_reduce`, by the words that are not there.
 """
