@@ -130,7 +130,7 @@ def _kernels(
                     configs += [kernels.Config(*config) for config in CONFIGS if _fits(config[0], width, by)]
                 for config in configs:
                     few = kernels.without_flags(count, width, CODECS[by], world, LAMPORT_BYTES, config)
-                    lamport_bytes = LAMPORT_BYTES if few and algorithm is Algorithm.ONE_SHOT else 0
+                    lamport_bytes = LAMPORT_BYTES if few else 0
                     found.add((world, width, str(algorithm), by, config.threads, lamport_bytes))
     return sorted(found)
 

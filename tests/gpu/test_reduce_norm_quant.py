@@ -264,7 +264,7 @@ class Pool:
         for x in xs:
             x[..., 32:64], x[..., 64:96] = 0.0, -0.0
         self.weight = torch.randn(width, device="cuda", generator=generator).bfloat16()
-        self.kind = options(*TARGETS[1])
+        self.kind, self.plan = options(*TARGETS[1]), plan
         self.xs, self.wrong = xs[members.rank], torch.zeros((), dtype=torch.int64, device="cuda")
         self.expected = [
             expect([x[turn] for x in xs], self.residuals[turn], self.weight, 0.0, plan, self.kind) for turn in range(4)
@@ -323,17 +323,19 @@ def replays_without_flags(rank: int) -> None:
 
 
 def sizes_without_flags(rank: int) -> None:
-    """Random numbers of rows of several widths one after another, while ranks are late at random."""
+    """Random numbers of rows of several widths one after another by either shot, while ranks are late at random."""
     members = Members(rank)
     members.use(ONE_SHOT)
     together, alone = random.Random(2), random.Random(3 + rank)
     pools = {
-        (rows, width): Pool(members, rows, width, ONE_SHOT)
+        (rows, width, plan): Pool(members, rows, width, plan)
         for width in (2880, 4096, 7168, 8192)
         for rows in (1, together.randint(2, 63), 64)
+        for plan in (ONE_SHOT, TWO_SHOT)
     }
-    for turn in range(2000):
+    for turn in range(3000):
         pool = pools[together.choice(list(pools))]
+        members.use(pool.plan)
         if alone.random() < 0.1:
             torch.cuda._sleep(alone.randrange(100_000))
         pool.compare(turn, pool.reduce(pool.xs[turn % 4], pool.residuals[turn % 4]))
@@ -343,13 +345,13 @@ def sizes_without_flags(rank: int) -> None:
     assert not wrong, wrong
 
 
-def a_rank_that_does_not_come(rank: int) -> None:
+def a_rank_that_does_not_come(rank: int, plan: Plan) -> None:
     """The others name it, not before the time that they were given, and nothing hangs."""
     members = Members(rank)
     members.memory = QuickReduce.over(members.group, torch.device("cuda", rank), 8 << 20, timeout=3.0)
     for rows in (1, 64):
-        members.use(ONE_SHOT)
-        pool = Pool(members, rows, 4096, ONE_SHOT)
+        members.use(plan)
+        pool = Pool(members, rows, 4096, plan)
         if rows == 1:
             pool.compare(0, pool.reduce(pool.xs[0], pool.residuals[0]))
         torch.cuda.synchronize()
@@ -366,6 +368,14 @@ def a_rank_that_does_not_come(rank: int) -> None:
             with pytest.raises(RuntimeError, match="rank 1 of the group did not arrive in call 2, phase 1"):
                 members.memory.check()
         dist.barrier()
+
+
+def a_rank_that_does_not_come_one_shot(rank: int) -> None:
+    a_rank_that_does_not_come(rank, ONE_SHOT)
+
+
+def a_rank_that_does_not_come_two_shot(rank: int) -> None:
+    a_rank_that_does_not_come(rank, TWO_SHOT)
 
 
 def connected_by_an_engine(rank: int) -> None:
@@ -397,7 +407,8 @@ def connected_by_an_engine(rank: int) -> None:
     "function",
     [
         every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs, replays_without_flags,
-        sizes_without_flags, a_rank_that_does_not_come, connected_by_an_engine,
+        sizes_without_flags, a_rank_that_does_not_come_one_shot, a_rank_that_does_not_come_two_shot,
+        connected_by_an_engine,
     ],
 )  # fmt: skip
 def test_ranks(world: int, function: Callable[[int], None]) -> None:

@@ -137,7 +137,7 @@ def check(columns: int, threads: int, programs: int, target: Target, shot: str, 
     shots = {"alone": 0, "one_shot": 1, "two_shot": 2}[shot]
     # Without flags, words are written, and zeros over them.
     words = np.zeros((2, LAMPORT_BYTES), np.int32)
-    if shots == 1 and kernels.without_flags(ROWS, columns, CODECS[codec], 1, LAMPORT_BYTES, config):
+    if shots and kernels.without_flags(ROWS, columns, CODECS[codec], 1, LAMPORT_BYTES, config):
         words[1, : ROWS * columns * 2], shots = 2, 0
     found += not_once(writes.counts["words"].reshape(2, LAMPORT_BYTES), words, "words")
     for phase in range(shots):
@@ -166,7 +166,7 @@ def main() -> None:
             "codec": draw.choice(list(CODECS)),
         }
         cases.append(case)
-        few = case | {"programs": ROWS, "shot": "one_shot", "codec": "FP"}
+        few = case | {"programs": ROWS, "shot": ("one_shot", "two_shot")[index // 4 % 2], "codec": "FP"}
         if index % 4 == 0 and kernels.without_flags(
             ROWS, columns, CODECS["FP"], 1, LAMPORT_BYTES, kernels.Config(few["threads"], ROWS)
         ):

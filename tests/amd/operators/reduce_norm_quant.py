@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -68,33 +69,42 @@ def accesses(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) ->
 def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
     """What is wrong with rows that travel without flags: nobody would see what stays in a cache, and waits add up."""
     found = []
-    blocks = -(-constants["COLUMNS"] // constants["BLOCK"])
-    words = constants["WORLD"] * blocks  # 16 bytes of a lane, of every rank
+    world, two_shot = constants["WORLD"], constants["SHOTS"] == 2
+    blocks = -(-constants["COLUMNS"] // constants["BLOCK"])  # each 16 bytes of a lane
     texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
     looks = [loop for loop in assembly.loops if any(ACQUIRE[arch] in i.text for i in loop.instructions)]
-    if len(looks) != 1:
-        return [f"{len(looks)} loops look for words ({ACQUIRE[arch]})"]
-    looking = [" ".join(instruction.text.split()) for instruction in looks[0].instructions]
-    loads = [place for place, text in enumerate(looking) if re.match(r"(global|flat|buffer)_load", text)]
-    if [looking[place].split()[0].split("_")[-1] for place in loads] != ["dwordx4"] * words:
-        found.append(f"a look loads {[looking[place] for place in loads]}, not 16 bytes {words} times")
-    if loads and looking.index(ACQUIRE[arch]) > loads[0]:
-        found.append("a look loads before it invalidates")
-    if any(text.startswith("s_waitcnt vmcnt") for text in looking[loads[0] : loads[-1]]):
-        found.append("a look waits between its loads")
-    if any(re.match(r"(global|flat|buffer)_(store|atomic)", text) for text in looking):
-        found.append("a look stores")
-    begin, end = looks[0].instructions[0].line, looks[0].instructions[-1].line
+    # The row's of all ranks; and the sum's, of who does not own it.
+    looked_at = sorted([world * blocks, blocks] if two_shot else [world * blocks])
+    loaded = []
+    for loop in looks:
+        looking = [" ".join(instruction.text.split()) for instruction in loop.instructions]
+        loads = [place for place, text in enumerate(looking) if re.match(r"(global|flat|buffer)_load", text)]
+        loaded.append(len(loads))
+        if {looking[place].split()[0].split("_")[-1] for place in loads} != {"dwordx4"}:
+            found.append(f"a look loads {[looking[place] for place in loads]}, not 16 bytes each time")
+        if loads and looking.index(ACQUIRE[arch]) > loads[0]:
+            found.append("a look loads before it invalidates")
+        if loads and any(text.startswith("s_waitcnt vmcnt") for text in looking[loads[0] : loads[-1]]):
+            found.append("a look waits between its loads")
+        if any(re.match(r"(global|flat|buffer)_(store|atomic)", text) for text in looking):
+            found.append("a look stores")
+    if sorted(loaded) != looked_at:
+        found.append(f"looks for words ({ACQUIRE[arch]}) load {loaded} times, not {looked_at}")
+    first_look = min((loop.instructions[0].line for loop in looks), default=0)
+    first_sent = blocks if two_shot else world * blocks
+    stores = [i for i in assembly.instructions if re.match(SENT, i.text)]
     if arch == "gfx90a":
         written = [i.line for i in assembly.instructions if i.text.startswith("buffer_wbl2")]
-        sent = [i.line for i in assembly.instructions if re.match(SENT, i.text) and i.line < begin]
-        if len(sent) != words or not written or not sent[-1] < written[0] < begin:
+        sent = [i.line for i in stores if i.line < first_look]
+        if len(sent) != first_sent or len(written) != 1 + two_shot or not sent[-1] < written[0] < first_look:
             found.append("the L2 is not written back behind the stores")
     else:
-        through = [i.line for i in assembly.instructions if re.match(SENT, i.text) and i.text.endswith("sc0 sc1")]
-        sent = [line for line in through if line < begin]
-        if len(sent) != words or len(through) != 2 * words or through[words] < end:
-            found.append(f"{len(sent)} stores before the look and {len(through)} in all are written through")
+        through = [i.line for i in stores if i.text.endswith("sc0 sc1")]
+        sent = [line for line in through if line < first_look]
+        # Besides, the zeros of what was received and the sums for all others.
+        every = first_sent + sum(looked_at) + (world - 1) * blocks * two_shot
+        if len(sent) != first_sent or len(through) != every:
+            found.append(f"{len(sent)} stores before the looks and {len(through)} in all are written through")
     lines = {instruction.line: text for instruction, text in zip(assembly.instructions, texts, strict=True)}
     if sent and any("vmcnt(0)" in lines.get(line, "") for line in range(sent[0], sent[-1])):
         found.append("it waits between the stores to ranks")
@@ -239,6 +249,10 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         cases[f"without flags, {world} ranks, {width} columns, {name}"] = partial(
             reduce, "one_shot", world, width, every[name], "FP", LAMPORT_BYTES
         )
+    for world, width, name in ((8, 8192, "per token"), (4, 7168, "static")):
+        cases[f"two shots without flags, {world} ranks, {width} columns, {name}"] = partial(
+            reduce, "two_shot", world, width, every[name], "FP", LAMPORT_BYTES
+        )
     for width, name in ((8192, "NVFP4"), (8192, "static"), (7168, "per token and norm"), (16384, "norm")):
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, every[name])
     return cases
@@ -261,22 +275,23 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks = Ranks(world)
         norm = norm_of(width, dtype, target.quantization, bias=bias)
         norm = replace(norm, eps=1e-12)  # shows the least that is not zero beyond a row of zeros
-        for seed, rows in enumerate((5, 1, 8, 3)):
+        calls = itertools.product(("one_shot", "two_shot"), (5, 1, 8, 3))
+        for seed, (shot, rows) in enumerate(calls):
             inputs = draw(world, rows, width, dtype, seed)
             for x in inputs:
                 x[-1, ::2], x[-1, 1::2], x[-1, :8] = 0.0, -0.0, 0.0
             inputs[0][-1] = -0.0
             residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
-            ranks.call("one_shot", inputs, residual, norm, target, CODECS["FP"], FEW)
+            ranks.call(shot, inputs, residual, norm, target, CODECS["FP"], FEW)
 
     def ahead(target: Target) -> None:
         """Ranks begin at different times and run ahead as far as they may; numbers of rows and columns change, and
         calls by flags are between."""
         ranks, calls = Ranks(3), []
         for seed, (shot, rows, width, codec) in enumerate(
-            (("one_shot", 8, 784, "FP"), ("one_shot", 2, 784, "FP"), ("two_shot", 4, 784, "FP"),
-             ("one_shot", 7, 784, "FP"), ("one_shot", 1, 528, "FP"), ("one_shot", 3, 784, "INT4"),
-             ("one_shot", 8, 528, "FP"), ("one_shot", 8, 784, "FP"))
+            (("one_shot", 8, 784, "FP"), ("two_shot", 2, 784, "FP"), ("two_shot", 4, 784, "INT4"),
+             ("one_shot", 7, 784, "FP"), ("two_shot", 1, 528, "FP"), ("one_shot", 3, 784, "INT4"),
+             ("two_shot", 8, 528, "FP"), ("one_shot", 8, 784, "FP"))
         ):  # fmt: skip
             norm = norm_of(width, torch.bfloat16, target.quantization, seed)
             calls.append((shot, draw(3, rows, width, torch.bfloat16, seed), norm, CODECS[codec]))
@@ -289,21 +304,34 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             check(shot, inputs, None, norm, target, codec, outs)
         ranks.check_words()
 
-    def missing() -> None:
+    def missing(shot: str) -> None:
         """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no
-        more; when it comes it finds what was sent to it."""
+        more; when it comes to a one-shot it finds what was sent to it."""
         norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
-        ranks.call("one_shot", draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
+        ranks.call(shot, draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
         inputs = draw(3, 5, 784, torch.bfloat16, 1)
         for patience in (100, 2**31 - 1):
             with ranks.gpu.together():
-                ranks.launch("one_shot", inputs[:2], None, norm, Target(), CODECS["FP"], FEW, patience)
+                ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], FEW, patience)
             for box in ranks.boxes[:2]:
                 assert box.lost() == (2, 2, 0)
-        out = Target().empty(inputs[2])
-        ranks.gpu.stream = None
-        KERNELS["one_shot"](inputs[2], None, norm, Target(), out, ranks.boxes[2], CODECS["FP"], FEW, PATIENCE)
-        check("one_shot", inputs, None, norm, Target(), CODECS["FP"], [out])
+        if shot == "one_shot":
+            out = Target().empty(inputs[2])
+            ranks.gpu.stream = None
+            KERNELS[shot](inputs[2], None, norm, Target(), out, ranks.boxes[2], CODECS["FP"], FEW, PATIENCE)
+            check(shot, inputs, None, norm, Target(), CODECS["FP"], [out])
+
+    def owner_dies() -> None:
+        """Rank 2 has sent its rows and then ends: those who await the sum of the row it owns find it lost itself."""
+        norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
+        for row, (region, box) in enumerate(zip(ranks.regions, ranks.boxes, strict=True)):
+            begin = box.lamport_at + (1 * 3 + 2) * box.lamport_bytes + row * 784 * 2  # of call 1, from rank 2
+            region[begin : begin + 784 * 2] = 1
+        inputs = draw(3, 3, 784, torch.bfloat16, 1)
+        with ranks.gpu.together():
+            ranks.launch("two_shot", inputs[:2], None, norm, Target(), CODECS["FP"], FEW, 100)
+        for box in ranks.boxes[:2]:
+            assert box.lost() == (1, 2, 1)
 
     def alone(width: int, target: Target, dtype: torch.dtype, bias: float) -> None:
         norm = norm_of(width, torch.float32, target.quantization, bias=bias)
@@ -377,7 +405,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, target, dtype, float(index % 2))
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, every["per token"])}
-        cases |= {"ranks ahead, without flags": partial(ahead, every["per token"]), "a lost rank, no flags": missing}
+        cases |= {"ranks ahead, without flags": partial(ahead, every["per token"])}
+        cases |= {"an owner lost, no flags": owner_dies}
+        cases |= {f"a lost rank, {shot}, no flags": partial(missing, shot) for shot in ("one_shot", "two_shot")}
         cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
         cases["hidden sizes of models"] = hidden_sizes
