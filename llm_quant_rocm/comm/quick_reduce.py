@@ -17,6 +17,7 @@ from llm_quant_rocm.kernels.quick_reduce import Config, Mailbox
 INBOX_BYTES = 100 * 1024 * 1024  # pieces of full size for 1 GiB of codecs of 4.5 bits, between two ranks and four
 TIMEOUT_SECONDS = 600.0  # as torch for NCCL: ranks that compile wait for each other in their first calls
 MAX_TILES = 32768
+LAMPORT_BYTES = 1024 * 1024  # 64 rows of 8192 columns
 _MAX_SPINS = 2**31 - 2
 _REHEARSED_SPINS = 50_000  # some 50 ms
 _ALIGNMENT = 16
@@ -52,7 +53,7 @@ class QuickReduce:
     ) -> Self:
         """For the ranks of `group`, which all call, over NCCL with `device` as their current one.
 
-        Takes four times `inbox_bytes` of every GPU's memory, and some.
+        Takes four times `inbox_bytes` of every GPU's memory, 2 MiB for each rank, and some.
 
         Torch numbers the meetings of a process, not of a group (pytorch#196082): ranks that have met in as
         many groups may meet, as those of tensor-parallel groups have; others wait for ever.
@@ -75,7 +76,7 @@ class QuickReduce:
             raise ValueError(
                 f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
             )
-        size = kernels.region_bytes(world, inbox_bytes, MAX_TILES)
+        size = kernels.region_bytes(world, inbox_bytes, MAX_TILES, LAMPORT_BYTES)
         refusal = None
         try:
             region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -94,7 +95,7 @@ class QuickReduce:
         handle.barrier(timeout_ms=int(timeout * 1000))
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
-        box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES)
+        box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES, LAMPORT_BYTES)
         return cls(box, region, min(_MAX_SPINS, int(timeout / seconds_of_a_look(device, world))))
 
     def all_reduce(

@@ -15,6 +15,7 @@ The one-shot sends every piece to everybody, who adds for itself.
 
     inbox[parity of the call][phase][slot][rank that sends][bytes of a piece]
     flag[phase][tile][rank that sends]        int64: the number of the last call whose piece is there
+    what `kernels.lamport` says
 
 A program has SLOTS slots, which its tiles take in turn, so that inboxes are small and stay in the caches. That is safe:
 a rank's flag of a tile says that it is done with all that its program did before. Two-shot: who sends tile t has
@@ -113,6 +114,7 @@ class Mailbox:
         rank: this one.
         phase_bytes: bytes of an inbox of one phase, a multiple of 16.
         max_tiles: tiles that have flags.
+        lamport_bytes: bytes of rows that travel without flags, of one rank in one call, a multiple of 16.
     """
 
     peers: torch.Tensor
@@ -121,6 +123,7 @@ class Mailbox:
     rank: int
     phase_bytes: int
     max_tiles: int
+    lamport_bytes: int = 0
 
     @cached_property
     def world(self) -> int:
@@ -128,6 +131,11 @@ class Mailbox:
 
     def region_bytes(self) -> int:
         """Bytes of each rank's region."""
+        return region_bytes(self.world, self.phase_bytes, self.max_tiles, self.lamport_bytes)
+
+    @cached_property
+    def lamport_at(self) -> int:
+        """Where in a region the rows that travel without flags begin."""
         return region_bytes(self.world, self.phase_bytes, self.max_tiles)
 
     def lost(self) -> tuple[int, int, int] | None:
@@ -170,9 +178,10 @@ class Mailbox:
         return Cut(buffers, tiles, min(tiles, programs))
 
 
-def region_bytes(world: int, phase_bytes: int, max_tiles: int) -> int:
+def region_bytes(world: int, phase_bytes: int, max_tiles: int, lamport_bytes: int = 0) -> int:
     """Bytes of a rank's region."""
-    return PARITIES * PHASES * phase_bytes + PHASES * max_tiles * world * FLAG_BYTES.value
+    flag_bytes = PHASES * max_tiles * world * FLAG_BYTES.value
+    return PARITIES * (PHASES * phase_bytes + world * lamport_bytes) + flag_bytes
 
 
 @cache
@@ -494,6 +503,15 @@ def add_pieces(
     for source in tl.static_range(WORLD):
         piece = first + source * piece_bytes
         pieces = pieces + (wire_units.load_parts(piece, EIGHTS, LOW, HIGH, T, GROUPS, PART),)
+    return add_loaded(pieces, EIGHTS, KIND, LIMIT, LOW, HIGH, T, MAX, WORLD)
+
+
+@triton.jit
+def add_loaded(
+    pieces, EIGHTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    T: tl.constexpr, MAX: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """`add_pieces` of what `wire_units.load_parts` loads."""
     finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
     rare = True
     if KIND != wire_units.FP:

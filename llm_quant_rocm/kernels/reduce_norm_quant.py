@@ -9,6 +9,8 @@ all that its norm needs, and a program ends a row in registers. docs/fusion.md s
     two-shot   every rank sends a row to its owner, who adds it up and sends the sum, encoded again, to all, who
                normalise and quantize it
 
+Few exact rows travel without flags, as `kernels.lamport` says. What follows is of all others.
+
 A tile is a row. Of a program's rows every rank owns each WORLD-th, so that no program has more to add than others; and
 a row of the two-shot has room in the first phase at its owner alone, in the second for a single sum. Few rows are as
 many programs in either.
@@ -32,7 +34,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect
-from llm_quant_rocm.kernels import wire_units
+from llm_quant_rocm.kernels import lamport, wire_units
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
     LINEAR,
@@ -46,6 +48,7 @@ from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.quick_reduce import (
     SLOTS,
     Mailbox,
+    add_loaded,
     add_pieces,
     await_flags,
     begin_call,
@@ -60,6 +63,8 @@ from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # 64 values a lane of 16 waves of 32 lanes; a row is held more than once.
 MAX_COLUMNS = 32768
+# That a lane holds while it awaits others, of the 128 registers that it has on Hopper.
+_MOST_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,18 @@ def cut(rows: int, columns: int, codec: Codec, mailbox: Mailbox, config: Config,
     return Cut(programs, ring)
 
 
+def without_flags(rows: int, columns: int, codec: Codec, world: int, lamport_bytes: int, config: Config) -> bool:
+    """Whether rows travel by `kernels.lamport`: they are exact and few, one for each program.
+
+    Each lane has words of its own, as of two that look at the same one, one may see it and the other not yet; and it
+    has registers for all ranks' words of a row.
+    """
+    few = rows <= config.programs and rows * columns * 2 <= lamport_bytes
+    block = config.block(columns)
+    held = world * cdiv(columns, block) * 4
+    return few and not codec.quantizes and block == 8 * config.threads and held <= _MOST_WORDS
+
+
 def one_shot(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result, mailbox: Mailbox,
     codec: Codec, config: Config, max_spins: int,
@@ -147,7 +164,7 @@ def one_shot(
         out: `target.empty(x)`.
         max_spins: looks at a flag until its rank counts as lost.
     """
-    _reduce(reduce_norm_one_shot_kernel, 1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def two_shot(
@@ -155,7 +172,7 @@ def two_shot(
     codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
     """`one_shot`, where every row is added up by one rank."""
-    _reduce(reduce_norm_two_shot_kernel, 2, x, residual, norm, target, out, mailbox, codec, config, max_spins)
+    _reduce(2, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
 
 def norm_quant(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result) -> None:
@@ -172,18 +189,29 @@ def _groups(columns: int) -> int:
 
 
 def _reduce(
-    kernel: Any, shots: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
+    shots: int, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target, out: Result,
     mailbox: Mailbox, codec: Codec, config: Config, max_spins: int,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     if not rows:
         return
+    call = (config, x, residual, norm, target, out)
+    state = {
+        "peers_ptr": mailbox.peers, "state_ptr": mailbox.state, "report_ptr": mailbox.report, "rank": mailbox.rank,
+        "max_spins": max_spins,
+    }  # fmt: skip
+    if without_flags(rows, columns, codec, mailbox.world, mailbox.lamport_bytes, config):
+        _launch(
+            reduce_norm_lamport_kernel, rows, *call, **state, lamport_at=mailbox.lamport_at,
+            LAMPORT_BYTES=mailbox.lamport_bytes, WORLD=mailbox.world, SHOTS=shots, **_constants_of_sums(x.dtype),
+        )  # fmt: skip
+        return
+    kernel = reduce_norm_one_shot_kernel if shots == 1 else reduce_norm_two_shot_kernel
     shared = cut(rows, columns, codec, mailbox, config, shots)
     _launch(
-        kernel, shared.programs, config, x, residual, norm, target, out, ring=shared.ring,
-        piece_bytes=piece_bytes(columns, codec), peers_ptr=mailbox.peers, state_ptr=mailbox.state,
-        report_ptr=mailbox.report, rank=mailbox.rank, phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
-        max_spins=max_spins, **_constants_on_the_wire(columns, x.dtype, codec, config, mailbox.world),
+        kernel, shared.programs, *call, **state, ring=shared.ring, piece_bytes=piece_bytes(columns, codec),
+        phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
+        **_constants_on_the_wire(columns, x.dtype, codec, config, mailbox.world),
     )  # fmt: skip
 
 
@@ -241,7 +269,13 @@ def _constants_on_the_wire(
     }
 
 
-_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins"]
+@cache
+def _constants_of_sums(dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernel without flags is compiled for besides."""
+    return {"MAX": torch.finfo(dtype).max, "T": wire_units.TYPES[dtype]}
+
+
+_RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins", "lamport_at"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -292,6 +326,114 @@ def reduce_norm_one_shot_kernel(
     elif LAYOUT != LINEAR:
         pad_scales(scales_ptr, tl.cast(rows + program - programs, tl.int64), LAYOUT, COLUMNS, BLOCK)
     end_call(state_ptr, call)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def reduce_norm_lamport_kernel(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr,
+    rows, programs, x_stride, residual_stride, eps,
+    peers_ptr, state_ptr, report_ptr, rank, max_spins, lamport_at,
+    HAS_RESIDUAL: tl.constexpr, WEIGHT_BIAS: tl.constexpr, NORMED: tl.constexpr, QUANTIZATION: tl.constexpr,
+    LAYOUT: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr,
+    SHOTS: tl.constexpr
+):  # fmt: skip
+    """Either shot of few exact rows, one for each program."""
+    if PDL:
+        programmatic_launch()
+    call, patience = begin_call(state_ptr, max_spins)
+    row = tl.program_id(0).to(tl.int64)
+    if row < rows:
+        owner = tl.program_id(0) % WORLD
+        x = load_chunks(x_ptr + row * x_stride, COLUMNS, BLOCK, 0)
+        mine = tl.load(peers_ptr + rank)
+        to = addresses(peers_ptr, rank, WORLD) if SHOTS == 1 else (tl.load(peers_ptr + owner),)
+        words = ()
+        for i in tl.static_range(len(x)):
+            words = words + (lamport.there_are(x[i]),)
+        pieces = lamport.place(call, 0, row, lamport_at, LAMPORT_BYTES, WORLD, COLUMNS)
+        lamport.send(to, pieces + rank * LAMPORT_BYTES, words, patience >= 0, COLUMNS, BLOCK)
+        weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
+        added = load_residual(residual_ptr + row * residual_stride, HAS_RESIDUAL, COLUMNS, BLOCK)
+        # All waves know the call, as they have sent by its parity. It is counted while words are on their way.
+        tl.debug_barrier()
+        end_call(state_ptr, call)
+        if SHOTS == 1:
+            sums, _ = await_pieces(
+                mine + pieces, state_ptr, report_ptr, call, patience, T, MAX, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
+            )  # fmt: skip
+        else:
+            if owner == rank:
+                sums, complete = await_pieces(
+                    mine + pieces, state_ptr, report_ptr, call, patience, T, MAX, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
+                )  # fmt: skip
+                others = addresses(peers_ptr, rank, WORLD)[: WORLD - 1]
+                lamport.send(others, pieces + rank * LAMPORT_BYTES, inverted(sums), complete, COLUMNS, BLOCK)
+            else:
+                piece = pieces + owner * LAMPORT_BYTES
+                received, absent = lamport.receive(mine + piece, patience, COLUMNS, BLOCK, LAMPORT_BYTES, 1, -1)
+                if absent == 0:
+                    report_owner(
+                        tl.load(peers_ptr + owner) + pieces, owner, rank, state_ptr, report_ptr, call, patience,
+                        COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
+                    )  # fmt: skip
+                sums = inverted(received)
+        blocks = tl.tuple([])
+        for i in tl.static_range(len(sums)):
+            blocks += (block_of(wire_units.split4(sums[i]), T),)
+        finish_row(
+            row, blocks, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
+            HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+        )  # fmt: skip
+    else:
+        if LAYOUT != LINEAR:
+            pad_scales(scales_ptr, row, LAYOUT, COLUMNS, BLOCK)
+        end_call(state_ptr, call)
+
+
+@triton.jit
+def await_pieces(
+    first, state_ptr, report_ptr, call, patience, T: tl.constexpr, MAX: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """Blocks of the words of a row's sum over the ranks, rank 0's at the address `first`, and whether all came."""
+    received, absent = lamport.receive(first, patience, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
+    if absent < WORLD:
+        report_lost(state_ptr, report_ptr, 0, absent, call, patience)
+    sums = ()
+    for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
+        pieces = ()
+        for source in tl.static_range(WORLD):
+            pieces = pieces + ((wire_units.split4(received[i * WORLD + source]), (), ()),)
+        pairs = add_loaded(pieces, True, wire_units.FP, 0, 0, 0, T, MAX, WORLD)
+        words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+        # Two NaNs of all bits would not be there once they are inverted, as sums travel; these are two NaNs as well.
+        sums = sums + (tl.where(words == -1, -65537, words),)
+    return sums, absent == WORLD
+
+
+@triton.jit
+def inverted(blocks):
+    """Blocks of words with all bits inverted."""
+    found = ()
+    for i in tl.static_range(len(blocks)):
+        found = found + (~blocks[i],)
+    return found
+
+
+@triton.jit
+def report_owner(
+    pieces, owner, rank, state_ptr, report_ptr, call, patience, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    LAMPORT_BYTES: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    """A sum did not come: says whom its owner waits for, which leaves what has come at the address `pieces`, or, if it
+    has read this rank's words or has all, that it is lost itself."""
+    _, missing = lamport.look(pieces, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
+    _, unread = lamport.look(pieces + rank * LAMPORT_BYTES, COLUMNS, BLOCK, LAMPORT_BYTES, 1)
+    if (missing < WORLD) & (unread == 1):
+        report_lost(state_ptr, report_ptr, 0, missing, call, patience)
+    else:
+        report_lost(state_ptr, report_ptr, 1, owner, call, patience)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)

@@ -23,7 +23,7 @@ from llm_quant_rocm.formats.wire import Codec, largest_scale
 
 FP, INT, E2M1, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"FP": FP, "FP4": E2M1, "FP8": E4M3}
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def constants(codec: Codec, dtype: torch.dtype) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def constants(codec: Codec, dtype: torch.dtype) -> dict[str, Any]:
         "CAP": largest_scale(codec, dtype) if codec.quantizes else 0.0,
         "LOW": low,
         "HIGH": high,
-        "T": _TYPES[dtype],
+        "T": TYPES[dtype],
     }
 
 

@@ -26,7 +26,7 @@ from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.comm import reduce_norm_quant as groups
 from llm_quant_rocm.comm.crossovers import crossovers
 from llm_quant_rocm.comm.policy import Algorithm
-from llm_quant_rocm.comm.quick_reduce import QuickReduce
+from llm_quant_rocm.comm.quick_reduce import LAMPORT_BYTES, QuickReduce
 from llm_quant_rocm.formats.fp8 import for_device
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Target
 from llm_quant_rocm.formats.wire import CODECS
@@ -34,6 +34,7 @@ from llm_quant_rocm.kernels import quick_reduce
 from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.measure.ranks import Report, compile_together, on_every_rank, slowest
 
+KERNELS = ("reduce_norm_one_shot_kernel", "reduce_norm_two_shot_kernel", "reduce_norm_lamport_kernel")
 COLUMNS = (4096, 7168, 8192)
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 # Beyond this much for each rank but one, everything to everybody is out of the question.
@@ -117,17 +118,20 @@ def _fits(threads: int, columns: int, codec: str) -> bool:
 
 def _kernels(
     world: int, columns: Sequence[int], rows: Sequence[int], codec: str | None, sweep: bool
-) -> list[tuple[int, int, str, str, int]]:
+) -> list[tuple[int, int, str, str, int, int]]:
     """The arguments of `_compile` for all that a run times."""
     fact = hardware.detect(torch.device("cuda", 0))
     found = set()
     for width in columns:
         for count in rows:
             for algorithm, by in choices(2 * count * width, world, codec):
-                threads = {kernels.default_config(count, width, CODECS[by], fact).threads}
+                configs = [kernels.default_config(count, width, CODECS[by], fact)]
                 if sweep and count in CONFIGS_ROWS:
-                    threads |= {n for n, _ in CONFIGS if _fits(n, width, by)}
-                found |= {(world, width, str(algorithm), by, n) for n in threads}
+                    configs += [kernels.Config(*config) for config in CONFIGS if _fits(config[0], width, by)]
+                for config in configs:
+                    few = kernels.without_flags(count, width, CODECS[by], world, LAMPORT_BYTES, config)
+                    lamport_bytes = LAMPORT_BYTES if few else 0
+                    found.add((world, width, str(algorithm), by, config.threads, lamport_bytes))
     return sorted(found)
 
 
@@ -141,17 +145,18 @@ class CompileOnly:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
 
-def _compile(world: int, columns: int, shot: str, codec: str, threads: int) -> None:
+def _compile(world: int, columns: int, shot: str, codec: str, threads: int, lamport_bytes: int) -> None:
     """Compiles the fused kernel of one kind, in a process of its own."""
-    name = f"reduce_norm_{shot}_kernel"
     device = torch.device("cuda", 0)
     peers = torch.zeros(world, dtype=torch.int64, device=device)
     state = torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32, device=device)
-    box = quick_reduce.Mailbox(peers, state, torch.zeros(1, dtype=torch.int64, device=device), 0, 1 << 24, 64)
+    report = torch.zeros(1, dtype=torch.int64, device=device)
+    box = quick_reduce.Mailbox(peers, state, report, 0, 1 << 24, 64, lamport_bytes)
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
     config = kernels.Config(threads, programs=132)
-    with patch.object(kernels, name, CompileOnly(getattr(kernels, name))):
+    stand_ins: dict[str, Any] = {name: CompileOnly(getattr(kernels, name)) for name in KERNELS}
+    with patch.multiple(kernels, **stand_ins):
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 

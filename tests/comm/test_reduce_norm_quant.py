@@ -212,6 +212,30 @@ def test_slots_fit_the_inboxes(columns: int, codec: str) -> None:
                     assert all(b - a >= SLOTS.value for (_, a), (_, b) in itertools.pairwise(users))
 
 
+def test_what_travels_without_flags() -> None:
+    """Exact rows for which there are programs and memory, wide enough for every lane; and their memory is behind the
+    flags."""
+    from llm_quant_rocm.comm.quick_reduce import LAMPORT_BYTES
+    from llm_quant_rocm.kernels import reduce_norm_quant as kernels
+    from llm_quant_rocm.kernels.quick_reduce import Mailbox
+
+    def serves(rows: int, columns: int, codec: Codec = FP, world: int = 2, lamport_bytes: int = LAMPORT_BYTES) -> bool:
+        config = kernels.default_config(rows, columns, codec, nvidia(9, 0))
+        return kernels.without_flags(rows, columns, codec, world, lamport_bytes, config)
+
+    assert serves(1, 528) and serves(1, 16384) and serves(64, 8192) and serves(128, 4096) and serves(132, 3072)
+    assert not serves(65, 8192) and not serves(1, 8192, INT4) and not serves(1, 8192, FP, 2, 0) and not serves(1, 512)
+    assert serves(1, 8192, FP, 8) and not serves(1, 8208, FP, 8)  # 64 words of a lane, and 96
+    for columns in range(16, 32769, 16):  # no lane has another one's words
+        config = kernels.default_config(1, columns, FP, nvidia(9, 0))
+        assert serves(1, columns) == (config.block(columns) >= 8 * config.threads)
+    assert not kernels.without_flags(3, 4096, FP, 2, LAMPORT_BYTES, kernels.Config(512, programs=2))
+    for world in range(2, 9):
+        box = Mailbox(torch.zeros(world, dtype=torch.int64), torch.zeros(4), torch.zeros(1), 0, 4096, 33, LAMPORT_BYTES)
+        assert box.lamport_at == 4 * 4096 + 2 * 33 * world * 8 and box.lamport_at % 16 == 0
+        assert box.region_bytes() == box.lamport_at + 2 * world * LAMPORT_BYTES
+
+
 def test_plans() -> None:
     """Sizes from which on something else serves, as predicted: docs/fusion.md has the reasons."""
     fp4 = CODECS["FP4"]

@@ -2,7 +2,9 @@
 """The fused all-reduce, norm and quantization between GPUs: every bit of the reference on every rank, in graphs too."""
 
 import itertools
+import random
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +27,7 @@ from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels import keys
 from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
-from llm_quant_rocm.measure.reduce_norm_quant import CompileOnly
+from llm_quant_rocm.measure.reduce_norm_quant import KERNELS, CompileOnly
 from tests.comm import processes
 from tests.inputs import assert_same, nasty_rows, random_rows
 
@@ -109,8 +111,7 @@ class Members:
     def compiled_together(self, cases: Callable[["Members"], None]) -> None:
         """Runs `cases`, whose kernels the ranks compile first, each its share for all: seconds each, of which there are
         dozens."""
-        names = ("reduce_norm_one_shot_kernel", "reduce_norm_two_shot_kernel")
-        with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in names}):
+        with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in KERNELS}):
             self.compiling = True
             cases(self)
         self.compiling = False
@@ -253,6 +254,130 @@ def graphs(rank: int) -> None:
     members.memory.check()
 
 
+class Pool:
+    """Inputs of so many rows with their results, which calls take in turn; counts wrong bytes, all on the GPU."""
+
+    def __init__(self, members: Members, rows: int, width: int, plan: Plan) -> None:
+        generator = torch.Generator("cuda").manual_seed(rows * width)
+        shape = (4, members.world + 1, rows, width)
+        *xs, self.residuals = torch.randn(shape, device="cuda", generator=generator).bfloat16().unbind(1)
+        for x in xs:
+            x[..., 32:64], x[..., 64:96] = 0.0, -0.0
+        self.weight = torch.randn(width, device="cuda", generator=generator).bfloat16()
+        self.kind, self.plan = options(*TARGETS[1]), plan
+        self.xs, self.wrong = xs[members.rank], torch.zeros((), dtype=torch.int64, device="cuda")
+        self.expected = [
+            expect([x[turn] for x in xs], self.residuals[turn], self.weight, 0.0, plan, self.kind) for turn in range(4)
+        ]
+
+    def reduce(self, x: torch.Tensor, residual: torch.Tensor) -> Result:
+        return ops.reduce_norm_quant(x, self.weight, residual, group="tp", **self.kind)
+
+    def compare(self, turn: int, found: Result) -> None:
+        """Waits for nothing."""
+        expected = self.expected[turn % 4]
+        for part, whole in ((found.residual, expected.residual), (found.codes, expected.codes)):
+            assert part is not None and whole is not None
+            self.wrong += (part.view(torch.uint8) != whole.view(torch.uint8)).sum()
+
+
+def replays_without_flags(rank: int) -> None:
+    """A thousand times one of some graphs of few rows, whose inputs change, or a call by flags, while ranks are late at
+    random: nobody waits for the others between, so that they run ahead as far as they may."""
+    members, width = Members(rank), 4096
+    plan = Plan(((0, ONE_SHOT.choose(0)), (1 << 20, TWO_SHOT.choose(0))))
+    members.use(plan)
+    by_flags = Pool(members, 200, width, plan)
+    by_flags.reduce(by_flags.xs[0], by_flags.residuals[0])
+    message = by_flags.xs[0].clone()
+    members.memory.all_reduce(message, CODECS["FP4"])
+    captured: list[tuple[Pool, torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, list[Result]]] = []
+    for rows in (1, 5, 64):
+        pool = Pool(members, rows, width, plan)
+        x, residual = torch.zeros(2, rows, width, dtype=torch.bfloat16, device="cuda").unbind()
+        pool.reduce(x, residual)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outs = [pool.reduce(x, residual) for _ in range(3)]
+        captured.append((pool, graph, x, residual, outs))
+    together, alone = random.Random(0), random.Random(1 + rank)
+    for turn in range(1000):
+        if alone.random() < 0.2:
+            torch.cuda._sleep(alone.randrange(200_000))
+        kind = together.choice((0, 0, 1, 1, 2, 2, 3, 4))
+        if kind < 3:
+            pool, graph, x, residual, outs = captured[kind]
+            x.copy_(pool.xs[turn % 4])
+            residual.copy_(pool.residuals[turn % 4])
+            graph.replay()
+            for found in outs:
+                pool.compare(turn, found)
+        elif kind == 3:
+            by_flags.compare(turn, by_flags.reduce(by_flags.xs[turn % 4], by_flags.residuals[turn % 4]))
+        else:
+            members.memory.all_reduce(message, CODECS["FP4"])
+    torch.cuda.synchronize()
+    members.memory.check()
+    assert not any(int(pool.wrong) for pool in (by_flags, *(pool for pool, *_ in captured)))
+
+
+def sizes_without_flags(rank: int) -> None:
+    """Random numbers of rows of several widths one after another by either shot, while ranks are late at random."""
+    members = Members(rank)
+    members.use(ONE_SHOT)
+    together, alone = random.Random(2), random.Random(3 + rank)
+    pools = {
+        (rows, width, plan): Pool(members, rows, width, plan)
+        for width in (2880, 4096, 7168, 8192)
+        for rows in (1, together.randint(2, 63), 64)
+        for plan in (ONE_SHOT, TWO_SHOT)
+    }
+    for turn in range(3000):
+        pool = pools[together.choice(list(pools))]
+        members.use(pool.plan)
+        if alone.random() < 0.1:
+            torch.cuda._sleep(alone.randrange(100_000))
+        pool.compare(turn, pool.reduce(pool.xs[turn % 4], pool.residuals[turn % 4]))
+    torch.cuda.synchronize()
+    members.memory.check()
+    wrong = {size: int(pool.wrong) for size, pool in pools.items() if int(pool.wrong)}
+    assert not wrong, wrong
+
+
+def a_rank_that_does_not_come(rank: int, plan: Plan) -> None:
+    """The others name it, not before the time that they were given, and nothing hangs."""
+    members = Members(rank)
+    members.memory = QuickReduce.over(members.group, torch.device("cuda", rank), 8 << 20, timeout=3.0)
+    for rows in (1, 64):
+        members.use(plan)
+        pool = Pool(members, rows, 4096, plan)
+        if rows == 1:
+            pool.compare(0, pool.reduce(pool.xs[0], pool.residuals[0]))
+        torch.cuda.synchronize()
+        assert not int(pool.wrong)
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.monotonic()
+        if rank != 1:
+            pool.reduce(pool.xs[0], pool.residuals[0])
+            torch.cuda.synchronize()
+            seconds = time.monotonic() - begin
+            print(f"rank {rank} waited {seconds:.1f} s of 3 for {rows} rows")
+            assert rows == 64 or 3.0 <= seconds < 60  # the second time nobody waits
+            with pytest.raises(RuntimeError, match="rank 1 of the group did not arrive in call 2, phase 1"):
+                members.memory.check()
+        dist.barrier()
+
+
+def a_rank_that_does_not_come_one_shot(rank: int) -> None:
+    a_rank_that_does_not_come(rank, ONE_SHOT)
+
+
+def a_rank_that_does_not_come_two_shot(rank: int) -> None:
+    a_rank_that_does_not_come(rank, TWO_SHOT)
+
+
 def connected_by_an_engine(rank: int) -> None:
     """As vLLM and SGLang connect: over a gloo group, while the GPU and 16 bits are the defaults."""
     device, cpu_group = torch.device("cuda", rank), dist.new_group(backend="gloo")
@@ -280,8 +405,12 @@ def connected_by_an_engine(rank: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "function",
-    [every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs, connected_by_an_engine],
-)
+    [
+        every_width, every_target_and_codec, every_launch, many_rows, two_groups, graphs, replays_without_flags,
+        sizes_without_flags, a_rank_that_does_not_come_one_shot, a_rank_that_does_not_come_two_shot,
+        connected_by_an_engine,
+    ],
+)  # fmt: skip
 def test_ranks(world: int, function: Callable[[int], None]) -> None:
     if function is two_groups and world != 4:
         pytest.skip("two groups of two")

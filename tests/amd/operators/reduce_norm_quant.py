@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, residual, norm and quantization in one kernel: several ranks end with the reference's bits."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import triton
 
 from llm_quant_rocm import reference
+from llm_quant_rocm.comm.quick_reduce import LAMPORT_BYTES
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
@@ -19,12 +22,13 @@ from llm_quant_rocm.kernels import quick_reduce, reduce_norm_quant
 from llm_quant_rocm.kernels.quick_reduce import CALL, Mailbox
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
 from tests.amd import isa, kernels, tritons
-from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.budget import ACQUIRE, FP8_CAST, Budget
 from tests.amd.operators.quick_reduce import stores_awaited
 from tests.inputs import assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
 SMALL = Config(threads=128, programs=2)
+FEW = Config(threads=128, programs=8)  # for as many rows, of more than 512 columns, without flags
 FP4_CAST = {"gfx950": "v_cvt_scalef32_pk_fp4_f32"}
 KERNELS = {"one_shot": reduce_norm_quant.one_shot, "two_shot": reduce_norm_quant.two_shot}
 TARGETS = {
@@ -62,10 +66,60 @@ def accesses(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) ->
     return found + [f"it stores {dict(sent)} beside scales and calls"] * (sent.total() > NARROW_STORES)
 
 
+def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with rows that travel without flags: nobody would see what stays in a cache, and waits add up."""
+    found = []
+    world, two_shot = constants["WORLD"], constants["SHOTS"] == 2
+    blocks = -(-constants["COLUMNS"] // constants["BLOCK"])  # each 16 bytes of a lane
+    texts = [" ".join(instruction.text.split()) for instruction in assembly.instructions]
+    looks = [loop for loop in assembly.loops if any(ACQUIRE[arch] in i.text for i in loop.instructions)]
+    # The row's of all ranks; and the sum's, of who does not own it.
+    looked_at = sorted([world * blocks, blocks] if two_shot else [world * blocks])
+    loaded = []
+    for loop in looks:
+        looking = [" ".join(instruction.text.split()) for instruction in loop.instructions]
+        loads = [place for place, text in enumerate(looking) if re.match(r"(global|flat|buffer)_load", text)]
+        loaded.append(len(loads))
+        if {looking[place].split()[0].split("_")[-1] for place in loads} != {"dwordx4"}:
+            found.append(f"a look loads {[looking[place] for place in loads]}, not 16 bytes each time")
+        if loads and looking.index(ACQUIRE[arch]) > loads[0]:
+            found.append("a look loads before it invalidates")
+        if loads and any(text.startswith("s_waitcnt vmcnt") for text in looking[loads[0] : loads[-1]]):
+            found.append("a look waits between its loads")
+        if any(re.match(r"(global|flat|buffer)_(store|atomic)", text) for text in looking):
+            found.append("a look stores")
+    if sorted(loaded) != looked_at:
+        found.append(f"looks for words ({ACQUIRE[arch]}) load {loaded} times, not {looked_at}")
+    first_look = min((loop.instructions[0].line for loop in looks), default=0)
+    first_sent = blocks if two_shot else world * blocks
+    stores = [i for i in assembly.instructions if re.match(SENT, i.text)]
+    if arch == "gfx90a":
+        written = [i.line for i in assembly.instructions if i.text.startswith("buffer_wbl2")]
+        sent = [i.line for i in stores if i.line < first_look]
+        if len(sent) != first_sent or len(written) != 1 + two_shot or not sent[-1] < written[0] < first_look:
+            found.append("the L2 is not written back behind the stores")
+    else:
+        through = [i.line for i in stores if i.text.endswith("sc0 sc1")]
+        sent = [line for line in through if line < first_look]
+        # Besides, the zeros of what was received and the sums for all others.
+        every = first_sent + sum(looked_at) + (world - 1) * blocks * two_shot
+        if len(sent) != first_sent or len(through) != every:
+            found.append(f"{len(sent)} stores before the looks and {len(through)} in all are written through")
+    lines = {instruction.line: text for instruction, text in zip(assembly.instructions, texts, strict=True)}
+    if sent and any("vmcnt(0)" in lines.get(line, "") for line in range(sent[0], sent[-1])):
+        found.append("it waits between the stores to ranks")
+    return found
+
+
 def reduces(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
     return [wrong for look in (stores_awaited, conversions, accesses) for wrong in look(assembly, arch, constants)]
 
 
+def sends_words(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    return [wrong for look in (words_in_order, conversions) for wrong in look(assembly, arch, constants)]
+
+
+SENT = r"(global|flat|buffer)_store_dwordx4"
 # The addresses and flags of up to 8 peers, and the call's number.
 NARROW_LOADS = 16
 # Scales of a row and of padding, the call's number and the count of programs that are done.
@@ -74,6 +128,7 @@ _REDUCES = Budget(wide=False, peer_flags=True, scalar_spills=100, more=reduces)
 BUDGETS = {
     "reduce_norm_one_shot_kernel": _REDUCES,
     "reduce_norm_two_shot_kernel": _REDUCES,
+    "reduce_norm_lamport_kernel": Budget(wide=False, scalar_spills=100, more=sends_words),
     "norm_quant_kernel": Budget(more=conversions),
 }
 
@@ -81,16 +136,18 @@ BUDGETS = {
 class Ranks:
     """The memory of several ranks, and their calls on the virtual GPU."""
 
-    def __init__(self, world: int, phase_bytes: int = 1 << 18, max_tiles: int = 32) -> None:
+    def __init__(
+        self, world: int, phase_bytes: int = 1 << 18, max_tiles: int = 32, lamport_bytes: int = 1 << 17
+    ) -> None:
         self.gpu = triton.runtime.driver.active
         self.regions = [
-            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
+            torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles, lamport_bytes), dtype=torch.uint8)
             for _ in range(world)
         ]
         peers = self.gpu.addresses(self.regions)
         self.boxes = [
             Mailbox(peers, torch.zeros(quick_reduce.STATE_WORDS, dtype=torch.int32), torch.zeros(1, dtype=torch.int64),
-                    rank, phase_bytes, max_tiles)
+                    rank, phase_bytes, max_tiles, lamport_bytes)
             for rank in range(world)
         ]  # fmt: skip
 
@@ -120,6 +177,12 @@ class Ranks:
         check(shot, inputs, residual, norm, target, codec, outs)
         for box in self.boxes:
             assert box.state.tolist() == [before + 1, *[0] * 3]
+        self.check_words()
+
+    def check_words(self) -> None:
+        """Nothing is left where words are awaited."""
+        for region, box in zip(self.regions, self.boxes, strict=True):
+            assert not region[box.lamport_at :].any()
 
 
 def check(
@@ -157,8 +220,8 @@ def draw(world: int, rows: int, width: int, dtype: torch.dtype, seed: int = 0) -
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def reduce(shot: str, world: int, width: int, target: Target, codec: str) -> None:
-        ranks = Ranks(world, 1 << 22)
+    def reduce(shot: str, world: int, width: int, target: Target, codec: str, lamport_bytes: int = 0) -> None:
+        ranks = Ranks(world, 1 << 22, lamport_bytes=lamport_bytes)
         x = torch.empty(4, width, dtype=torch.bfloat16)
         norm = norm_of(width, torch.bfloat16, target.quantization)
         config = reduce_norm_quant.default_config(*x.shape, CODECS[codec], hardware)
@@ -182,6 +245,14 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         cases[f"{shot} of {world}, {codec}, {width} columns, {name}"] = partial(
             reduce, shot, world, width, every[name], codec
         )
+    for world, width, name in ((8, 8192, "per token"), (2, 7168, "NVFP4 128x4"), (4, 2880, "static")):
+        cases[f"without flags, {world} ranks, {width} columns, {name}"] = partial(
+            reduce, "one_shot", world, width, every[name], "FP", LAMPORT_BYTES
+        )
+    for world, width, name in ((8, 8192, "per token"), (4, 7168, "static")):
+        cases[f"two shots without flags, {world} ranks, {width} columns, {name}"] = partial(
+            reduce, "two_shot", world, width, every[name], "FP", LAMPORT_BYTES
+        )
     for width, name in ((8192, "NVFP4"), (8192, "static"), (7168, "per token and norm"), (16384, "norm")):
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, every[name])
     return cases
@@ -198,6 +269,69 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             inputs = draw(world, rows, width, dtype, seed)
             residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
             ranks.call(shot, inputs, residual, norm, target, CODECS[codec])
+
+    def without_flags(world: int, width: int, target: Target, dtype: torch.dtype, bias: float = 0.0) -> None:
+        """Calls of one row and of as many as there are programs; and rows of zeros of either sign on all ranks."""
+        ranks = Ranks(world)
+        norm = norm_of(width, dtype, target.quantization, bias=bias)
+        norm = replace(norm, eps=1e-12)  # shows the least that is not zero beyond a row of zeros
+        calls = itertools.product(("one_shot", "two_shot"), (5, 1, 8, 3))
+        for seed, (shot, rows) in enumerate(calls):
+            inputs = draw(world, rows, width, dtype, seed)
+            for x in inputs:
+                x[-1, ::2], x[-1, 1::2], x[-1, :8] = 0.0, -0.0, 0.0
+            inputs[0][-1] = -0.0
+            residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
+            ranks.call(shot, inputs, residual, norm, target, CODECS["FP"], FEW)
+
+    def ahead(target: Target) -> None:
+        """Ranks begin at different times and run ahead as far as they may; numbers of rows and columns change, and
+        calls by flags are between."""
+        ranks, calls = Ranks(3), []
+        for seed, (shot, rows, width, codec) in enumerate(
+            (("one_shot", 8, 784, "FP"), ("two_shot", 2, 784, "FP"), ("two_shot", 4, 784, "INT4"),
+             ("one_shot", 7, 784, "FP"), ("two_shot", 1, 528, "FP"), ("one_shot", 3, 784, "INT4"),
+             ("two_shot", 8, 528, "FP"), ("one_shot", 8, 784, "FP"))
+        ):  # fmt: skip
+            norm = norm_of(width, torch.bfloat16, target.quantization, seed)
+            calls.append((shot, draw(3, rows, width, torch.bfloat16, seed), norm, CODECS[codec]))
+        with ranks.gpu.together():
+            for rank, turns in enumerate((300, 1500, 0)):
+                ranks.gpu.stream = rank
+                kernels.count_to[(1,)](torch.zeros(1, dtype=torch.int32), turns)
+            found = [ranks.launch(*call[:2], None, call[2], target, call[3], FEW) for call in calls]
+        for (shot, inputs, norm, codec), outs in zip(calls, found, strict=True):
+            check(shot, inputs, None, norm, target, codec, outs)
+        ranks.check_words()
+
+    def missing(shot: str) -> None:
+        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no
+        more; when it comes to a one-shot it finds what was sent to it."""
+        norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
+        ranks.call(shot, draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
+        inputs = draw(3, 5, 784, torch.bfloat16, 1)
+        for patience in (100, 2**31 - 1):
+            with ranks.gpu.together():
+                ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], FEW, patience)
+            for box in ranks.boxes[:2]:
+                assert box.lost() == (2, 2, 0)
+        if shot == "one_shot":
+            out = Target().empty(inputs[2])
+            ranks.gpu.stream = None
+            KERNELS[shot](inputs[2], None, norm, Target(), out, ranks.boxes[2], CODECS["FP"], FEW, PATIENCE)
+            check(shot, inputs, None, norm, Target(), CODECS["FP"], [out])
+
+    def owner_dies() -> None:
+        """Rank 2 has sent its rows and then ends: those who await the sum of the row it owns find it lost itself."""
+        norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
+        for row, (region, box) in enumerate(zip(ranks.regions, ranks.boxes, strict=True)):
+            begin = box.lamport_at + (1 * 3 + 2) * box.lamport_bytes + row * 784 * 2  # of call 1, from rank 2
+            region[begin : begin + 784 * 2] = 1
+        inputs = draw(3, 3, 784, torch.bfloat16, 1)
+        with ranks.gpu.together():
+            ranks.launch("two_shot", inputs[:2], None, norm, Target(), CODECS["FP"], FEW, 100)
+        for box in ranks.boxes[:2]:
+            assert box.lost() == (1, 2, 1)
 
     def alone(width: int, target: Target, dtype: torch.dtype, bias: float) -> None:
         norm = norm_of(width, torch.float32, target.quantization, bias=bias)
@@ -263,12 +397,17 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "2 ranks, 272 columns, per token": partial(reduce, 2, 272, every["per token"], "FP", bf16),
         "3 ranks, 784 columns, NVFP4 128x4": partial(reduce, 3, 784, every["NVFP4 128x4"], "FP4", bf16),
         "2 ranks, 528 columns, static": partial(reduce, 2, 528, every["static"], "INT6", fp16),
+        "without flags, 2 ranks, 784 columns, per token": partial(without_flags, 2, 784, every["per token"], fp16, 1.0),
+        "without flags, 4 ranks, 1040 columns, NVFP4": partial(without_flags, 4, 1040, every["NVFP4"], bf16),
     }
     for index, (name, target) in enumerate(every.items()):
         width, dtype = (48, 2880, 528)[index % 3], (bf16, fp16)[index % 2]
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, target, dtype, float(index % 2))
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, every["per token"])}
+        cases |= {"ranks ahead, without flags": partial(ahead, every["per token"])}
+        cases |= {"an owner lost, no flags": owner_dies}
+        cases |= {f"a lost rank, {shot}, no flags": partial(missing, shot) for shot in ("one_shot", "two_shot")}
         cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
         cases["hidden sizes of models"] = hidden_sizes
