@@ -196,7 +196,7 @@ def _reduce(
     if not rows:
         return
     call = (config, x, residual, norm, target, out)
-    state = {
+    state: dict[str, Any] = {
         "peers_ptr": mailbox.peers, "state_ptr": mailbox.state, "report_ptr": mailbox.report, "rank": mailbox.rank,
         "max_spins": max_spins,
     }  # fmt: skip
