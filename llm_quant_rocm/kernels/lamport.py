@@ -29,8 +29,9 @@ write its L2 back, and not awaited. A look invalidates as an acquire of a flag d
 stores like the others, are done when their kernel ends, before the rank's next call begins, and so before all that it
 sends there.
 
-**Lost ranks** are looked for and reported as in `quick_reduce`, by the words that are not there. What did come of a row
-then stays, so that those who await its sum see in the owner's memory for whom it waits.
+**Lost ranks** are looked for and reported as in `quick_reduce`, by the words that are not there. A look at words takes
+longer than one at a flag, whose time patience is counted by. What did come of a row stays then, so that those who await
+its sum see in the owner's memory for whom it waits.
 """
 
 import triton
@@ -40,8 +41,6 @@ from llm_quant_rocm.kernels import wire_units
 
 # The word of two -0.0, which adds nothing.
 ZEROS = tl.constexpr(-2147450880)  # 0x80008000
-# For one look at a flag, by which patience is counted: one at words, plain loads, takes a good part of that time.
-LOOKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -88,8 +87,8 @@ def receive(
     words = ()
     for _ in tl.static_range(SOURCES * ((COLUMNS + BLOCK - 1) // BLOCK)):
         words = words + (tl.zeros((BLOCK // 8, 4), tl.int32),)
-    absent, looks = 0, tl.cast(0, tl.int64)
-    while (absent < SOURCES) & (looks <= tl.cast(patience, tl.int64) * LOOKS):
+    absent, looks = 0, 0
+    while (absent < SOURCES) & (looks <= patience):
         words, absent = look(first, COLUMNS, BLOCK, LAMPORT_BYTES, SOURCES, BEYOND)
         looks += 1
     clear(first, absent == SOURCES, COLUMNS, BLOCK, LAMPORT_BYTES, SOURCES)
