@@ -79,11 +79,12 @@ def receive(
     first, patience, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, LAMPORT_BYTES: tl.constexpr, SOURCES: tl.constexpr,
     BEYOND: tl.constexpr = ZEROS
 ):  # fmt: skip
-    """Awaits a row from SOURCES ranks, the first one's at the address `first`, and leaves zeros. Words beyond the row
-    are BEYOND, which is not zero.
+    """Awaits a row from SOURCES ranks, the first one's at the address `first`. Words beyond it are BEYOND, which is not
+    zero.
 
     Returns blocks of all ranks' words [BLOCK / 8, 4], one rank's after another's, and the first rank whose words did
-    not come, or SOURCES: then what is there stays there."""
+    not come, or SOURCES. Whoever reports a lost rank does so before `clear`: behind its stores, Triton's AMD backend
+    would hold the addresses of a look in vector registers, and look at one rank after another."""
     words = ()
     for _ in tl.static_range(SOURCES * ((COLUMNS + BLOCK - 1) // BLOCK)):
         words = words + (tl.zeros((BLOCK // 8, 4), tl.int32),)
@@ -91,7 +92,6 @@ def receive(
     while (absent < SOURCES) & (looks <= patience):
         words, absent = look(first, COLUMNS, BLOCK, LAMPORT_BYTES, SOURCES, BEYOND)
         looks += 1
-    clear(first, absent == SOURCES, COLUMNS, BLOCK, LAMPORT_BYTES, SOURCES)
     return words, absent
 
 

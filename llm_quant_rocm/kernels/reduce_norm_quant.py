@@ -370,13 +370,14 @@ def reduce_norm_lamport_kernel(
                 others = addresses(peers_ptr, rank, WORLD)[: WORLD - 1]
                 lamport.send(others, pieces + rank * LAMPORT_BYTES, inverted(sums), complete, COLUMNS, BLOCK)
             else:
-                piece = pieces + owner * LAMPORT_BYTES
-                received, absent = lamport.receive(mine + piece, patience, COLUMNS, BLOCK, LAMPORT_BYTES, 1, -1)
+                first = mine + pieces + owner * LAMPORT_BYTES
+                received, absent = lamport.receive(first, patience, COLUMNS, BLOCK, LAMPORT_BYTES, 1, -1)
                 if absent == 0:
                     report_owner(
                         tl.load(peers_ptr + owner) + pieces, owner, rank, state_ptr, report_ptr, call, patience,
                         COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
                     )  # fmt: skip
+                lamport.clear(first, absent == 1, COLUMNS, BLOCK, LAMPORT_BYTES, 1)
                 sums = inverted(received)
         blocks = tl.tuple([])
         for i in tl.static_range(len(sums)):
@@ -400,6 +401,7 @@ def await_pieces(
     received, absent = lamport.receive(first, patience, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
     if absent < WORLD:
         report_lost(state_ptr, report_ptr, 0, absent, call, patience)
+    lamport.clear(first, absent == WORLD, COLUMNS, BLOCK, LAMPORT_BYTES, WORLD)
     sums = ()
     for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
         pieces = ()
