@@ -112,7 +112,11 @@ def test_zeros_that_travel_as_zeros_are_a_deadlock() -> None:
 
 @pytest.mark.parametrize(
     ("shot", "defect", "by"),
-    [("one_shot", "clear", "clear_nothing"), ("two_shot", "clear", "clear_nothing"), ("one_shot", "place", "one_place")],
+    [
+        ("one_shot", "clear", "clear_nothing"),
+        ("two_shot", "clear", "clear_nothing"),
+        ("one_shot", "place", "one_place"),
+    ],
 )
 def test_words_of_another_call_are_found(shot: str, defect: str, by: str) -> None:
     """Words that nobody clears, and those of a rank that is a call ahead. Two shots alone would do with one place: who
