@@ -84,8 +84,8 @@ def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, An
             found.append(f"a look loads {[looking[place] for place in loads]}, not 16 bytes each time")
         if loads and looking.index(ACQUIRE[arch]) > loads[0]:
             found.append("a look loads before it invalidates")
-        if loads and any(text.startswith("s_waitcnt vmcnt") for text in looking[loads[0] : loads[-1]]):
-            found.append("a look waits between its loads")
+        if loads and any("vmcnt(0)" in text for text in looking[loads[0] : loads[-1]]):
+            found.append("a look waits for all it asked for between its loads")
         if any(re.match(r"(global|flat|buffer)_(store|atomic)", text) for text in looking):
             found.append("a look stores")
     if sorted(loaded) != looked_at:
