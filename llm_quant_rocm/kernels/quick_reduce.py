@@ -595,13 +595,17 @@ def load_values(
 
 @triton.jit
 def load_ragged(x_ptr, begin, count, UNIT: tl.constexpr, UNITS: tl.constexpr):
-    """Pairs of a buffer that is not whole, value by value."""
+    """Pairs of a buffer that is not whole.
+
+    Eight values an access, as to Triton each access is one: the time that it takes to compile grows with their number
+    times the square of the kernel's size.
+    """
     pairs = ()
-    for value in tl.static_range(0, UNIT, 2):
-        at = begin + tl.arange(0, UNITS) * UNIT + value
-        first = tl.load(x_ptr + at, mask=at < count, other=0)
-        second = tl.load(x_ptr + at + 1, mask=at + 1 < count, other=0)
-        pairs = pairs + (wire_units.pair_of_bits(first, second),)
+    for first in tl.static_range(0, UNIT, 8):
+        at = begin + first + (tl.arange(0, UNITS) * UNIT)[:, None] + tl.arange(0, 8)[None, :]
+        values = tl.load(x_ptr + at, mask=at < count, other=0)
+        even, odd = tl.split(tl.reshape(values, (UNITS, 4, 2)))
+        pairs = pairs + wire_units.split4(wire_units.pair_of_bits(even, odd))
     return pairs
 
 
@@ -642,7 +646,7 @@ def store_values(out_ptr, pairs, begin, count, GROUPS: tl.constexpr):
         first = (out_ptr + begin).to(tl.pointer_type(tl.int32))
         wire_units.store_words(tl.multiple_of(first, 16), pairs, GROUPS * 4)
     else:
-        for value in tl.static_range(8):
-            at = begin + tl.arange(0, GROUPS * 4) * 8 + value
-            bits = (pairs[value // 2] >> (16 * (value % 2))).to(tl.int16)
-            tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, bits, mask=at < count)
+        words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+        values = tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), (GROUPS * 4, 8))
+        at = begin + (tl.arange(0, GROUPS * 4) * 8)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, values, mask=at < count)
