@@ -77,6 +77,7 @@ class Config:
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
         buffers: the most buffers of a piece: larger messages are more tiles.
+        buffers_at_once: the same where a program then has one tile, if that is more.
         registers: the most of a lane, for so many programs to run at once on an NVIDIA GPU; None: as many as it takes.
     """
 
@@ -84,6 +85,7 @@ class Config:
     programs: int
     num_warps: int
     buffers: int = 8
+    buffers_at_once: int = 0
     registers: int | None = None
 
     @property
@@ -160,6 +162,9 @@ class Mailbox:
 
         # As few rounds as the largest pieces allow, as waits are a tile's; then the smallest pieces that need no more.
         rounds = cdiv(pieces, config.programs * config.buffers)
+        once = cdiv(pieces, config.programs)
+        if once <= config.buffers_at_once and fits(once):
+            rounds = 1
         wanted = cdiv(pieces, config.programs * rounds)
         # Where inboxes are small, pieces are, and not the number of programs.
         fitting = next((buffers for buffers in range(wanted, 1, -1) if fits(buffers)), 1)
@@ -190,7 +195,8 @@ def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     four H200, with codecs of 4.5 bits.
 
     A group a lane, and as many programs as their registers allow, so that enough loads are under way. Larger pieces
-    await fewer flags, but what is on its way leaves the caches. Three ranks are taken to be as four.
+    await fewer flags, but what is on its way leaves the caches: 1 GiB wants small ones, while a message that could be
+    one round loses more by a second one, of few. Three ranks are taken to be as four.
 
     All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured but
     for the one-shot on H200s: kernels need up to 128 registers a lane, of which more programs do not get as many at
@@ -200,7 +206,7 @@ def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     if hardware.arch == "sm_90" and shots == 2 and world == 2:
         return Config(16, 7 * units, num_warps=4, buffers=6, registers=72)
     if hardware.arch == "sm_90" and shots == 2 and world <= 4:
-        return Config(16, 6 * units, num_warps=4, buffers=3, registers=80)
+        return Config(16, 6 * units, num_warps=4, buffers=3, buffers_at_once=16, registers=80)
     return Config(16, 4 * units, num_warps=128 // hardware.lanes)
 
 

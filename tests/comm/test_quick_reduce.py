@@ -228,6 +228,10 @@ def test_how_large_pieces_are() -> None:
     assert box.cut(2**25, FP4, replace(config, programs=7), 2) == kernels.Cut(8, 512, 7)
     large = replace(box, phase_bytes=128 << 20)
     assert large.cut(2**27, FP4, replace(config, programs=792), 2) == kernels.Cut(7, 2341, 792)  # not 8, in 2.6 rounds
+    once = replace(config, programs=792, buffers=3, buffers_at_once=11)
+    assert large.cut(2**26, FP4, once, 2) == kernels.Cut(11, 745, 745)
+    assert large.cut(2**27, FP4, once, 2) == kernels.Cut(3, 5462, 792)
+    assert box.cut(2**26, FP4, once, 2) == kernels.Cut(2, 4096, 792)  # what is one round does not fit
 
 
 def test_how_many_programs_run() -> None:
