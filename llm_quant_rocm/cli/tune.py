@@ -111,7 +111,7 @@ def tune(
         allowed = Budget(budget)
         try:
             contents = {
-                name: _tune_all_reduce(tp, device, allowed, out, measured_on, messages)
+                name: _tune_all_reduce(tp, device, allowed, out, provenance.environment(tp), messages)
                 if name == QUICK_REDUCE
                 else _tune(name, device, shapes, rows, allowed, out, measured_on, messages).content()
                 for name, shapes in chosen.items()

@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "capture", lambda calls: [call() for call in calls])
     monkeypatch.setattr(timing, "copies", lambda nbytes: 2)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(provenance, "environment", lambda: dict(ENVIRONMENT))
+    monkeypatch.setattr(provenance, "environment", lambda gpus=None: dict(ENVIRONMENT))
 
 
 def run(*arguments: object) -> Result:

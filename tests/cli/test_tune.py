@@ -73,7 +73,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     monkeypatch.setattr(search.Compiler, "_try", compile_two_and_three)
     monkeypatch.setattr(command, "require_gpu", lambda count=1: None)
     monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
-    monkeypatch.setattr(provenance, "environment", lambda: dict(MEASURED_ON))
+    monkeypatch.setattr(provenance, "environment", lambda gpus=None: dict(MEASURED_ON))
     monkeypatch.setattr(provenance, "triton_version", lambda: "3")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.shapes.cache_clear()

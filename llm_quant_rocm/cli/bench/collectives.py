@@ -44,7 +44,7 @@ def all_reduce(
         sizes = tuple(1024 * size for size in numbers("--kib", kib)) if kib else measurement.SIZES
         if max(sizes) > 1024 * _MOST_KIB:
             raise CommandError(f"--kib {max(sizes) // 1024}: messages have up to {_MOST_KIB} KiB.")
-        environment = provenance.environment()
+        environment = provenance.environment(tp)
         found = _measured(
             messages, len(sizes), lambda heard: measurement.measure(tp, heard, sizes, names, seconds=_limit(seconds))
         )
@@ -75,7 +75,7 @@ def reduce_norm_quant(
         known = [name for name in CODECS if name != "FP"]
         if codec not in (None, *known):
             raise CommandError(f"--codec {codec}: it must be one of {', '.join(known)}.")
-        environment = provenance.environment()
+        environment = provenance.environment(tp)
         found = _measured(
             messages,
             len(widths) * len(tokens),

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands beside figures says how many GPUs gave them."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from llm_quant_rocm import provenance
+
+
+@pytest.mark.parametrize(
+    ("there", "used", "device"),
+    [(1, None, "H200"), (1, 1, "H200"), (4, None, "4 x H200"), (4, 4, "4 x H200"), (4, 2, "2 of 4 x H200")],
+)
+def test_gpus_of_figures(there: int, used: int | None, device: str) -> None:
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        patch.object(torch.cuda, "device_count", return_value=there),
+        patch.object(torch.cuda, "get_device_name", return_value="H200"),
+    ):
+        assert provenance.environment(used)["device"] == device
