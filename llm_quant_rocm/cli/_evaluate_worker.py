@@ -103,11 +103,11 @@ def _avoid_slow_products() -> None:
     scaled_mm = torch._scaled_mm
 
     def without_onednn(*args: Any, **options: Any) -> torch.Tensor:
-        torch._C._set_mkldnn_enabled(False)
+        torch.backends.mkldnn.enabled = False  # `flags` would warn of TF32
         try:
             return scaled_mm(*args, **options)
         finally:
-            torch._C._set_mkldnn_enabled(True)
+            torch.backends.mkldnn.enabled = True
 
     torch._scaled_mm = without_onednn
     torch.cpu._init_amx()  # oneDNN would have asked the system's leave, and vLLM's kernels take it for granted
