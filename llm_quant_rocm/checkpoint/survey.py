@@ -157,12 +157,13 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
         _find_signed_codes(parts, faults)
     of_modules: list[str] = []
     found = [_module(name, parts[name], promised, of_modules) for name in sorted(parts)]
-    faults += _one_of_each(of_modules)
+    faults += one_of_each(of_modules)
     return [module for module in found if module]
 
 
-def _one_of_each(faults: Iterable[str]) -> Iterator[str]:
-    """Of the faults that differ in numbers alone, as those of a model's layers do, the first, and how many more."""
+def one_of_each(faults: Iterable[str]) -> Iterator[str]:
+    """Of the faults ("what: cure") that differ in numbers alone, as those of a model's layers do, the first, and how
+    many more there are."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for fault in faults:
         alike[re.sub(r"\d+", "*", fault)].append(fault)

@@ -103,11 +103,12 @@ def _avoid_slow_products() -> None:
     scaled_mm = torch._scaled_mm
 
     def without_onednn(*args: Any, **options: Any) -> torch.Tensor:
-        torch._C._set_mkldnn_enabled(False)
+        # A property, of which mypy does not know; the context `flags` would warn of TF32.
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         try:
             return scaled_mm(*args, **options)
         finally:
-            torch._C._set_mkldnn_enabled(True)
+            torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
     torch._scaled_mm = without_onednn
     torch.cpu._init_amx()  # oneDNN would have asked the system's leave, and vLLM's kernels take it for granted

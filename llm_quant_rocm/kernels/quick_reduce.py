@@ -77,8 +77,8 @@ class Config:
             any rank, so further ones begin when others end; all ranks must have as many.
         num_warps: at least 2 (with one, Triton 3.9 makes a loop with two entries of a spin).
         buffers: the most buffers of a piece: larger messages are more tiles.
-        buffers_at_once: the same where a program then has one tile, if that is more.
-        registers: the most of a lane, for so many programs to run at once on an NVIDIA GPU; None: as many as it takes.
+        buffers_at_once: the most, if more than `buffers`, where a program then has one tile.
+        registers: the most that a lane gets on an NVIDIA GPU, so that `programs` run at once; None: what it asks for.
     """
 
     blocks: int
@@ -191,16 +191,16 @@ def region_bytes(world: int, phase_bytes: int, max_tiles: int, lamport_bytes: in
 
 @cache
 def default_config(hardware: Hardware, world: int, shots: int) -> Config:
-    """What serves messages between `world` ranks best, as far as it was measured: by two-shot between two and between
-    four H200, with codecs of 4.5 bits.
+    """What serves messages between `world` ranks best, as far as it was measured: the two-shot between two and between
+    four H200s, with codecs of 4.5 bits.
 
-    A group a lane, and as many programs as their registers allow, so that enough loads are under way. Larger pieces
-    await fewer flags, but what is on its way leaves the caches: 1 GiB wants small ones, while a message that could be
-    one round loses more by a second one, of few. Three ranks are taken to be as four.
+    Each lane has a group, and as many programs run at once as their registers allow, so that enough loads are under
+    way. Larger pieces await fewer flags, but what is on its way leaves the caches: 1 GiB wants small pieces, while a
+    message that could be one round loses more by a second round of few tiles. Three ranks are taken to be as four.
 
-    All else has 4 for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is not measured but
-    for the one-shot on H200s: kernels need up to 128 registers a lane, of which more programs do not get as many at
-    once, and those that begin when others have ended add a tail as long.
+    Everything else has 4 programs for each multiprocessor, or compute unit of the largest AMD GPU of its kind, and is
+    not measured but for the one-shot on H200s: a lane needs up to 128 registers, with which no more programs run at
+    once, and those that begin when others have ended take as long again.
     """
     units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
     if hardware.arch == "sm_90" and shots == 2 and world == 2:

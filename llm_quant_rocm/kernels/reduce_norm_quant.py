@@ -162,7 +162,10 @@ def one_shot(
         x, residual: bf16 or fp16 [M, K], M at most the mailbox's tiles, the last dimension contiguous; K a multiple of
             16, at most MAX_COLUMNS. Rows of x begin at multiples of 16 bytes.
         out: `target.empty(x)`.
-        max_spins: looks at a flag until its rank counts as lost.
+        max_spins: looks at a flag, or at words that come without one, until its rank counts as lost.
+
+    Raises:
+        ValueError: the inboxes are too small (`cut`).
     """
     _reduce(1, x, residual, norm, target, out, mailbox, codec, config, max_spins)
 
@@ -203,7 +206,7 @@ def _reduce(
     if without_flags(rows, columns, codec, mailbox.world, mailbox.lamport_bytes, config):
         _launch(
             reduce_norm_lamport_kernel, rows, *call, **state, lamport_at=mailbox.lamport_at,
-            LAMPORT_BYTES=mailbox.lamport_bytes, WORLD=mailbox.world, SHOTS=shots, **_constants_of_sums(x.dtype),
+            LAMPORT_BYTES=mailbox.lamport_bytes, SHOTS=shots, **_constants_of_sums(x.dtype, mailbox.world),
         )  # fmt: skip
         return
     kernel = reduce_norm_one_shot_kernel if shots == 1 else reduce_norm_two_shot_kernel
@@ -256,23 +259,22 @@ def _constants(
 
 
 @cache
-def _constants_on_the_wire(
-    columns: int, dtype: torch.dtype, codec: Codec, config: Config, world: int
-) -> dict[str, Any]:
+def _constants_of_sums(dtype: torch.dtype, world: int) -> dict[str, Any]:
     """What kernels that reduce are compiled for besides."""
-    return {
-        "MAX": torch.finfo(dtype).max,
-        "ROW_GROUPS": _groups(columns),
-        "CHUNK": config.chunk(columns, codec),
-        "WORLD": world,
-        **wire_units.constants(codec, dtype),
-    }
+    return {"T": wire_units.TYPES[dtype], "MAX": torch.finfo(dtype).max, "WORLD": world}
 
 
 @cache
-def _constants_of_sums(dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernel without flags is compiled for besides."""
-    return {"MAX": torch.finfo(dtype).max, "T": wire_units.TYPES[dtype]}
+def _constants_on_the_wire(
+    columns: int, dtype: torch.dtype, codec: Codec, config: Config, world: int
+) -> dict[str, Any]:
+    """What those of them that encode are compiled for."""
+    return {
+        **_constants_of_sums(dtype, world),
+        **wire_units.constants(codec, dtype),
+        "ROW_GROUPS": _groups(columns),
+        "CHUNK": config.chunk(columns, codec),
+    }
 
 
 _RUNTIME = ["rows", "programs", "ring", "piece_bytes", "rank", "phase_bytes", "max_tiles", "max_spins", "lamport_at"]

@@ -35,7 +35,7 @@ REPLAYS = {MIB: (20, 15), 16 * MIB: (6, 9), 128 * MIB: (2, 7), 1 << 30: (1, 5)}
 
 
 def cuts(default: Config) -> dict[str, Config]:
-    """Other ways to cut a message, timed with FP4."""
+    """Other ways to cut a message than `default`'s 4 programs a multiprocessor, timed with FP4."""
     units = default.programs // 4
     ways = {f"{many} a multiprocessor": replace(default, programs=many * units) for many in (2, 3, 5, 6)}
     for blocks, warps, many in ((8, 2, 8), (32, 8, 2)):

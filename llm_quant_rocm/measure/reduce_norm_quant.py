@@ -13,7 +13,8 @@ Microseconds a call: the slowest rank's median of replays of a graph of several 
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from llm_quant_rocm.kernels import quick_reduce
 from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.measure.ranks import Report, compile_together, on_every_rank, slowest
 
-KERNELS = ("reduce_norm_one_shot_kernel", "reduce_norm_two_shot_kernel", "reduce_norm_lamport_kernel")
 COLUMNS = (4096, 7168, 8192)
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 # Beyond this much for each rank but one, everything to everybody is out of the question.
@@ -135,7 +135,7 @@ def _kernels(
     return sorted(found)
 
 
-class CompileOnly:
+class _CompileOnly:
     """Stands in for a Triton kernel: a launch compiles it and puts it into Triton's cache."""
 
     def __init__(self, kernel: Any) -> None:
@@ -143,6 +143,15 @@ class CompileOnly:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Launches of the fused kernels compile them for the current GPU into Triton's cache, and launch nothing."""
+    names = ("reduce_norm_one_shot_kernel", "reduce_norm_two_shot_kernel", "reduce_norm_lamport_kernel")
+    stand_ins: dict[str, Any] = {name: _CompileOnly(getattr(kernels, name)) for name in names}
+    with patch.multiple(kernels, **stand_ins):
+        yield
 
 
 def _compile(world: int, columns: int, shot: str, codec: str, threads: int, lamport_bytes: int) -> None:
@@ -155,8 +164,7 @@ def _compile(world: int, columns: int, shot: str, codec: str, threads: int, lamp
     x = torch.zeros(2, columns, dtype=torch.bfloat16, device=device)
     target = Target(Quantization.FP8_PER_TOKEN, for_device(device), normed=False)
     config = kernels.Config(threads, programs=132)
-    stand_ins: dict[str, Any] = {name: CompileOnly(getattr(kernels, name)) for name in KERNELS}
-    with patch.multiple(kernels, **stand_ins):
+    with compile_only():
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 

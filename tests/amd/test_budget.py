@@ -21,18 +21,20 @@ GOOD_LOOP = """
 
 
 def assembly(
-    loop: str, vgpr_spills: int = 0, sgpr_spills: int = 0, scratch: int = 0, comment: str = ""
-) -> isa.Assembly:
+    loop: str, vgpr_spills: int = 0, sgpr_spills: int = 0, scratch: int = 0, comment: str = "",
+    before: str = "\ts_mov_b32 s0, 0", after: str = "",
+) -> isa.Assembly:  # fmt: skip
     """A kernel of one loop."""
     return isa.read(f"""
 kernel:
 	.file	1 "/somewhere" "kernel.py"
-	s_mov_b32 s0, 0
+{before}
 .LBB0_1:{comment}
 	.loc	1 7 3
 {loop}
 	s_cbranch_scc1 .LBB0_1
 ; %bb.2:
+{after}
 	s_endpgm
 	.section	.rodata
 	.amdhsa_kernel kernel

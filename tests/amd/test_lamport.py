@@ -19,6 +19,7 @@ from tests.amd import isa, tritons
 from tests.amd.budget import LDS
 from tests.amd.isolated import call
 from tests.amd.operators.reduce_norm_quant import FEW, PATIENCE, Ranks, check, norm_of, words_in_order
+from tests.amd.test_budget import assembly
 from tests.amd.test_quick_reduce import stalls
 from tests.amd.virtual_gpu import activate
 from tests.inputs import random_rows
@@ -132,6 +133,66 @@ def compiled(arch: str, defect: str | None, by: str | None) -> str:
     with planted(**({defect: globals()[by]} if defect and by else {})):
         Ranks(2).launch("one_shot", [x], None, norm, Target(), CODECS["FP"], FEW)
     return gpu.launches[-1].assembly
+
+
+# Of three ranks and one block: what is sent, the look, and the zeros.
+SENDS = """
+	buffer_store_dwordx4 v[2:5], v1, s[4:7], 0 offen sc0 sc1
+	buffer_store_dwordx4 v[2:5], v1, s[8:11], 0 offen sc0 sc1
+	buffer_store_dwordx4 v[2:5], v1, s[12:15], 0 offen sc0 sc1
+	s_barrier
+	global_atomic_add v0, v0, v6, s[2:3] sc0
+"""
+LOOK = """
+	buffer_inv sc0 sc1
+	buffer_load_dwordx4 v[2:5], v1, s[4:7], 0 offen
+	buffer_load_dwordx4 v[6:9], v1, s[8:11], 0 offen
+	buffer_load_dwordx4 v[10:13], v1, s[12:15], 0 offen
+	s_waitcnt vmcnt(0)
+"""
+CLEARS = SENDS.partition("\ts_barrier")[0]
+# As it was when zeros were stored before a lost rank was reported: lanes of one address at a time (v_readfirstlane).
+BY_LANES = """
+	buffer_inv sc0 sc1
+.LBB0_8:
+	v_readfirstlane_b32 s4, v20
+	buffer_load_dwordx4 v[2:5], v1, s[4:7], 0 offen
+	s_cbranch_execnz .LBB0_8
+	s_waitcnt vmcnt(0)
+.LBB0_9:
+	v_readfirstlane_b32 s8, v21
+	buffer_load_dwordx4 v[6:9], v1, s[8:11], 0 offen
+	s_cbranch_execnz .LBB0_9
+	s_waitcnt vmcnt(0)
+	buffer_load_dwordx4 v[10:13], v1, s[12:15], 0 offen
+	s_waitcnt vmcnt(0)
+"""
+INVALIDATE, *LOADS, WAIT = LOOK.strip("\n").splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("planted", "wrong"),
+    [
+        ({}, None),
+        # Registers of an earlier load are used again.
+        ({"look": INVALIDATE + "".join(LOADS[:2]) + "\ts_waitcnt vmcnt(1)\n" + LOADS[2] + WAIT}, None),
+        ({"look": BY_LANES}, "a look waits for all it asked for between its loads"),
+        ({"look": "".join(LOADS) + INVALIDATE + WAIT}, "a look loads before it invalidates"),
+        ({"look": INVALIDATE + "".join(LOADS[:2]) + WAIT}, "looks for words (buffer_inv sc0 sc1) load [2] times"),
+        ({"look": LOOK.replace("inv sc0 sc1", "inv sc1")}, "looks for words (buffer_inv sc0 sc1) load [] times"),
+        ({"look": LOOK + "\tglobal_store_dword v0, v1, s[2:3]\n"}, "a look stores"),
+        ({"look": LOOK.replace("x4 v[6:9]", "x2 v[6:7]")}, "a look loads "),
+        ({"before": SENDS.replace("s[8:11], 0 offen sc0 sc1", "s[8:11], 0 offen")},
+         "2 stores before the looks and 5 in all are written through"),
+        ({"after": CLEARS.replace(" sc0 sc1", "")}, "3 stores before the looks and 3 in all are written through"),
+        ({"before": SENDS.replace("sc1\n", "sc1\n\ts_waitcnt vmcnt(0)\n")}, "it waits between the stores to ranks"),
+        ({"before": SENDS.replace("\ts_barrier\n", "")}, "a call is counted before all waves have read its number"),
+    ],
+)  # fmt: skip
+def test_planted_machine_code(planted: dict[str, str], wrong: str | None) -> None:
+    code = assembly(planted.get("look", LOOK), before=planted.get("before", SENDS), after=planted.get("after", CLEARS))
+    found = words_in_order(code, "gfx942", {"COLUMNS": 1024, "BLOCK": 1024, "WORLD": 3, "SHOTS": 1})
+    assert found == [] if wrong is None else found[0].startswith(wrong)
 
 
 @pytest.mark.parametrize("triton", tritons.VERSIONS)

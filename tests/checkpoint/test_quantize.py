@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
 from llm_quant_rocm.checkpoint import output as output_module
-from llm_quant_rocm.checkpoint.quantize import _siblings
+from llm_quant_rocm.checkpoint.quantize import fused_with
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from tests.inputs import assert_same
@@ -141,9 +141,10 @@ def test_layers_that_engines_fuse_share_the_largest_global_scale(tmp_path: Path)
     ids="-".join,
 )  # fmt: skip
 def test_what_engines_fuse(group: tuple[str, ...]) -> None:
-    names = [f"model.layers.3.block.{member}.weight" for member in group]
+    names = tuple(f"model.layers.3.block.{member}" for member in group)
     for name in names:
-        assert list(_siblings(name)) == names
+        assert fused_with(name) == names
+    assert fused_with(group[0]) == group and fused_with("lm_head") == ("lm_head",)
 
 
 def test_ignore(tmp_path: Path) -> None:

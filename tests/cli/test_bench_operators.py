@@ -35,7 +35,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "capture", lambda calls: [call() for call in calls])
     monkeypatch.setattr(timing, "copies", lambda nbytes: 2)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(provenance, "environment", lambda gpus=None: dict(ENVIRONMENT))
+    monkeypatch.setattr(
+        provenance, "environment", lambda gpus=None: ENVIRONMENT | ({"device": f"{gpus} GPUs"} if gpus else {})
+    )
 
 
 def run(*arguments: object) -> Result:
@@ -157,7 +159,9 @@ def test_bench_all_reduce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     arguments = ("all_reduce", "--tp", 2, "--codecs", "FP4,FP", "--kib", "64,4")
     result = run(*arguments, "--plot", tmp_path / "all.png", "--json")
     assert result.exit_code == 0, result.output
-    assert [row["bytes"] for row in json.loads(result.stdout)["rows"]] == [4096, 65536]
+    found = json.loads(result.stdout)
+    assert [row["bytes"] for row in found["rows"]] == [4096, 65536]
+    assert found["environment"]["device"] == "2 GPUs"
     assert (tmp_path / "all.png").stat().st_size > 5000
     assert "3.0 (3.00)" in run(*arguments).stdout
 
@@ -172,7 +176,9 @@ def test_bench_reduce_norm_quant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     arguments = ("reduce_norm_quant", "--columns", "4096", "--ms", "1,16")
     result = run(*arguments, "--plot", tmp_path / "fused.png", "--json")
     assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["rows"]) == 2 and (tmp_path / "fused.png").stat().st_size > 5000
+    found = json.loads(result.stdout)
+    assert len(found["rows"]) == 2 and (tmp_path / "fused.png").stat().st_size > 5000
+    assert found["environment"]["device"] == "2 GPUs"
     assert "4.0 (3.00)" in run(*arguments).stdout
 
 

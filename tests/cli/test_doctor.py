@@ -255,7 +255,7 @@ def test_what_was_measured_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     file = operators.tuning.cache_file("reduce_norm_quant", "gfx942")
     file.parent.mkdir(parents=True)
     others = [{**mine[0], "world_size": 9}, {**mine[0], "codec": "INT5"}, {**mine[0], "dtype": "float16"}]
-    file.write_text(json.dumps({"measured_on": {}, "crossovers": mine + others}))
+    file.write_text(json.dumps({"crossovers": mine + others}))
     parsed: list[str] = []
     monkeypatch.setattr(policy, "json", SimpleNamespace(loads=lambda text: parsed.append(text) or json.loads(text)))
     assert operators._measured("reduce_norm_quant", "gfx942") == 4

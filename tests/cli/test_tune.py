@@ -73,7 +73,9 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     monkeypatch.setattr(search.Compiler, "_try", compile_two_and_three)
     monkeypatch.setattr(command, "require_gpu", lambda count=1: None)
     monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
-    monkeypatch.setattr(provenance, "environment", lambda gpus=None: dict(MEASURED_ON))
+    monkeypatch.setattr(
+        provenance, "environment", lambda gpus=None: MEASURED_ON | ({"device": f"{gpus} GPUs"} if gpus else {})
+    )
     monkeypatch.setattr(provenance, "triton_version", lambda: "3")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.shapes.cache_clear()
@@ -219,6 +221,7 @@ def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monke
     )
     (entry,) = json.loads(result.stdout)["quick_reduce"]["crossovers"]
     assert (entry["world_size"], entry["codec"], len(entry["steps"])) == (2, "INT4", 1)
+    assert entry["measured_on"]["device"] == "2 GPUs"
     assert cached_crossovers("sm_90").is_file()
 
 

@@ -232,16 +232,34 @@ def test_how_large_pieces_are() -> None:
     assert large.cut(2**26, FP4, once, 2) == kernels.Cut(11, 745, 745)
     assert large.cut(2**27, FP4, once, 2) == kernels.Cut(3, 5462, 792)
     assert box.cut(2**26, FP4, once, 2) == kernels.Cut(2, 4096, 792)  # what is one round does not fit
+    nearly = replace(box, phase_bytes=8193 * 2 * config.buffer_bytes(FP4))  # pieces of 8 do, for a round and a half
+    assert nearly.cut(2**26, FP4, once, 2) == kernels.Cut(3, 2731, 792)
 
 
 def test_how_many_programs_run() -> None:
-    """As many as their registers allow in the two-shot between two Hoppers and up to four; 4 elsewhere."""
+    """As many as the registers that they get allow in the two-shot between two Hoppers and up to four; 4 elsewhere."""
     hopper, mi300 = nvidia(9, 0), amd("gfx942")
     assert kernels.default_config(hopper, 2, 2).programs == 7 * 132
+    assert kernels.default_config(hopper, 4, 2).programs == 6 * 132
     assert kernels.default_config(hopper, 2, 1).programs == 4 * 132
     assert kernels.default_config(hopper, 8, 2).programs == 4 * 132
     assert kernels.default_config(mi300, 2, 2).programs == 4 * 304
     assert [kernels.default_config(h, 2, 2).num_warps for h in (hopper, mi300)] == [4, 2]
+    for world in (2, 3, 4):
+        config = kernels.default_config(hopper, world, 2)
+        registers = kernels._constants(FP4, torch.bfloat16, config, world)["maxnreg"]
+        resident = 65536 // (32 * config.num_warps * registers)  # of the registers of a multiprocessor
+        assert resident == config.programs // 132
+    assert "maxnreg" not in kernels._constants(FP4, torch.bfloat16, kernels.default_config(mi300, 2, 2), 2)
+
+
+def test_messages_of_one_round() -> None:
+    """What docs/quick_reduce.md says of four ranks."""
+    box = kernels.Mailbox(torch.zeros(4, dtype=torch.int64), *own_memory(), 0, comm.INBOX_BYTES, comm.MAX_TILES)
+    config = kernels.default_config(nvidia(9, 0), 4, 2)
+    for mib, one in ((128, True), (355, True), (356, False), (1024, False)):
+        cut = box.cut(mib << 19, FP4, config, 2)
+        assert (cut.tiles == cut.programs) is one
 
 
 def test_errors() -> None:

@@ -262,7 +262,7 @@ def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.parent.mkdir(parents=True)
     steps = [{"from_bytes": 0, "algorithm": "one_shot", "codec": "FP"}, {"from_bytes": 4096, "algorithm": "engine"}]
     entry = {"world_size": 2, "dtype": "bfloat16", "codec": "FP", "steps": steps}
-    file.write_text(json.dumps({"measured_on": {}, "crossovers": [entry]}))
+    file.write_text(json.dumps({"crossovers": [entry]}))
     one = (0, Choice(Algorithm.ONE_SHOT, FP))
     assert Plan.of(2, FP, "sm_90", engine=True).steps == (one, (4096, ENGINE))
     assert Plan.of(2, FP, "sm_90").steps == (one, (4096, Choice(Algorithm.TWO_SHOT, FP)))

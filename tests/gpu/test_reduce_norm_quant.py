@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,9 +24,8 @@ from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Result, ScaleLayout, Target
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels import keys
-from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.kernels.reduce_norm_quant import Config
-from llm_quant_rocm.measure.reduce_norm_quant import KERNELS, CompileOnly
+from llm_quant_rocm.measure.reduce_norm_quant import compile_only
 from tests.comm import processes
 from tests.inputs import assert_same, nasty_rows, random_rows
 
@@ -111,7 +109,7 @@ class Members:
     def compiled_together(self, cases: Callable[["Members"], None]) -> None:
         """Runs `cases`, whose kernels the ranks compile first, each its share for all: seconds each, of which there are
         dozens."""
-        with patch.multiple(kernels, **{name: CompileOnly(getattr(kernels, name)) for name in KERNELS}):
+        with compile_only():
             self.compiling = True
             cases(self)
         self.compiling = False

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds
-from llm_quant_rocm.checkpoint.quantize import FUSED
-from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey
+from llm_quant_rocm.checkpoint.quantize import fused_with
+from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey, one_of_each
 from llm_quant_rocm.cli.doctor.schemes import HALF
 
 # Parts of a model that quantizers leave alone without listing them.
@@ -28,7 +28,7 @@ def contradictions(found: Survey) -> Iterator[str]:
         return
     if nvfp4_kinds.checkpoint_kind(config) is None:
         return
-    yield from _halves_of_fused_layers(modules)
+    yield from one_of_each(_halves_of_fused_layers(modules))
     kept = _keeps(config)
     if kept is None:
         return
@@ -49,19 +49,13 @@ def contradictions(found: Survey) -> Iterator[str]:
 def _halves_of_fused_layers(modules: list[Module]) -> Iterator[str]:
     # Whether floats have 16 bits or 32 is all the same.
     kinds = {module.name: module.kind if module.is_quantized else HALF for module in modules}
-    broken = []
-    for module in modules:
-        parent, dot, leaf = module.name.rpartition(".")
-        siblings = next(([f"{parent}{dot}{name}" for name in group] for group in FUSED if leaf == group[0]), [])
-        present = [name for name in siblings if name in kinds]
+    for together in dict.fromkeys(fused_with(module.name) for module in modules):
+        present = [name for name in together if name in kinds]
         if len({kinds[name] for name in present}) > 1:
-            broken.append(", ".join(f"{name} ({kinds[name]})" for name in present))
-    if broken:
-        more = f", and {len(broken) - 1} more such" if len(broken) > 1 else ""
-        yield (
-            f"{broken[0]} are stored in different ways, and engines make one layer of them{more}: export the model "
-            "with all of them alike"
-        )
+            yield (
+                f"{', '.join(f'{name} ({kinds[name]})' for name in present)} are stored in different ways, and engines "
+                "make one layer of them: export the model with all of them alike"
+            )
 
 
 def _looks_unquantized(module: Module) -> bool:

@@ -105,6 +105,10 @@ def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, An
         every = first_sent + sum(looked_at) + (world - 1) * blocks * two_shot
         if len(sent) != first_sent or len(through) != every:
             found.append(f"{len(sent)} stores before the looks and {len(through)} in all are written through")
+    behind = [text for i, text in zip(assembly.instructions, texts, strict=True) if sent and i.line > sent[-1]]
+    counts = next((n for n, text in enumerate(behind) if re.match(r"(global|flat)_atomic_add", text)), 0)
+    if sent and "s_barrier" not in behind[:counts]:
+        found.append("a call is counted before all waves have read its number")
     lines = {instruction.line: text for instruction, text in zip(assembly.instructions, texts, strict=True)}
     if sent and any("vmcnt(0)" in lines.get(line, "") for line in range(sent[0], sent[-1])):
         found.append("it waits between the stores to ranks")
@@ -273,7 +277,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             ranks.call(shot, inputs, residual, norm, target, CODECS[codec])
 
     def without_flags(world: int, width: int, target: Target, dtype: torch.dtype, bias: float = 0.0) -> None:
-        """Calls of one row and of as many as there are programs; and rows of zeros of either sign on all ranks."""
+        """Calls of one row and of as many as there are programs; rows of zeros of either sign on all ranks; and words
+        of two NaNs of all bits, which would be zero once they are inverted."""
         ranks = Ranks(world)
         norm = norm_of(width, dtype, target.quantization, bias=bias)
         norm = replace(norm, eps=1e-12)  # shows the least that is not zero beyond a row of zeros
@@ -283,6 +288,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             for x in inputs:
                 x[-1, ::2], x[-1, 1::2], x[-1, :8] = 0.0, -0.0, 0.0
             inputs[0][-1] = -0.0
+            if rows > 1:
+                for x in inputs:
+                    x[0].view(torch.int16)[64:66] = -1
             residual = None if seed == 2 else random_rows(rows, width, dtype, seed + 50)
             ranks.call(shot, inputs, residual, norm, target, CODECS["FP"], FEW)
 
@@ -307,33 +315,53 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks.check_words()
 
     def missing(shot: str) -> None:
-        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send no
-        more; when it comes to a one-shot it finds what was sent to it."""
+        """Rank 2 does not come, in the second call: the others say so and end, later calls end at once and send
+        nothing; when it comes to a one-shot it finds what was sent to it."""
         norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
         ranks.call(shot, draw(3, 4, 784, torch.bfloat16), None, norm, Target(), CODECS["FP"], FEW)
         inputs = draw(3, 5, 784, torch.bfloat16, 1)
+        sent = []
         for patience in (100, 2**31 - 1):
             with ranks.gpu.together():
                 ranks.launch(shot, inputs[:2], None, norm, Target(), CODECS["FP"], FEW, patience)
             for box in ranks.boxes[:2]:
                 assert box.lost() == (2, 2, 0)
+            sent.append(torch.cat(ranks.regions))
+        assert torch.equal(*sent)
         if shot == "one_shot":
             out = Target().empty(inputs[2])
             ranks.gpu.stream = None
             KERNELS[shot](inputs[2], None, norm, Target(), out, ranks.boxes[2], CODECS["FP"], FEW, PATIENCE)
             check(shot, inputs, None, norm, Target(), CODECS["FP"], [out])
 
-    def owner_dies() -> None:
-        """Rank 2 has sent its rows and then ends: those who await the sum of the row it owns find it lost itself."""
+    def owner_dies(has_read: bool) -> None:
+        """Rank 2 has sent its rows and then ends, before it has read the others' or before it sends their sum: those
+        who await the sum of the row it owns find it lost itself."""
         norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
         for row, (region, box) in enumerate(zip(ranks.regions, ranks.boxes, strict=True)):
             begin = box.lamport_at + (1 * 3 + 2) * box.lamport_bytes + row * 784 * 2  # of call 1, from rank 2
             region[begin : begin + 784 * 2] = 1
+        if has_read:
+            nowhere = [torch.zeros_like(region) for region in ranks.regions[:2]]
+            peers = ranks.gpu.addresses([*nowhere, ranks.regions[2]])
+            ranks.boxes[2] = replace(ranks.boxes[2], peers=peers)
         inputs = draw(3, 3, 784, torch.bfloat16, 1)
         with ranks.gpu.together():
-            ranks.launch("two_shot", inputs[:2], None, norm, Target(), CODECS["FP"], FEW, 100)
+            ranks.launch("two_shot", inputs[: 2 + has_read], None, norm, Target(), CODECS["FP"], FEW, 100)
         for box in ranks.boxes[:2]:
             assert box.lost() == (1, 2, 1)
+
+    def in_turn() -> None:
+        """Rank 0 ends before rank 1 comes, and rank 2 does not. Rank 0 names the first that it misses, and rank 1, who
+        awaits a sum of rank 0's, finds in its memory whom else that waits for."""
+        norm, ranks = norm_of(784, torch.bfloat16, Quantization.NONE), Ranks(3)
+        inputs = draw(3, 1, 784, torch.bfloat16, 1)
+        for rank, missing in ((0, 1), (1, 2)):
+            out = Target().empty(inputs[rank])
+            KERNELS["two_shot"](
+                inputs[rank], None, norm, Target(), out, ranks.boxes[rank], CODECS["FP"], FEW, 100
+            )  # fmt: skip
+            assert ranks.boxes[rank].lost() == (1, missing, 0)
 
     def alone(width: int, target: Target, dtype: torch.dtype, bias: float) -> None:
         norm = norm_of(width, torch.float32, target.quantization, bias=bias)
@@ -410,7 +438,11 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, every["per token"])}
         cases |= {"ranks ahead, without flags": partial(ahead, every["per token"])}
-        cases |= {"an owner lost, no flags": owner_dies}
+        cases |= {
+            "an owner lost that did not read, no flags": partial(owner_dies, False),
+            "an owner lost that read, no flags": partial(owner_dies, True),
+        }
+        cases |= {"lost ranks one after another, no flags": in_turn}
         cases |= {f"a lost rank, {shot}, no flags": partial(missing, shot) for shot in ("one_shot", "two_shot")}
         cases |= {f"a lost rank, {shot}": partial(lost, shot) for shot in KERNELS}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
