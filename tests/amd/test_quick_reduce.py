@@ -71,9 +71,9 @@ def two_ranks(arch: str, planted: dict[str, str], execute: bool) -> str:
             replaced.enter_context(patch.object(quick_reduce, name, globals()[function]))
         if execute:
             replaced.enter_context(stalls(0))
-            ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16), CODECS["INT4"])
+            ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16), CODECS["FP"])
         else:
-            ranks.launch(quick_reduce.two_shot, draw(1, 2000, torch.bfloat16), CODECS["INT4"])
+            ranks.launch(quick_reduce.two_shot, draw(1, 2000, torch.bfloat16), CODECS["FP"])
     return gpu.launches[-1].assembly
 
 

@@ -16,6 +16,7 @@ import triton
 
 from llm_quant_rocm.hardware import CPU
 from llm_quant_rocm.kernels import routing
+from tests.kernels.interpreter import patch_language_once
 from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
 
 
@@ -38,6 +39,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     assert triton.knobs.runtime.interpret
+    patch_language_once()
     failures = {}
     for name, check in cases():
         try:
