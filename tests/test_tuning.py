@@ -188,10 +188,15 @@ def test_shipped_configurations_of_ptpc_gemm(file: Traversable) -> None:
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 @pytest.mark.parametrize("file", shipped("ptpc_gemm"), ids=lambda file: file.name)
 def test_shipped_configurations_are_launchable(file: Traversable) -> None:
-    from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+    from llm_quant_rocm.kernels import ptpc_wgmma
+    from llm_quant_rocm.ops.ptpc_gemm import kernels_of
 
-    for shape in tuning.shapes("ptpc_gemm", file.name.removesuffix(".json")):
-        config = GemmConfig(**shape.config)
+    arch = file.name.removesuffix(".json")
+    for shape in tuning.shapes("ptpc_gemm", arch):
+        config = kernels_of(arch).config_of(shape.config)
+        if isinstance(config, ptpc_wgmma.Config):
+            assert (config.block_m, config.block_n) in ((128, 128), (128, 256), (256, 128)) and config.group_m >= 1
+            continue
         for size in (config.block_m, config.block_n, config.block_k, config.warps):
             assert size & (size - 1) == 0 and size > 0
         assert min(config.block_m, config.block_n, config.block_k) >= 16

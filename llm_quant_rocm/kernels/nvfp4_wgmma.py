@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -37,15 +36,9 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.flags import FLAGS, flags_of
+from llm_quant_rocm.kernels.hopper import cta_barrier, load_tile, place
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
-
-# Renamed after Triton 3.6.
-cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-# Tiles of M that are multiplied with all tiles of N before the next ones are.
-GROUP = gl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -93,19 +86,6 @@ def _program_at(group, groups):
     longer = groups % gl.num_programs(0)
     rest = (group - longer) // gl.maximum(shortest, 1)
     return gl.where(group < longer * (shortest + 1), group // (shortest + 1), rest)
-
-
-@gluon.jit
-def place(tile, tiles_m, tiles_n):
-    """tile_m and tile_n of the program or step number `tile`: a few tiles of M at a time with all tiles of N.
-
-    Programs that run together then share both x and the weight in the L2 cache. A tile of x, in 16 bits, takes about
-    four times the room of one of the weight, hence only a few.
-    """
-    group = tile // (GROUP * tiles_n)
-    rest = tile - group * (GROUP * tiles_n)
-    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
-    return group * GROUP + rest % rows, rest // rows
 
 
 @gluon.jit

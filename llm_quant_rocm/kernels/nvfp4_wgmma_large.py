@@ -34,14 +34,12 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
+from llm_quant_rocm.kernels.hopper import advance, cta_barrier, leave, load_tile, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _store_tile,
     begin_of,
-    cta_barrier,
     lines_of_16_bytes,
-    load_tile,
-    place,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
@@ -102,19 +100,6 @@ def _piece(index, begin, end, whole, tile_groups):
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    wrapped = stage == STAGES - 1
-    return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
-
-
-@gluon.jit
-def _leave(value):
-    """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
-    not keep products in flight from one turn of an inner loop to the next (C7512)."""
-    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _prefetch(pointer, size):
     """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the first lane."""
     ASSEMBLY: gl.constexpr = (
@@ -159,8 +144,8 @@ def _producer(
                 _prefetch(words + piece * 128, count * 512)
                 _prefetch(scale_bytes + piece * 32, count * 64)
                 piece += row_tiles
-            stage, phase = _advance(stage, phase, STAGES)
-    _leave(stage)
+            stage, phase = advance(stage, phase, STAGES)
+    leave(stage)
 
 
 @gluon.jit
@@ -305,7 +290,7 @@ def _consumer(
                 operand = _decode_step(codes, pairs, FP8, FP16, DEPTH, operand_layout)
                 codes = next_codes
                 pairs = next_pairs
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
@@ -329,7 +314,7 @@ def _consumer(
                 acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
                 BLOCK_M, ROWS, dtype, UNSCALE, None, acc_layout, 4,
             )  # fmt: skip
-    _leave(stage)
+    leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
@@ -368,8 +353,8 @@ def nvfp4_wgmma_large_kernel(
                 x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
                 BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, PDL,
             )),
-            (_leave, (M,)),
-            (_leave, (M,)),
+            (leave, (M,)),
+            (leave, (M,)),
         ],
         [4, 1, 1, 2],
         [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],

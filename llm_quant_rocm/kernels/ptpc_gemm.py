@@ -7,7 +7,9 @@ in fp32. With `split_k` > 1 every program sums a part of K into an fp32 workspac
 a fixed order: the result does not depend on which program finished first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -43,6 +45,11 @@ class GemmConfig:
     swap_ab: bool = False
     tma: bool = False
     programs: int = 0
+
+
+def config_of(fields: Mapping[str, Any]) -> GemmConfig:
+    """The configuration with these fields, as configs/ptpc_gemm holds it."""
+    return GemmConfig(**fields)
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
@@ -158,6 +165,11 @@ def split_k_kernel(
     tl.store(out_ptr + row * N + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def rows_of_16_bytes(*codes: torch.Tensor) -> bool:
+    """Whether a descriptor can name these matrices: rows of whole lines of 16 bytes, none over another."""
+    return not any(t.data_ptr() % 16 or t.stride(0) % 16 or t.stride(0) < t.shape[1] for t in codes)
+
+
 def ptpc_gemm(
     xq: torch.Tensor,
     xscale: torch.Tensor,
@@ -174,9 +186,7 @@ def ptpc_gemm(
     split_k = min(config.split_k, cdiv(k, config.block_k))
     destination = out if split_k == 1 else torch.empty((split_k, m, n), dtype=torch.float32, device=xq.device)
     decode = not hardware.fp8_units
-    tma = config.tma and hardware.tma and not decode and not (xq.stride(0) % 16 or wq.stride(0) % 16)
-    tma = tma and not (xq.data_ptr() % 16 or wq.data_ptr() % 16)
-    tma = tma and xq.stride(0) >= k and wq.stride(0) >= k  # a descriptor's rows may not overlap
+    tma = config.tma and hardware.tma and not decode and rows_of_16_bytes(xq, wq)
     x, w = (xq.view(torch.uint8), wq.view(torch.uint8)) if decode else (xq, wq)
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor

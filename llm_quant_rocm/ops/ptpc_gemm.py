@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of per-token FP8 activations and per-channel FP8 weights, and the linear layer made of it."""
 
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,19 +91,27 @@ def _run_triton(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels.ptpc_gemm import ptpc_gemm
-
     device = hardware.detect(xq.device)
     config = _config(device, xq.shape[0], *wq.shape)
-    return ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
+    return kernels_of(device.arch).ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
+
+
+@cache
+def kernels_of(arch: str) -> ModuleType:
+    """The PTPC GEMM's kernels of an architecture; importing them imports Triton."""
+    if arch == "sm_90":
+        from llm_quant_rocm.kernels import ptpc_hopper
+
+        return ptpc_hopper
+    from llm_quant_rocm.kernels import ptpc_gemm
+
+    return ptpc_gemm
 
 
 @lru_cache(tuning.KEPT)
-def _config(device: hardware.Hardware, m: int, n: int, k: int):  # type: ignore[no-untyped-def]  # the type imports Triton
-    from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig, default_config
-
-    measured = tuning.lookup("ptpc_gemm", device.arch, m, n, k)
-    return GemmConfig(**measured.config) if measured else default_config(device, m, n, k)
+def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
+    kernels, measured = kernels_of(device.arch), tuning.lookup("ptpc_gemm", device.arch, m, n, k)
+    return kernels.config_of(measured.config) if measured else kernels.default_config(device, m, n, k)
 
 
 BACKENDS = (

@@ -4,13 +4,14 @@
 import itertools
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig, default_config, ptpc_gemm
-from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, ROW, GemmCall
+from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, ROW, GemmCall, kernels_of
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _TORCH = next(backend for backend in BACKENDS if backend.name == "torch")
@@ -20,14 +21,21 @@ _MARGIN, _LONG = 1.05, 256
 Weights = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[GemmConfig]:
+def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them."""
     found = _hopper(m) if device.tma else _others(m, n, k)
-    return list(dict.fromkeys([default_config(device, m, n, k), *found]))
+    return list(dict.fromkeys([kernels_of(device.arch).default_config(device, m, n, k), *found]))
 
 
-def _hopper(m: int) -> list[GemmConfig]:
-    found = []
+def _hopper(m: int) -> list[Any]:
+    from llm_quant_rocm.kernels.ptpc_wgmma import Config
+
+    found: list[Any] = []
+    if m > 64:
+        for block_m, block_n in ((128, 256), (256, 128), (128, 128)):
+            # A group of as many tiles as there are, or more, is the same as one of all.
+            groups = {min(group, max(4, 1 << (-(-m // block_m) - 1).bit_length())) for group in (4, 8, 16, 32)}
+            found += [Config(block_m, block_n, group) for group in sorted(groups) if m > 128 or block_m == 128]
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
         for block_n, block_k, stages in itertools.product((64, 128), (128, 256), (3, 4, 5, 6, 8)):
@@ -106,10 +114,11 @@ class PtpcWorkload:
         self._x = fp8.quantize_rows(x, fp8.for_device(self._device))
         self._call = GemmCall(self._device, m, n, k, torch.bfloat16, None, ROW)
 
-    def ours(self, config: GemmConfig) -> Calls:
+    def ours(self, config: Any) -> Calls:
         device = hardware.detect(self._device)
+        product = kernels_of(device.arch).ptpc_gemm
         codes, scale = self._x
-        return [partial(ptpc_gemm, codes, scale, *w, None, torch.bfloat16, device, config) for w in self._weights]
+        return [partial(product, codes, scale, *w, None, torch.bfloat16, device, config) for w in self._weights]
 
     def peers(self) -> Mapping[str, Calls]:
         if _TORCH.refusal(self._call):
@@ -117,9 +126,9 @@ class PtpcWorkload:
         return {"torch": [partial(_TORCH.run, *self._x, *w, None, torch.bfloat16) for w in self._weights]}
 
 
-def compile_one(config: GemmConfig) -> None:
+def compile_one(config: Any) -> None:
     """Compiles for the cache on disk; raises for a configuration that does not fit."""
-    many = [(4096, 8192), (128, 8192)] if config.programs else [(256, 8192)]
+    many = [(4096, 8192), (128, 8192)] if getattr(config, "programs", 0) else [(256, 8192)]
     for m, n in many:  # the persistent and the plain variant are two kernels
         fmt = fp8.for_device(torch.device("cuda"))
         weight = (torch.zeros(n, 4096, device="cuda").to(fmt.dtype), torch.ones(n, 1, device="cuda"))

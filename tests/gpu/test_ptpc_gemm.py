@@ -9,7 +9,7 @@ import torch
 
 from llm_quant_rocm import hardware, ops, tuning
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, GemmCall
+from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, GemmCall, kernels_of
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, integer_product, product64, random_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -110,11 +110,12 @@ def shipped() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("fields", shipped(), ids=lambda fields: "-".join(str(value) for value in fields.values()))
 def test_shipped_configuration(fields: dict[str, Any]) -> None:
     """Ragged in every dimension, yet with rows of 16 bytes, so that a configuration with TMA uses it."""
-    from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-
+    device = hardware.detect(CUDA)
     operands, bias = integers(fields["block_m"] + 3, 520, 1040)
-    found = run_config(GemmConfig(**fields), operands, bias)
-    assert_same(found, product64(*operands, bias).float())
+    kernels = kernels_of(device.arch)
+    on_gpu = (tensor.cuda() for tensor in operands)
+    found = kernels.ptpc_gemm(*on_gpu, bias.cuda(), torch.bfloat16, device, kernels.config_of(fields))
+    assert_same(found, product64(*operands, bias).float().bfloat16())
 
 
 @pytest.mark.parametrize("m", [16, 40, 100, 300, 4096])

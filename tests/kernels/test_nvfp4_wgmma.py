@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which Hopper's NVFP4 kernels take tiles, in plain Python: Gluon has no interpreter."""
+"""The order in which Hopper's kernels take tiles, in plain Python: Gluon has no interpreter."""
 
 import inspect
 import textwrap
@@ -12,32 +12,35 @@ import pytest
 
 pytest.importorskip("triton")
 
-GROUP = 4
-
 
 def python(name: str, programs: int = 0) -> Callable[..., Any]:
-    """A function of the kernel, where so many programs run."""
+    """A function of the kernels, where so many programs run."""
     from llm_quant_rocm.kernels import nvfp4_wgmma
 
-    assert nvfp4_wgmma.GROUP.value == GROUP
     source = textwrap.dedent(inspect.getsource(getattr(nvfp4_wgmma, name).fn)).replace("@gluon.jit\n", "")
     gl = SimpleNamespace(
-        minimum=min, maximum=max, where=lambda here, a, b: a if here else b, num_programs=lambda axis: programs
+        minimum=min,
+        maximum=max,
+        where=lambda here, a, b: a if here else b,
+        num_programs=lambda axis: programs,
+        constexpr=int,
     )
-    names = {"gl": gl, "GROUP": GROUP}
+    names: dict[str, Any] = {"gl": gl}
     exec(source, names)
     return names[name]
 
 
 @pytest.mark.parametrize("tiles_n", [1, 2, 17, 33])
 @pytest.mark.parametrize("tiles_m", [1, 3, 4, 5, 8, 11])
-def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(tiles_m: int, tiles_n: int) -> None:
-    placed = [python("place")(tile, tiles_m, tiles_n) for tile in range(tiles_m * tiles_n)]
+@pytest.mark.parametrize("size", [4, 1, 8], ids=lambda size: f"group_of_{size}")
+def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(size: int, tiles_m: int, tiles_n: int) -> None:
+    place = python("place")
+    placed = [place(tile, tiles_m, tiles_n, size) for tile in range(tiles_m * tiles_n)]
     assert sorted(placed) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
-    groups = [m // GROUP for m, _ in placed]
+    groups = [m // size for m, _ in placed]
     assert groups == sorted(groups)
     for group in set(groups):
-        columns = [n for m, n in placed if m // GROUP == group]
+        columns = [n for m, n in placed if m // size == group]
         assert columns == sorted(columns), "programs that run together share a tile of the weight"
 
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels for Hopper that are written in Gluon, Triton's lower language, share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Renamed after Triton 3.6.
+cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
+    """tile_m and tile_n of the program or step number `tile`: GROUP tiles of M at a time with all tiles of N.
+
+    Programs that run together then share both x and the weight in the L2 cache. A tile of x in 16 bits takes about
+    four times the room of one of a weight in NVFP4, hence only a few.
+    """
+    group = tile // (GROUP * tiles_n)
+    rest = tile - group * (GROUP * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+    return group * GROUP + rest % rows, rest // rows
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its barrier's phase."""
+    wrapped = stage == STAGES - 1
+    return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def leave(value):
+    """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
+    not keep products in flight from one turn of an inner loop to the next (C7512)."""
+    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)

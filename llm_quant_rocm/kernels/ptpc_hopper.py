@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PTPC GEMM on Hopper: which of its two kernels multiplies, and how."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import ptpc_gemm as few_rows
+from llm_quant_rocm.kernels import ptpc_wgmma
+from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+
+Config = GemmConfig | ptpc_wgmma.Config
+
+
+def config_of(fields: Mapping[str, Any]) -> Config:
+    """The configuration with these fields, as configs/ptpc_gemm holds it."""
+    return GemmConfig(**fields) if "block_k" in fields else ptpc_wgmma.Config(**fields)
+
+
+def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
+    """A sound choice for shapes that nobody has measured."""
+    return few_rows.default_config(hardware, m, n, k) if m <= 64 else ptpc_wgmma.default_config(m, n)
+
+
+def ptpc_gemm(
+    xq: torch.Tensor,
+    xscale: torch.Tensor,
+    wq: torch.Tensor,
+    wscale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    hardware: Hardware,
+    config: Config,
+) -> torch.Tensor:
+    """`kernels.ptpc_gemm.ptpc_gemm` under either kernel's configuration. What the one for many rows does not serve, the
+    other does."""
+    operands = (xq, xscale, wq, wscale, bias, out_dtype, hardware)
+    if isinstance(config, ptpc_wgmma.Config):
+        if ptpc_wgmma.serves(xq, wq, out_dtype):
+            return ptpc_wgmma.ptpc_wgmma(*operands, config)
+        config = few_rows.default_config(hardware, xq.shape[0], *wq.shape)
+    return few_rows.ptpc_gemm(*operands, config)

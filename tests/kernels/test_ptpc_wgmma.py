@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PTPC GEMM's kernel for many rows on Hopper: which products it serves, and how it cuts unmeasured ones."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if not find_spec("triton"):
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.kernels import ptpc_hopper, ptpc_wgmma
+from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+
+
+def codes(rows: int, columns: int) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float8_e4m3fn, device="cpu")
+
+
+def test_it_serves_rows_of_16_byte_lines() -> None:
+    x, w = codes(300, 512), codes(64, 512)
+    assert ptpc_wgmma.serves(x, w, torch.bfloat16) and ptpc_wgmma.serves(x, w, torch.float16)
+    assert not ptpc_wgmma.serves(x, w, torch.float32)
+    assert not ptpc_wgmma.serves(x, codes(67, 512), torch.bfloat16)
+    assert not ptpc_wgmma.serves(codes(300, 500), codes(64, 500), torch.bfloat16)
+    assert not ptpc_wgmma.serves(codes(300, 544)[:, 3:515], w, torch.bfloat16)
+    assert not ptpc_wgmma.serves(codes(1, 512).expand(300, 512), w, torch.bfloat16)
+    assert ptpc_wgmma.serves(codes(300, 544)[:, 16:528], w, torch.bfloat16)
+
+
+def test_few_rows_are_the_other_kernels() -> None:
+    hopper = hardware.nvidia(9, 0)
+    assert isinstance(ptpc_hopper.default_config(hopper, 64, 8192, 8192), GemmConfig)
+    assert isinstance(ptpc_hopper.default_config(hopper, 65, 8192, 8192), ptpc_wgmma.Config)
+
+
+def test_a_tile_is_cut_for_few_waves() -> None:
+    """128 tiles of 128 columns are one wave, 256 of them are one of 256 columns."""
+    assert ptpc_wgmma.default_config(256, 8192).block_n == 128
+    assert ptpc_wgmma.default_config(512, 8192).block_n == 256
+    assert ptpc_wgmma.default_config(4096, 57344).block_n == 256
