@@ -36,6 +36,8 @@ def multiply_slices(
     codes [M, K] and x_scale fp32 [M, 1] are x, row_scale fp32 [n] the weight's scales; `expand` gives E4M3.
     """
     scales = row_scale.unsqueeze(0)
+    if bias is not None and bias.data_ptr() % 16:
+        bias = bias.clone()  # cuBLAS takes none from an odd address
     for rows in _slices(out.shape[1], codes.shape[1], values):
         torch._scaled_mm(
             codes, expand(rows.start, rows.stop - rows.start).t(), x_scale, scales[:, rows],

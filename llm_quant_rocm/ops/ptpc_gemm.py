@@ -20,7 +20,11 @@ LAYOUTS = (ROW, _aiter.LAYOUT)
 
 
 class GemmCall(NamedTuple):
-    """A call's facts that decide its backend."""
+    """A call's facts that decide its backend.
+
+    Attributes:
+        aligned: whether all operands begin at multiples of 16 bytes, and so does each row of the weight.
+    """
 
     device: torch.device
     m: int
@@ -29,6 +33,7 @@ class GemmCall(NamedTuple):
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     layout: str
+    aligned: bool = True
 
     @property
     def hardware(self) -> hardware.Hardware:
@@ -59,6 +64,8 @@ def _torch_refusal(call: GemmCall) -> str | None:
         return "torch._scaled_mm takes a bf16 bias only"
     if call.n % 16 or call.k % 16:
         return "torch._scaled_mm needs N and K to be multiples of 16"
+    if not call.aligned:
+        return "torch._scaled_mm needs operands whose rows begin at multiples of 16 bytes"
     return _not_rows(call)
 
 
@@ -171,6 +178,10 @@ def _validate(
         raise ValueError(f"{name}: wq must have contiguous rows; it has strides {wq.stride()}")
 
 
+def _aligned(*tensors: torch.Tensor) -> bool:
+    return not any(tensor.data_ptr() % 16 for tensor in tensors)
+
+
 def _implementation(
     xq: torch.Tensor,
     xscale: torch.Tensor,
@@ -185,9 +196,10 @@ def _implementation(
     if not (m and n and k):
         out = xq.new_zeros((*xq.shape[:-1], n), dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
-    call = GemmCall(xq.device, m, n, k, out_dtype, None if bias is None else bias.dtype, layout)
     xscale, wscale = rows_of(xscale).contiguous(), wscale.contiguous()
     bias = None if bias is None else bias.contiguous()
+    aligned = not wq.stride(0) % 16 and _aligned(rows, xscale, wq, wscale) and (bias is None or _aligned(bias))
+    call = GemmCall(xq.device, m, n, k, out_dtype, None if bias is None else bias.dtype, layout, aligned)
     return rows_as(xq, _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype))
 
 

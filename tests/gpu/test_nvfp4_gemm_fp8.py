@@ -116,6 +116,13 @@ def test_exact_on_powers_of_two_expanded(shape: tuple[int, int, int]) -> None:
         assert_same(run({"values": size}, x, weight, bias), (product + bias.double()).float().bfloat16())
 
 
+def test_expanded_with_a_bias_at_an_odd_address() -> None:
+    x, weight, bias = exact_operands(20, 80, 528, torch.bfloat16)
+    odd = torch.cat([bias[:1], bias]).bfloat16().cuda()[1:]
+    found = run({"values": 2**26}, x, weight, odd)
+    assert_same(found, (product64(x, weight) + bias.bfloat16().double()).float().bfloat16())
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_all_codes_times_all_scales(config: tuple[int, ...] | dict[str, int]) -> None:
     """x picks single weights, so the E4M3 that the kernel makes are seen: those of `to_fp8`, but ties among denormals

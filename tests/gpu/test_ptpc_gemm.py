@@ -230,6 +230,14 @@ def test_a_view_of_a_larger_weight_and_input() -> None:
         assert_same(found, product64(*part, bias).float().bfloat16())
 
 
+def test_some_rows_of_a_larger_weight_and_input() -> None:
+    """Scales that begin at odd addresses."""
+    (xq, xscale, wq, wscale), bias = integers(40, 96, 512)
+    part = tuple(tensor.cuda()[1 : 1 + rows] for tensor, rows in ((xq, 32), (xscale, 32), (wq, 64), (wscale, 64)))
+    found = ops.ptpc_gemm(*part, bias.bfloat16().cuda()[:64])
+    assert_same(found, product64(*part, bias[:64]).float().bfloat16())
+
+
 def test_one_row_over_and_over() -> None:
     """Rows that overlap, which tensor descriptors refuse."""
     (xq, xscale, wq, wscale), bias = integers(1, 64, 512)

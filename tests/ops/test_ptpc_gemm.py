@@ -51,6 +51,26 @@ def test_strides() -> None:
         assert_same(found, product64(x, xscale[::2], w, wscale[::3], bias[::3]).float())
 
 
+@pytest.mark.parametrize("odd", [None, "xq", "xscale", "wq", "wscale", "bias", "rows of wq"])
+def test_odd_addresses_are_seen(odd: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vendor's products want none."""
+    module: Any = import_module("llm_quant_rocm.ops.ptpc_gemm")
+    xq, xscale, wq, wscale, bias = integer_product(4, 16, 32, OCP)
+    operands = {"xq": xq, "xscale": xscale, "wq": wq, "wscale": wscale, "bias": bias}
+    if odd == "rows of wq":
+        operands["wq"] = torch.cat([wq.view(torch.uint8)] * 2, 1)[:, :40].contiguous().view(OCP)[:, :32]
+    elif odd:
+        flat = operands[odd].reshape(-1).view(torch.uint8)
+        size = operands[odd].element_size()
+        memory = torch.empty(flat.numel() + size, dtype=torch.uint8, device="cpu")
+        operands[odd] = memory[size:].copy_(flat).view(operands[odd].dtype).view(operands[odd].shape)
+    real, calls = module._choose, []
+    monkeypatch.setattr(module, "_choose", lambda call: calls.append(call) or real(call))
+    found = ops.ptpc_gemm(*operands.values(), out_dtype=torch.float32)
+    assert [call.aligned for call in calls] == [odd is None]
+    assert_same(found, product64(xq, xscale, wq, wscale, bias).float())
+
+
 def test_nan_stays_in_its_row_and_column() -> None:
     x, w = random_rows(5, 64, torch.bfloat16), random_rows(6, 64, torch.bfloat16, seed=1)
     x[1, 7], w[2, 9] = float("nan"), float("inf")
