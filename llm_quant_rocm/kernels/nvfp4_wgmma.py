@@ -111,22 +111,30 @@ def _scale_layout(depth, nt, num_warps):
 
 
 @gluon.jit
-def _operand(
-    codes, pairs, STEP: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, operand_layout: gl.constexpr
-):  # fmt: skip
-    """Step STEP of a group of the weight, whose codes [pieces, NT, 128] and scale pairs [pieces, NT, 32] are in shared
-    memory, for wgmma."""
+def load_words(codes, pairs, WARPS: gl.constexpr):
+    """Words and the scale pairs of each, [pieces * NT, 128], of codes [pieces, NT, 128] and pairs [pieces, NT, 32] in
+    shared memory."""
+    PIECES: gl.constexpr = codes.shape[0]
     NT: gl.constexpr = codes.shape[1]
-    WARPS: gl.constexpr = operand_layout.parent.warps_per_cta[0]
     # piece, tile, row, lane % 4, step
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
-    words = codes.slice(STEP * DEPTH, DEPTH).load(word_layout).reshape(DEPTH, NT, 8, 4, 4)
+    words = codes.load(word_layout).reshape(PIECES, NT, 8, 4, 4)
     words = gl.convert_layout(words, layout, assert_trivial=True)
-    scale_pairs = pairs.slice(STEP * DEPTH, DEPTH).load(_scale_layout(DEPTH, NT, WARPS)).reshape(DEPTH, NT, 8, 4)
+    scale_pairs = pairs.load(_scale_layout(PIECES, NT, WARPS)).reshape(PIECES, NT, 8, 4)
     scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(3, layout), assert_trivial=True).expand_dims(3)
     words, scale_pairs = gl.broadcast(words, scale_pairs)
-    words, scale_pairs = words.reshape(DEPTH * NT, 128), scale_pairs.reshape(DEPTH * NT, 128)
+    return words.reshape(PIECES * NT, 128), scale_pairs.reshape(PIECES * NT, 128)
+
+
+@gluon.jit
+def _operand(
+    codes, pairs, STEP: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, operand_layout: gl.constexpr
+):  # fmt: skip
+    """Step STEP of a group of the weight, whose codes and scale pairs are in shared memory, for wgmma."""
+    first: gl.constexpr = STEP * DEPTH
+    WARPS: gl.constexpr = operand_layout.parent.warps_per_cta[0]
+    words, scale_pairs = load_words(codes.slice(first, DEPTH), pairs.slice(first, DEPTH), WARPS)
     return _decode(words, scale_pairs, FP16, DEPTH, operand_layout)
 
 
@@ -425,9 +433,9 @@ def gemm(
     registers = 128 if config.block_m <= 32 or (config.block_m == 64 and config.warps == 8) else None
     pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
     nvfp4_wgmma_kernel[(programs,)](
-        _descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
-        _descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
-        _descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
+        descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
+        descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
+        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
@@ -436,7 +444,7 @@ def gemm(
     return out
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
+def descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
 
 

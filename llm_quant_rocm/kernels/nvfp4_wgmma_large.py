@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix product of many rows of 16-bit activations and NVFP4 weights on Hopper, its warps specialized.
+"""Matrix product of more than a few rows of 16-bit activations and NVFP4 weights on Hopper, its warps specialized.
 
 As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
 units. Here a multiprocessor has one program all the time. Four warps each, two consumers multiply one half of a tile's
-rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of x's
-tiles and the L2 cache with codes. The consumers do not wait for each other, and each has two steps queued, so that the
-matrix units run while codes are decoded and, for as long as the ring lasts, while one consumer stores its result.
+rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of
+codes, scales and x. The consumers do not wait for each other, and each has a step queued while it decodes the next, so
+that the matrix units run meanwhile and, for as long as the ring lasts, while one consumer stores its result.
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result.
@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
@@ -39,12 +39,14 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _store_tile,
     begin_of,
+    descriptor,
     lines_of_16_bytes,
+    load_words,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 
-RING_BYTES = 192 * 1024
+RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
 STEP_BYTES = 128
 # Steps in a row without a branch. Tiles are cut at multiples of it.
@@ -58,7 +60,7 @@ class Config:
     """How the product is cut.
 
     Attributes:
-        block_m, block_n: rows of x, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
+        block_m, block_n: rows of x, 64, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
             (1), or that and the full one before it (2), for longer stretches.
         programs: how many run; 0: one on each multiprocessor. Fewer where every tile is then cut into as many parts.
@@ -100,29 +102,18 @@ def _piece(index, begin, end, whole, tile_groups):
 
 
 @gluon.jit
-def _prefetch(pointer, size):
-    """Brings `size` bytes, whole lines of 16, to the L2 cache; done by the first lane."""
-    ASSEMBLY: gl.constexpr = (
-        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %laneid; setp.eq.u32 first, thread, 0; "
-        "@first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,l,r", [pointer, size], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _producer(
-    x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    PDL: gl.constexpr
+    x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """Fills the ring with tiles of x, in the order in which the consumers take them."""
+    """Fills the ring, in the order in which the consumers take it."""
+    ring, codes, pairs, ready, empty = shared
+    M, N, K, whole = sizes
     BLOCK_K: gl.constexpr = DEPTH * 64
-    TILE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
     tiles_m = gl.cdiv(M, BLOCK_M)
-    end_step = gl.cdiv(K, BLOCK_K) - 1
-    tile_groups = gl.cdiv(end_step + 1, UNROLL)
-    row_tiles = gl.cdiv(N, 128) * 8
     tiles_n = gl.cdiv(N, BLOCK_N)
+    tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups)
     if PDL:
         gdc_wait()
@@ -132,18 +123,13 @@ def _producer(
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
-        row_tile = tile_n * (BLOCK_N // 16)
-        count = gl.minimum(BLOCK_N // 16, row_tiles - row_tile)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(ready.index(stage), TILE_BYTES)
+            mbarrier.expect(ready.index(stage), STAGE_BYTES)
+            corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
+            load_tile(words, corner, ready.index(stage), codes.index(stage))
+            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
             load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
-            # The consumers load these codes when the stages before this one are used up.
-            piece = (gl.minimum(step, end_step) * DEPTH * row_tiles + row_tile).to(gl.int64)
-            for _ in gl.static_range(DEPTH):
-                _prefetch(words + piece * 128, count * 512)
-                _prefetch(scale_bytes + piece * 32, count * 64)
-                piece += row_tiles
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -180,23 +166,18 @@ def _add_part(acc, part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
-def _load_codes(words, scale_bytes, row_tile, step, row_tiles, word_offset, scale_offset, DEPTH: gl.constexpr):
-    """Words and scale pairs of a step."""
-    piece = (step * DEPTH * row_tiles + row_tile).to(gl.int64)
-    return gl.load(words + piece * 128 + word_offset), gl.load(scale_bytes + piece * 32 + scale_offset)
-
-
-@gluon.jit
-def _decode_step(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
+def _operand(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
     """A step's part of the weight in the registers where wgmma reads it."""
+    DEPTH: gl.constexpr = codes.shape[0]
+    words, scale_pairs = load_words(codes, pairs, layout.parent.warps_per_cta[0])
     if FP8:
-        NT: gl.constexpr = codes.shape[0] // DEPTH
+        NT: gl.constexpr = codes.shape[1]
         # piece, tile, row, lane % 4, step, row half, column
-        values = split_bytes(decode_words_fp8(codes, pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = split_bytes(decode_words_fp8(words, scale_pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)
     else:
-        return _decode(codes, pairs, FP16, DEPTH, layout)
+        return _decode(words, scale_pairs, FP16, DEPTH, layout)
 
 
 @gluon.jit
@@ -218,11 +199,13 @@ def _times_columns(acc, scale, first, M):
 
 @gluon.jit
 def _consumer(
-    half, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K, whole,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    FP16: gl.constexpr, UNSCALE: gl.constexpr
+    HALF: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
+    x_scale, global_scale, bias, out, parts, flags = operands
+    ring, codes, pairs, ready, empty = shared
+    M, N, K, whole = sizes
     ROWS: gl.constexpr = BLOCK_N // 2
     NT: gl.constexpr = ROWS // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
@@ -230,88 +213,62 @@ def _consumer(
     FP8: gl.constexpr = x_scale is not None
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if FP8 else 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
 
     program = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
-    end_step = gl.cdiv(K, BLOCK_K) - 1
-    tile_groups = gl.cdiv(end_step + 1, UNROLL)
-    row_tiles = gl.cdiv(N, 128) * 8
+    tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles, whole, tile_groups)
 
-    piece = gl.arange(0, DEPTH * NT, layout=gl.SliceLayout(1, word_layout))
-    piece = (piece // NT) * row_tiles + piece % NT
-    word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
-    word_offset = piece[:, None] * 128 + word[None, :]
-    pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
-    scale_offset = piece[:, None] * 32 + pair[None, :]
-
-    # Steps beyond K multiply zeros: the accelerator reads x as zero there. A half of a tile beyond the stored rows
-    # multiplies the last ones, for nothing.
-    next_tile, next_first, _ = _piece(0, begin, end, whole, tile_groups)
-    _, next_n = place(gl.minimum(next_tile, tiles - 1), tiles_m, tiles_n)
-    next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
-    step = gl.minimum(next_first * UNROLL, end_step)
-    codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
-    operand = _decode_step(codes, pairs, FP8, FP16, DEPTH, operand_layout)
-    step = gl.minimum(next_first * UNROLL + 1, end_step)
-    codes, pairs = _load_codes(words, scale_bytes, next_row, step, row_tiles, word_offset, scale_offset, DEPTH)
+    # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = 0
     phase = 0
+    mbarrier.wait(ready.index(0), 0, pred=pieces > 0)
+    my_codes = codes.index(0).slice(HALF * NT, NT, dim=1)
+    my_pairs = pairs.index(0).slice(HALF * NT, NT, dim=1)
+    operand = _operand(my_codes, my_pairs, FP8, FP16, operand_layout)
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
-        row = next_row
-        next_tile, next_first, _ = _piece(gl.minimum(index + 1, pieces - 1), begin, end, whole, tile_groups)
-        _, next_n = place(next_tile, tiles_m, tiles_n)
-        next_row = gl.minimum(next_n * (2 * NT) + half * NT, row_tiles - NT)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
             for i in gl.static_range(UNROLL):
-                mbarrier.wait(ready.index(stage), phase)
                 acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
                 # Now the step before is finished, and its stage free.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
                 mbarrier.arrive(empty.index(free), count=1, pred=turn > 0 if i == 0 else True)
-                load_row = row
-                load_step = (first + turn) * UNROLL + i + 2
-                if i >= UNROLL - 2:
-                    leaving = turn == last - first - 1
-                    load_row = gl.where(leaving, next_row, row)
-                    load_step = gl.where(leaving, next_first * UNROLL + i + 2 - UNROLL, load_step)
-                next_codes, next_pairs = _load_codes(
-                    words, scale_bytes, load_row, gl.minimum(load_step, end_step), row_tiles, word_offset, scale_offset,
-                    DEPTH,
-                )  # fmt: skip
-                operand = _decode_step(codes, pairs, FP8, FP16, DEPTH, operand_layout)
-                codes = next_codes
-                pairs = next_pairs
                 stage, phase = advance(stage, phase, STAGES)
+                more = True
+                if i == UNROLL - 1:
+                    more = (turn + 1 < last - first) | (index + 1 < pieces)
+                mbarrier.wait(ready.index(stage), phase, pred=more)
+                my_codes = codes.index(stage).slice(HALF * NT, NT, dim=1)
+                my_pairs = pairs.index(stage).slice(HALF * NT, NT, dim=1)
+                operand = _operand(my_codes, my_pairs, FP8, FP16, operand_layout)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
         if parts is not None:
             if first > 0:
-                _store_part(acc, parts + (program * 2 + half).to(gl.int64) * (ROWS * BLOCK_M))
+                _store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
                 cta_barrier()
-                gl.atomic_xchg(flags + program * 2 + half, 1, sem="release", scope="gpu")
+                gl.atomic_xchg(flags + program * 2 + HALF, 1, sem="release", scope="gpu")
             elif last < tile_groups:
                 source = program + 1
                 while begin_of(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
-                    while gl.atomic_add(flags + source * 2 + half, 0, sem="acquire", scope="gpu") == 0:
+                    while gl.atomic_add(flags + source * 2 + HALF, 0, sem="acquire", scope="gpu") == 0:
                         pass
-                    gl.store(flags + source * 2 + half, 0)
-                    acc = _add_part(acc, parts + (source * 2 + half).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
+                    gl.store(flags + source * 2 + HALF, 0)
+                    acc = _add_part(acc, parts + (source * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
                     source += 1
         if first == 0:
             if FP8:
                 acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
             _store_tile(
-                acc, tile_m, tile_n * 2 + half, global_scale, bias, out, None, None, M, N,
+                acc, tile_m, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N,
                 BLOCK_M, ROWS, dtype, UNSCALE, None, acc_layout, 4,
             )  # fmt: skip
     leave(stage)
@@ -320,39 +277,40 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, M, N, K, whole,
+    x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
     REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
-    x is a descriptor of [M, K], of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that
-    `decode_words_fp8` names. N is the number of rows of the weight that are stored; the packed weight has them
-    padded. The first `whole` tiles are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each
-    program, and `flags`, two zeros for each, say which are there.
+    x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32];
+    x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that `decode_words_fp8` names.
+    N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
+    are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
+    for each, say which are there.
     """
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
+    pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
+    operands = (x_scale, global_scale, bias, out, parts, flags)
+    shared = (ring, codes, pairs, ready, empty)
+    sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
         [
             (_consumer, (
-                0, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K,
-                whole, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                gl.constexpr(0), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
             )),
             (_consumer, (
-                1, x_scale, words, scale_bytes, global_scale, bias, out, parts, flags, ring, ready, empty, M, N, K,
-                whole, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                gl.constexpr(1), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
             )),
-            (_producer, (
-                x, words, scale_bytes, ring, ready, empty, M, N, K, whole,
-                BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, PDL,
-            )),
+            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, PDL)),
             (leave, (M,)),
             (leave, (M,)),
         ],
@@ -429,12 +387,15 @@ def _launch(
     fp16 = out.dtype == torch.float16
     dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
     block = [config.block_m, block_k]
-    rows_of_x = TensorDescriptor.from_tensor(x, block, _layout(*block, dtype))
+    depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
-        rows_of_x, x_scale, words, scale_bytes.view(torch.uint16), global_scale, bias, out, parts, flags, m, n, k,
-        whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=block_k // COLUMNS,
-        STAGES=RING_BYTES // (config.block_m * STEP_BYTES), UNROLL=UNROLL, REGISTERS=REGISTERS, FP16=fp16,
-        UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        TensorDescriptor.from_tensor(x, block, _layout(*block, dtype)), x_scale,
+        descriptor(words, [depth, row_tiles, 128], 0),
+        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
+        global_scale, bias, out, parts, flags, m, n, k,
+        whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
+        STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16), UNROLL=UNROLL,
+        REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
 

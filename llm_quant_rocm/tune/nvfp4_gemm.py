@@ -73,10 +73,10 @@ def large_tiles(m: int, n: int, k: int, fp8: bool = False) -> list[Any]:
     """Of the kernel with one program on a multiprocessor."""
     from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
 
-    if m <= 64:
+    if m <= 32:
         return []
-    shapes = [(256, 128)] if m > 128 else []
-    if m <= 512 or n * k < 2**24 or fp8:
+    shapes = [(64, 128), (64, 256)] if m <= 64 else [(256, 128)] if m > 128 else []
+    if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
         # In FP8 the tile of 128 x 256 would spill.
         shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
     found = []

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 CONFIGS = pytest.mark.parametrize(
-    "config", [(256, 128), (128, 256), (128, 128), (256, 128, 0), (256, 128, 1), (128, 128, 2, 96)], ids=str
+    "config",
+    [(64, 128), (64, 256, 1), (256, 128), (128, 256), (128, 128), (256, 128, 0), (256, 128, 1), (128, 128, 2, 96)],
+    ids=str,
 )
 
 
