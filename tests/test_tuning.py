@@ -60,6 +60,27 @@ def test_the_nearest_weight_in_log_size(known: None, n: int, k: int, nearest: in
     assert found.n == nearest
 
 
+@pytest.mark.parametrize(("m", "nearest"), [(1, (1280, 1)), (64, (1280, 64)), (65, (8192, 256)), (10**6, (8192, 256))])
+def test_a_weight_answers_for_no_more_rows_than_it_was_measured_with(
+    known: None, m: int, nearest: tuple[int, int]
+) -> None:
+    found = lookup(m, 2560, 8192)
+    assert found is not None
+    assert (found.n, found.m) == nearest
+
+
+def test_the_largest_number_of_rows_where_no_neighbour_was_measured_with_more(known: None) -> None:
+    found = lookup(65, 1280, 8192)
+    assert found is not None
+    assert (found.n, found.m) == (1280, 64)
+
+
+@pytest.mark.parametrize("operator", ["ptpc_gemm", "nvfp4_gemm", "nvfp4_gemm_fp8"])
+def test_what_is_shipped_for_few_rows_does_not_serve_many(operator: str) -> None:
+    for weight in {shape.weight for shape in tuning.shapes(operator, "sm_90")}:
+        assert tuning.lookup(operator, "sm_90", 4096, *weight).m >= 256, weight
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (1280, 2047), (319, 8192), (8192, 32769), (16385, 16384)])
 def test_a_weight_far_from_all_that_was_measured_finds_nothing(known: None, n: int, k: int) -> None:
     assert lookup(1, n, k) is None
