@@ -6,6 +6,10 @@ FP, so that its words of a plane are at most 16 bytes, and neighbouring lanes wr
 pairs, int32 words of two neighbouring ones, as they lie in memory. A tensor [UNITS] holds one word of each of so many
 units, a power of two, and a tuple of such tensors all words of each.
 
+What `encode` does alike with each eight values of a unit it does once, with its COUNT eights beside each other,
+[UNITS, COUNT]: Triton's passes take the square of a kernel's operations. Who adds units takes eight after eight: the
+sums of all at once need more registers than an AMD GPU has for two waves.
+
 Groups that hold NaN or infinities, or whose scale is so small that its reciprocal might overflow, are rare. A program
 looks whether one of its groups is such; only then are these rewritten, to values that need no special care.
 
@@ -198,10 +202,13 @@ def encode(
         factor = reciprocal(scale)
         broken = size >= (0x7F800000 if T.is_bf16() else 0x7C000000)
         small = (tl.abs(scale) < 2.0**-100) & (scale != 0.0)
+        COUNT: tl.constexpr = unit_values(LOW) // 8
+        pairs = pairs_of_eights(x, COUNT)
         if tl.max((broken | small).to(tl.int32), axis=0) != 0:
             factor = tl.where(small, reciprocal(scale * 2.0**64), tl.where(broken, 1.0 * LIMIT, factor))
-            x = plain(x, per_unit(small, PARTS), per_unit(broken, PARTS), T)
-        low, high = pack(x, per_unit(factor, PARTS), KIND, LIMIT, LOW, HIGH, T)
+            of_small, of_broken = of_eights(per_unit(small, PARTS), COUNT), of_eights(per_unit(broken, PARTS), COUNT)
+            pairs = plain(pairs, of_small, of_broken, T)
+        low, high = pack(pairs, of_eights(per_unit(factor, PARTS), COUNT), KIND, LIMIT, LOW, HIGH, T)
         return low, high, tl.where(broken, float("inf"), scale).to(T)
 
 
@@ -281,13 +288,13 @@ def reciprocal(scale):
 
 
 @triton.jit
-def plain(x, small, broken, T: tl.constexpr):
-    """Units `x` where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
-    pairs = ()
-    for i in tl.static_range(len(x)):
-        first = plain_values(first_of(x[i], T), small, broken)
-        pairs = pairs + (pair_of(first, plain_values(second_of(x[i], T), small, broken), T),)
-    return pairs
+def plain(pairs, small, broken, T: tl.constexpr):
+    """Pairs of eights where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
+    found = ()
+    for i in tl.static_range(4):
+        first = plain_values(first_of(pairs[i], T), small, broken)
+        found = found + (pair_of(first, plain_values(second_of(pairs[i], T), small, broken), T),)
+    return found
 
 
 @triton.jit
@@ -297,35 +304,85 @@ def plain_values(value, small, broken):
 
 
 @triton.jit
+def pairs_of_eights(x, COUNT: tl.constexpr):
+    """The 4 pairs of each eight of units, tensors [UNITS, COUNT]."""
+    pairs = ()
+    for i in tl.static_range(4):
+        if COUNT == 2:
+            pairs = pairs + (tl.join(x[i], x[i + 4]),)
+        else:
+            pairs = pairs + (join4(x[i], x[i + 4], x[i + 8], x[i + 12]),)
+    return pairs
+
+
+@triton.jit
+def of_eights(value, COUNT: tl.constexpr):
+    """What belongs to units, for each of their COUNT eights."""
+    if COUNT == 2:
+        return tl.join(value, value)
+    else:
+        return join4(value, value, value, value)
+
+
+@triton.jit
 def pack(
-    x, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
+    pairs, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """The words of both planes (tuples) of units `x` times `factor`, whose products are at most LIMIT and a little."""
-    low = ()
-    high = ()
-    for word in tl.static_range(unit_values(LOW) * LOW // 32):
-        bits = tl.zeros(factor.shape, tl.int32)
-        for value in tl.static_range(word * (32 // LOW), (word + 1) * (32 // LOW)):
-            field = code(x, value, factor, KIND, LIMIT, T)
-            bits += (field if HIGH == 0 else field & ((1 << LOW) - 1)) << place(value, LOW)
-        if HIGH == 0 and KIND != E4M3:
-            # 2**23's exponent, added by each field: 0x4B000000 and, shifted by 4, 0xB0000000
-            bits += 0x05000000 if LOW == 4 else -0x4B000000
+    """The words of both planes (tuples) of units times `factor`, whose products are at most LIMIT and a little.
+
+    Args:
+        pairs, factor: as of `pairs_of_eights` and `of_eights`.
+    """
+    codes = ()
+    for value in tl.static_range(8):
+        codes = codes + (code(pairs, value, factor, KIND, LIMIT, T),)
+    if HIGH != 0:
+        low = (fields(codes, LOW, 0, (1 << LOW) - 1, 0),)
+        return plane_words(low, LOW), plane_words((fields(codes, HIGH, LOW, (1 << HIGH) - 1, 0),), HIGH)
+    elif LOW == 8:
+        # 2**23's exponent, added by each field of an integer
+        START: tl.constexpr = 0 if KIND == E4M3 else -0x4B000000
+        low = fields(codes[:4], LOW, 0, -1, START), fields(codes[4:], LOW, 0, -1, START)
+        return plane_words(low, LOW), ()
+    else:
+        # The same: 0x4B000000 and, shifted by 4, 0xB0000000
+        low = fields(codes, LOW, 0, -1, 0x05000000)
         if KIND == E2M1:
-            bits |= e2m1_signs(x[4 * word], x[4 * word + 1], x[4 * word + 2], x[4 * word + 3])
-        low = low + (bits,)
-    for word in tl.static_range(unit_values(LOW) * HIGH // 32):
-        bits = tl.zeros(factor.shape, tl.int32)
-        for value in tl.static_range(word * (32 // HIGH), (word + 1) * (32 // HIGH)):
-            field = code(x, value, factor, KIND, LIMIT, T) >> LOW
-            bits |= (field & ((1 << HIGH) - 1)) << place(value, HIGH)
-        high = high + (bits,)
-    return low, high
+            low |= e2m1_signs(pairs[0], pairs[1], pairs[2], pairs[3])
+        return plane_words((low,), LOW), ()
+
+
+@triton.jit
+def fields(codes, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, START: tl.constexpr):
+    """The fields of codes, (code >> SHIFT) & MASK each, where they lie in the first word of a plane, added to START."""
+    bits = tl.full(codes[0].shape, START, tl.int32)
+    for value in tl.static_range(len(codes)):
+        bits += ((codes[value] >> SHIFT) & MASK) << place(value, BITS)
+    return bits
+
+
+@triton.jit
+def plane_words(eights, BITS: tl.constexpr):
+    """The words of a plane, of the `fields` of units' eights."""
+    if BITS == 8:
+        first, third = tl.split(eights[0])
+        second, fourth = tl.split(eights[1])
+        return first, second, third, fourth
+    else:
+        columns = split4(eights[0])
+        found = ()
+        for word in tl.static_range(BITS):
+            bits = columns[word * 4 // BITS]
+            for i in tl.static_range(1, 4 // BITS):
+                bits |= columns[word * 4 // BITS + i] << (4 * BITS * i)
+            found = found + (bits,)
+        return found
 
 
 @triton.jit
 def code(x, value: tl.constexpr, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr):
-    """The codes of a value of units `x`: below the bits of the float 2**23, or for E4M3 alone; of E2M1 without sign."""
+    """The codes of one of 8 values, whose pairs are `x`: below the bits of the float 2**23, or for E4M3 alone; of E2M1
+    without sign."""
     pair = x[value // 2] & 0x7FFF7FFF if KIND == E2M1 else x[value // 2]
     wide = first_of(pair, T) if value % 2 == 0 else second_of(pair, T)
     if KIND == INT:

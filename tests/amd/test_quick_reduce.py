@@ -4,6 +4,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -16,11 +17,10 @@ from gcnsim.scheduler import Execution
 
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.kernels import quick_reduce
-from llm_quant_rocm.kernels.quick_reduce import Config
 from tests.amd import isa, tritons
 from tests.amd.budget import LDS
 from tests.amd.isolated import call
-from tests.amd.operators.quick_reduce import Ranks, draw, stores_awaited
+from tests.amd.operators.quick_reduce import BUFFER, SMALL, Ranks, draw, stores_awaited
 from tests.amd.virtual_gpu import activate
 from tests.inputs import random_rows
 
@@ -71,9 +71,9 @@ def two_ranks(arch: str, planted: dict[str, str], execute: bool) -> str:
             replaced.enter_context(patch.object(quick_reduce, name, globals()[function]))
         if execute:
             replaced.enter_context(stalls(0))
-            ranks.call(quick_reduce.two_shot, draw(2, 2000, torch.bfloat16), CODECS["FP"])
+            ranks.call(quick_reduce.two_shot, draw(2, 4 * BUFFER - 384, torch.bfloat16), CODECS["FP"])
         else:
-            ranks.launch(quick_reduce.two_shot, draw(1, 2000, torch.bfloat16), CODECS["FP"])
+            ranks.launch(quick_reduce.two_shot, draw(1, 4 * BUFFER - 384, torch.bfloat16), CODECS["FP"])
     return gpu.launches[-1].assembly
 
 
@@ -87,14 +87,14 @@ def test_a_flag_that_is_not_awaited_gives_wrong_results() -> None:
         call(tritons.VERSIONS[-1], two_ranks, "gfx942", {"await_flags": "await_no_flags"}, True)
 
 
-ONE_PROGRAM = Config(blocks=2, programs=1, num_warps=2, buffers=1)
+ONE_PROGRAM = replace(SMALL, programs=1)
 
 
 def ranks_that_stall(shot: str, slots: int, seed: int) -> None:
     """One call of two ranks that stall; one program of each takes nine tiles, and so every slot twice."""
     activate("gfx942")
     ranks = Ranks(2)
-    count = 9 * ONE_PROGRAM.buffer_values * (2 if shot == "two_shot" else 1)
+    count = 9 * BUFFER * (2 if shot == "two_shot" else 1)
     inputs = [random_rows(count // 64, 64, torch.bfloat16, seed * 10 + rank).flatten() for rank in range(2)]
     with patch.object(quick_reduce, "SLOTS", tl.constexpr(slots)), stalls(seed):
         ranks.call(getattr(quick_reduce, shot), inputs, CODECS["FP4"], config=ONE_PROGRAM)

@@ -30,7 +30,7 @@ from tests.inputs import assert_same, engine_defaults, random_rows
 FP4 = CODECS["FP4"]
 
 
-def group(world: int, max_spins: int = 1_000_000, phase_bytes: int = 1 << 14) -> tuple[Ranks, list[QuickReduce]]:
+def group(world: int, max_spins: int = 1_000_000, phase_bytes: int = 1 << 17) -> tuple[Ranks, list[QuickReduce]]:
     """Several ranks with small inboxes."""
     ranks = Ranks(world, phase_bytes)
     return ranks, [
@@ -45,10 +45,10 @@ def own_memory() -> tuple[torch.Tensor, torch.Tensor]:
 def all_reduces() -> None:
     """Messages of many tiles, of none, not aligned, not contiguous, of several dimensions."""
     ranks, members = group(2)
-    rows = [random_rows(48, 200, torch.bfloat16, seed) for seed in range(2)]
+    rows = [random_rows(384, 200, torch.bfloat16, seed) for seed in range(2)]
     views = (
         lambda x: x,
-        lambda x: x.flatten()[3:700],
+        lambda x: x.flatten()[3:5600],
         lambda x: x[:9].t(),
         lambda x: x[:5].view(1, 5, 8, 25).half(),
         lambda x: x[:0],

@@ -38,7 +38,7 @@ def test_every_byte_is_written_once() -> None:
 
 def test_bytes_that_are_not_written_are_found() -> None:
     found = interpreted("planted")
-    assert any("'columns': 2880" in case for case in found["failures"])
+    assert found["cases"] and len(found["failures"]) == found["cases"]
 
 
 @pytest.mark.parametrize("threads", [64, 128, 256, 512, 1024])

@@ -13,13 +13,29 @@ A case is a function without arguments, called where the CPU is a virtual GPU wi
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
+
+import triton
+
+from llm_quant_rocm.hardware import Hardware
+from tests.amd import budget, tritons
 
 # Modules of llm_quant_rocm.kernels that are for Hopper and its matrix unit: they do not compile here, and
 # test_refusals.py shows that the library never comes to them.
 NOT_FOR_AMD = ("nvfp4_expand", "nvfp4_wgmma", "nvfp4_wgmma_large", "ptpc_wgmma")
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def shared_out(cases: dict[str, Callable[[], object]], hardware: Hardware) -> dict[str, Callable[[], object]]:
+    """All of these cases, but with the oldest Triton every third: that executes each on one architecture.
+
+    To compile what is executed takes much of the tests' time."""
+    if triton.__version__ != tritons.OLDEST:
+        return cases
+    archs = list(budget.LDS)
+    return dict(list(cases.items())[archs.index(hardware.arch) :: len(archs)])
 
 
 def operator(name: str) -> ModuleType:

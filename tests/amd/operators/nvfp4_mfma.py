@@ -17,6 +17,7 @@ from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
 from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 from tests.amd import isa
 from tests.amd.budget import Budget
+from tests.amd.operators import shared_out
 from tests.inputs import DTYPES, assert_same, broken_rows
 from tests.moe_inputs import relative_error
 from tests.nvfp4_inputs import experts as nvfp4_experts
@@ -262,7 +263,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             f"operator of experts, {dtype}": partial(routed, dtype),
         }
     base = Config(16)
-    return cases | {
+    cases |= {
         **{
             f"{config}": partial(exact, 20, 150, 1200, torch.bfloat16, config)
             for config in (
@@ -277,3 +278,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
     }  # fmt: skip
+    return shared_out(cases, hardware)

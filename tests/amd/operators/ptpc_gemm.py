@@ -11,6 +11,7 @@ from llm_quant_rocm import ops, tuning
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_MATRIX, Budget
+from tests.amd.operators import shared_out
 from tests.inputs import (
     DTYPE_IDS,
     DTYPES,
@@ -92,7 +93,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with pytest.raises(TypeError, match=f"{other.dtype}.*computes in {dtype}"):
             ops.ptpc_gemm(*operands(4, 16, 16, other.dtype))
 
-    return {
+    cases = {
         **{f"{m} x {n} x {k}": partial(exact, m, n, k) for m, n, k in SMALL_SHAPES},
         **{
             f"{out} with {bias or 'no'} bias": partial(exact, 20, 48, 256, dtypes[out], dtypes.get(bias))
@@ -106,3 +107,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "views": views,
         "the other flavour is refused": other_flavour,
     }
+    return shared_out(cases, hardware)

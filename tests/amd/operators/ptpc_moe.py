@@ -14,6 +14,7 @@ from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import routing as kernels
 from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
+from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES
 from tests.moe_inputs import experts, relative_error
 
@@ -84,7 +85,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with pytest.raises(TypeError, match=f"w2 is .*computes in {hardware.fp8_dtype}"):
             ops.ptpc_moe(**given)
 
-    return {
+    cases = {
         "one token": partial(shape, 1, 8, 2, 128, 96),
         "every expert": partial(shape, 5, 4, 4, 64, 48),
         "many experts": partial(shape, 7, 64, 8, 32, 16),
@@ -99,3 +100,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "NaN": nan,
         "the other flavour is refused": other_flavour,
     }
+    return shared_out(cases, hardware)

@@ -20,9 +20,11 @@ from tests.amd.budget import Budget
 from tests.inputs import DTYPE_IDS, assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
-SMALL = Config(blocks=2, programs=2, num_warps=2, buffers=1)
-TWO_BUFFERS = Config(blocks=2, programs=1, num_warps=2, buffers=2)
-
+# To the compiler the shipped configuration: what is executed is what is shipped, and compiled once.
+SMALL = Config(blocks=16, programs=2, num_warps=2, buffers=1)
+TWO_BUFFERS = replace(SMALL, programs=1, buffers=2)
+ONE_PROGRAM = replace(SMALL, programs=1, buffers=8)
+BUFFER = SMALL.buffer_values
 
 STORED, WAITED, MET = range(3)
 
@@ -61,7 +63,7 @@ BUDGETS = {
 class Ranks:
     """The memory of several ranks, and their all-reduces on the virtual GPU."""
 
-    def __init__(self, world: int, phase_bytes: int = 1 << 16, max_tiles: int = 16) -> None:
+    def __init__(self, world: int, phase_bytes: int = 1 << 19, max_tiles: int = 16) -> None:
         self.gpu = triton.runtime.driver.active
         self.regions = [
             torch.zeros(quick_reduce.region_bytes(world, phase_bytes, max_tiles), dtype=torch.uint8)
@@ -115,12 +117,10 @@ def check(
 
 
 def draw(world: int, count: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Inputs of every rank, up to 3000 values: nasty groups, beside other ones on every rank, and random ones."""
+    """Inputs of every rank: nasty groups, beside other ones on every rank, and random ones."""
     nasty = nasty_rows(64, dtype)
-    rows = [
-        torch.cat([nasty.roll(3 * rank, 0).flatten(), random_rows(20, 64, dtype, seed * 10 + rank).flatten()])
-        for rank in range(world)
-    ]
+    random = [random_rows(-(-count // 64), 64, dtype, seed * 10 + rank) for rank in range(world)]
+    rows = [torch.cat([nasty.roll(3 * rank, 0), random[rank]]).flatten() for rank in range(world)]
     return [x[:count].contiguous() for x in rows]
 
 
@@ -135,30 +135,34 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def in_a_row(world: int, codec: Codec, dtype: torch.dtype, cast: bool = False, config: Config = SMALL) -> None:
+    def in_a_row(
+        world: int, codec: Codec, dtype: torch.dtype, one_shot: Codec | None = None, cast: bool = False,
+        config: Config = SMALL,
+    ) -> None:  # fmt: skip
         """Ragged counts, a whole number of tiles, and one value, so that all owners but the first have none."""
         ranks, options = Ranks(world), {"cast_bf16_to_fp16": True} if cast else {}
         options["config"] = config
-        calls = ((quick_reduce.two_shot, 3001), (quick_reduce.one_shot, 3001), (quick_reduce.two_shot, 1),
-                 (quick_reduce.two_shot, 512 * world))  # fmt: skip
-        for seed, (shot, count) in enumerate(calls):
-            ranks.call(shot, draw(world, count, dtype, seed), codec, **options)
+        ragged = 6 * BUFFER - 71
+        calls = ((quick_reduce.two_shot, codec, ragged), (quick_reduce.one_shot, one_shot or codec, ragged),
+                 (quick_reduce.two_shot, codec, 1), (quick_reduce.two_shot, codec, world * BUFFER))  # fmt: skip
+        for seed, (shot, of_shot, count) in enumerate(calls):
+            ranks.call(shot, draw(world, count, dtype, seed), of_shot, **options)
 
     def once(world: int, codec: Codec) -> None:
         """One call of each, as many ranks are slow to execute: some owners have nothing, one has a part of a group."""
         ranks = Ranks(world)
-        ranks.call(quick_reduce.two_shot, draw(world, 1111, torch.bfloat16), codec)
-        ranks.call(quick_reduce.one_shot, draw(world, 333, torch.bfloat16, 1), codec)
+        ranks.call(quick_reduce.two_shot, draw(world, 2 * BUFFER + 696, torch.bfloat16), codec)
+        ranks.call(quick_reduce.one_shot, draw(world, BUFFER // 2 + 613, torch.bfloat16, 1), codec)
 
     def late(codec: Codec) -> None:
         """Ranks begin at different times, and none waits for the others between its calls: the first ones run ahead as
         far as they may. Sizes, codecs, algorithms and grids change on the way."""
         ranks = Ranks(3)
         calls = [
-            (quick_reduce.two_shot, draw(3, 2000, torch.bfloat16), codec, SMALL),
-            (quick_reduce.one_shot, draw(3, 500, torch.bfloat16, 1), CODECS["FP"], SMALL),
+            (quick_reduce.two_shot, draw(3, 4 * BUFFER - 384, torch.bfloat16), codec, SMALL),
+            (quick_reduce.one_shot, draw(3, BUFFER - 96, torch.bfloat16, 1), CODECS["FP"], SMALL),
             (quick_reduce.two_shot, draw(3, 1, torch.bfloat16, 2), codec, SMALL),
-            (quick_reduce.two_shot, draw(3, 3000, torch.bfloat16, 3), codec, Config(2, 1, 2)),
+            (quick_reduce.two_shot, draw(3, 6 * BUFFER - 576, torch.bfloat16, 3), codec, ONE_PROGRAM),
         ]
         with ranks.gpu.together():
             for rank, turns in enumerate((300, 1500, 0)):
@@ -173,13 +177,13 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ranks = Ranks(2)
         for box in ranks.boxes:
             calls_of(box).fill_(2**31 - 1)
-        for seed, count in enumerate((500, 2000)):
+        for seed, count in enumerate((BUFFER - 96, 4 * BUFFER - 384)):
             ranks.call(quick_reduce.two_shot, draw(2, count, torch.bfloat16, seed), codec)
 
     def lost(codec: Codec) -> None:
         """Rank 2 does not come: the others say so, and later calls end at once and write to nobody."""
         ranks = Ranks(3)
-        inputs = draw(3, 3000, torch.bfloat16)
+        inputs = draw(3, 6 * BUFFER - 576, torch.bfloat16)
         ranks.call(quick_reduce.two_shot, inputs, codec)
         for patience in (100, 2**31 - 1):
             with ranks.gpu.together():
@@ -191,18 +195,20 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
                 region[: 4 * box.phase_bytes] = 0xFF
 
     fp4, names = CODECS["FP4"], dict(zip(DTYPES, DTYPE_IDS, strict=False))
-    cases: dict[str, Callable[[], object]] = {"FP4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16)}
+    cases: dict[str, Callable[[], object]] = {
+        "FP4 and INT4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16, CODECS["INT4"])
+    }
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, fp4), "a lost rank": partial(lost, fp4)}
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
-        # Of fp16 one codec of each kind: to compile a kernel takes seconds.
-        every = [(codec, dtype) for codec in CODECS.values() for dtype in DTYPES]
-        every = [(codec, dtype) for codec, dtype in every if dtype == DTYPES[0] or codec.name in ("FP", "INT8", "FP4")]
+        # To compile a kernel takes seconds: every codec and every number of ranks, and of fp16 one codec of each kind.
         cases |= {
-            f"{codec.name} of {names[dtype]}, {world} ranks": partial(in_a_row, world, codec, dtype)
-            for index, (codec, dtype) in enumerate(every)
-            for world in (2 + index % 3,)
-        }
+            f"{codec} of {names[dtype]}, {world} ranks": partial(in_a_row, world, CODECS[codec], dtype)
+            for world, codec, dtype in (
+                (2, "FP", DTYPES[0]), (3, "INT3", DTYPES[0]), (4, "INT8", DTYPES[0]),
+                (2, "INT8", DTYPES[1]), (3, "FP", DTYPES[1]), (4, "FP4", DTYPES[1]),
+            )
+        }  # fmt: skip
         cases["bf16 as fp16"] = partial(in_a_row, 2, fp4, torch.bfloat16, cast=True)
         cases["many calls"] = partial(many_calls, fp4)
         cases["pieces of two buffers"] = partial(in_a_row, 2, fp4, torch.bfloat16, config=TWO_BUFFERS)

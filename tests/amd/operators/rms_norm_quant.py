@@ -10,6 +10,7 @@ from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, nasty_rows, random_rows
 
 # The widest row there may be spills with Triton 3.9. No model has it: the widest hidden size, Llama 3 405B's, is 16384.
@@ -56,7 +57,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for value in (1e-8, 1e-2):
             check(torch.full((2, 64), 1e-3, dtype=torch.bfloat16), torch.ones(64), eps=value)
 
-    return {
+    cases = {
         **{
             f"{width} columns of {name}": partial(dtypes, dtype, dtype, width)
             for dtype, name in zip(DTYPES, DTYPE_IDS, strict=True)
@@ -67,3 +68,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "strided views": strided,
         "eps": eps,
     }
+    return shared_out(cases, hardware)

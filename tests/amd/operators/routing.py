@@ -11,6 +11,7 @@ import torch
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import routing
 from tests.amd.budget import Budget
+from tests.amd.operators import shared_out
 from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
 
 BUDGETS = {
@@ -44,10 +45,10 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             check_schedule(given, hardware)
 
     many = Routing(random_ids(600, 8, 24), None, 24, 64)
-    return {
+    cases = {
         **{name: partial(check_schedule, given, hardware) for name, given in routings().items()},
         **{f"{name}, in parts": partial(in_parts, given) for name, given in routings().items()},
         "many slots": partial(check_schedule, many, hardware),
-        "gather": partial(check_gather, hardware),
         **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
     }
+    return {"gather": partial(check_gather, hardware)} | shared_out(cases, hardware)
