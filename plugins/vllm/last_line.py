@@ -5,7 +5,9 @@ What is wrong with a checkpoint shows in a worker, which logs the error and ends
 worker failed, and the front end that the engine did: the sentence that matters stands a hundred lines above the end.
 Here the process in which it was raised leaves it in a file, and the front end repeats it below its own traceback.
 
-Python's own hooks serve for both: a handler of logging, as vLLM logs what ends a process, and `sys.excepthook`.
+Python's own hooks serve for both: the factory of logging's records, as vLLM logs what ends a process, and
+`sys.excepthook`. A handler would not do: where ranks are forks of the engine, vLLM configures its logging once more,
+which takes the handlers from all of its loggers, and loads no plugin again.
 """
 
 import atexit
@@ -16,21 +18,23 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception_only, walk_tb
 from types import TracebackType
+from typing import Any
 
 from llm_quant_rocm.environment import ERRORS, read
 
-# The parent of the loggers of vLLM's processes. "vllm" itself loses handlers when vLLM configures its logging anew.
-_PROCESSES = logging.getLogger("vllm.v1")
+# The parent of the loggers of vLLM's processes.
+_PROCESSES = "vllm.v1."
 _PACKAGES = ("llm_quant_rocm", "llm_quant_rocm_vllm")
 
 
 def install() -> None:
     """Let this process leave or repeat what our code raises. May be called any number of times."""
-    if not any(isinstance(handler, _Leave) for handler in _PROCESSES.handlers):
-        _PROCESSES.addHandler(_Leave(logging.ERROR))
+    if not isinstance(logging.getLogRecordFactory(), _Leave):
+        logging.setLogRecordFactory(_Leave(logging.getLogRecordFactory()))
     if multiprocessing.parent_process() is None and not isinstance(sys.excepthook, _Repeat):
         # A name alone: there is a file where something went wrong.
         file = Path(tempfile.gettempdir(), f"llm-quant-rocm-{os.getpid()}-{secrets.token_hex(8)}.errors")
@@ -39,19 +43,26 @@ def install() -> None:
         sys.excepthook = _Repeat(file, sys.excepthook)
 
 
-class _Leave(logging.Handler):
-    """Leaves the errors that vLLM logs and our code raised in the file of `ERRORS`, one a line."""
+class _Leave:
+    """A factory of records that leaves the errors that vLLM logs and our code raised in the file of `ERRORS`, one a
+    line."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        file = read(ERRORS)
+    def __init__(self, before: Callable[..., logging.LogRecord]) -> None:
+        self._before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self._before(*args, **kwargs)
         error = record.exc_info[1] if record.exc_info else None
-        if not file or error is None or not _is_ours(error):
-            return
-        try:
-            with open(file, "a", encoding="utf-8") as stream:
-                stream.write(_in_a_line(error) + "\n")
-        except OSError:
-            self.handleError(record)
+        if error is not None and record.levelno >= logging.ERROR and record.name.startswith(_PROCESSES):
+            _leave(error)
+        return record
+
+
+def _leave(error: BaseException) -> None:
+    file = read(ERRORS)
+    if file and _is_ours(error):
+        with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
+            stream.write(_in_a_line(error) + "\n")
 
 
 class _Repeat:

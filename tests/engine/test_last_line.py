@@ -71,9 +71,9 @@ def test_other_errors_are_not_ours_to_repeat(hook: Path, capsys: pytest.CaptureF
 
 
 def test_installed_once(hook: Path) -> None:
-    before = sys.excepthook, os.environ[ERRORS], list(logging.getLogger("vllm.v1").handlers)
+    before = sys.excepthook, os.environ[ERRORS], logging.getLogRecordFactory()
     last_line.install()
-    assert before == (sys.excepthook, os.environ[ERRORS], logging.getLogger("vllm.v1").handlers)
+    assert before == (sys.excepthook, os.environ[ERRORS], logging.getLogRecordFactory())
 
 
 def test_a_file_that_cannot_be_written_hurts_nobody(hook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
