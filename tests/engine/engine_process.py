@@ -4,7 +4,8 @@
 The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
 and one weights-RANK.pt a rank with the tensors that the model holds. With EMULATE_NVFP4 in the environment, vLLM's own
 NVFP4 emulation, which it has for ROCm, serves on the CPU too. With COMPILE_AS_ON_A_GPU, the model is compiled piece by
-piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own.
+piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own. With START_RANKS_ANEW, several
+ranks are no forks of this process.
 """
 
 import json
@@ -66,7 +67,8 @@ def fork_ranks() -> None:
 
 def main(request_file: str, folder: str) -> None:
     request = json.loads(Path(request_file).read_text())
-    fork_ranks()
+    if "START_RANKS_ANEW" not in os.environ:
+        fork_ranks()
     if "EMULATE_NVFP4" in os.environ:
         emulate_nvfp4()
     if "COMPILE_AS_ON_A_GPU" in os.environ:
