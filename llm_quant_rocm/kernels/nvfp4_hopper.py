@@ -41,7 +41,9 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
-    return replace(config, programs=0) if isinstance(config, nvfp4_wgmma.Config) else replace(config, cut=0)
+    if isinstance(config, nvfp4_wgmma.Config):
+        return replace(config, programs=0)
+    return replace(config, cut=0, shares=0)
 
 
 def gemm(

@@ -8,17 +8,19 @@ codes, scales and x. The consumers do not wait for each other, and each has a st
 that the matrix units run meanwhile and, for as long as the ring lasts, while one consumer stores its result.
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
-tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result.
+tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Where
+there are so few tiles that each can be as many programs', each of these adds and stores some of its rows instead: one
+alone would read the parts of all.
 
 x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice the rate of the matrix units. They add
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -63,13 +65,13 @@ class Config:
         block_m, block_n: rows of x, 64, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
             (1), or that and the full one before it (2), for longer stretches.
-        programs: how many run; 0: one on each multiprocessor. Fewer where every tile is then cut into as many parts.
+        shares: so many programs, 2 to 8, compute each tile where all run together; `cut` is for where they do not.
     """
 
     block_m: int = 256
     block_n: int = 128
     cut: int = 2
-    programs: int = 0
+    shares: int = 0
 
 
 def default_config(m: int) -> Config:
@@ -78,12 +80,16 @@ def default_config(m: int) -> Config:
 
 
 @gluon.jit
-def _pieces(tiles, whole, tile_groups):
+def _pieces(tiles, whole, tile_groups, SHARES: gl.constexpr):
     """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
-    and what it has of the others."""
+    and what it has of the others. Each program has one of the SHARES of one tile, where there are such."""
     program = gl.program_id(0)
-    begin = begin_of(program, (tiles - whole) * tile_groups)
-    end = begin_of(program + 1, (tiles - whole) * tile_groups)
+    if SHARES:
+        begin = program // SHARES * tile_groups + program % SHARES * tile_groups // SHARES
+        end = program // SHARES * tile_groups + (program % SHARES + 1) * tile_groups // SHARES
+    else:
+        begin = begin_of(program, (tiles - whole) * tile_groups)
+        end = begin_of(program + 1, (tiles - whole) * tile_groups)
     cut_tiles = gl.where(end > begin, (end - 1) // tile_groups - begin // tile_groups + 1, 0)
     return begin, end, gl.cdiv(whole - program, gl.num_programs(0)) + cut_tiles
 
@@ -104,7 +110,7 @@ def _piece(index, begin, end, whole, tile_groups):
 @gluon.jit
 def _producer(
     x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, PDL: gl.constexpr
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     ring, codes, pairs, ready, empty = shared
@@ -114,7 +120,17 @@ def _producer(
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
-    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups)
+    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, SHARES)
+    # The weight, unlike x, does not depend on the kernels before this one: the ring's first steps need not wait.
+    tile, first, last = _piece(0, begin, end, whole, tile_groups)
+    _, tile_n = place(tile, tiles_m, tiles_n)
+    for stage in gl.static_range(STAGES):
+        step = first * UNROLL + stage
+        wanted = (pieces > 0) & (step < last * UNROLL)
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
+        corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
+        load_tile(words, corner, ready.index(stage), codes.index(stage), pred=wanted)
+        load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage), pred=wanted)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -125,10 +141,11 @@ def _producer(
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(ready.index(stage), STAGE_BYTES)
+            later = (index > 0) | (step >= first * UNROLL + STAGES)
+            mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=later)
             corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
-            load_tile(words, corner, ready.index(stage), codes.index(stage))
-            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
+            load_tile(words, corner, ready.index(stage), codes.index(stage), pred=later)
+            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage), pred=later)
             load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
@@ -150,8 +167,8 @@ def _store_part(acc, part):
     M: gl.constexpr = acc.shape[1]
     COLUMNS: gl.constexpr = N * M // 128
     layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
-    # 64 rows, warp, row half, row, column tile, lane % 4, column
-    values = acc.reshape(N // 64, 4, 2, 8, M // 8, 4, 2).permute(1, 3, 5, 0, 4, 2, 6).reshape(128, COLUMNS)
+    # 64 rows, warp, row half, row, column tile, lane % 4, column. Rows of x in their order: a slice is contiguous.
+    values = acc.reshape(N // 64, 4, 2, 8, M // 8, 4, 2).permute(1, 3, 5, 4, 0, 2, 6).reshape(128, COLUMNS)
     gl.store(_part_pointers(part, COLUMNS), gl.convert_layout(values, layout, assert_trivial=True))
 
 
@@ -161,8 +178,21 @@ def _add_part(acc, part, acc_layout: gl.constexpr):
     N: gl.constexpr = acc.shape[0]
     M: gl.constexpr = acc.shape[1]
     values = gl.load(_part_pointers(part, N * M // 128), cache_modifier=".cg")
-    values = values.reshape(4, 8, 4, N // 64, M // 8, 2, 2).permute(3, 0, 5, 1, 4, 2, 6).reshape(N, M)
+    values = values.reshape(4, 8, 4, M // 8, N // 64, 2, 2).permute(4, 0, 5, 1, 3, 2, 6).reshape(N, M)
     return acc + gl.convert_layout(values, acc_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _await_parts(arrived, SHARES: gl.constexpr):
+    """Tells the SHARES programs of a tile that this one's part is there, and waits for theirs. `arrived` and the number
+    after it count, and are zeros again when all have gone on."""
+    cta_barrier()
+    gl.atomic_add(arrived, 1, sem="release", scope="gpu")
+    while gl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < SHARES:
+        pass
+    if gl.atomic_add(arrived + 1, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
+        gl.store(arrived, 0)
+        gl.store(arrived + 1, 0)
 
 
 @gluon.jit
@@ -200,7 +230,7 @@ def _times_columns(acc, scale, first, M):
 @gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
     x_scale, global_scale, bias, out, parts, flags = operands
@@ -219,7 +249,7 @@ def _consumer(
     tiles_n = gl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
-    begin, end, pieces = _pieces(tiles, whole, tile_groups)
+    begin, end, pieces = _pieces(tiles, whole, tile_groups, SHARES)
 
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = 0
@@ -251,7 +281,25 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
-        if parts is not None:
+        if SHARES:
+            # Each program adds and stores every SHARES-th slice of the tile's rows.
+            SLICE: gl.constexpr = BLOCK_M // triton.next_power_of_2(SHARES)
+            slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 32 if FP8 else 16])
+            _store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
+            _await_parts(flags + (tile * 2 + HALF) * 2, SHARES)
+            slices = gl.cdiv(gl.minimum(M - tile_m * BLOCK_M, BLOCK_M), SLICE)
+            for i in range(program % SHARES, slices, SHARES):
+                total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
+                for share in gl.static_range(SHARES):
+                    source = ((tile * SHARES + share) * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M) + i * (ROWS * SLICE)
+                    total = _add_part(total, parts + source, slice_layout)
+                if FP8:
+                    total = _times_columns(total, x_scale, tile_m * BLOCK_M + i * SLICE, M)
+                _store_tile(
+                    total, tile_m * (BLOCK_M // SLICE) + i, tile_n * 2 + HALF, global_scale, bias, out, None, None, M,
+                    N, SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
+                )  # fmt: skip
+        elif parts is not None:
             if first > 0:
                 _store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
                 cta_barrier()
@@ -264,7 +312,7 @@ def _consumer(
                     gl.store(flags + source * 2 + HALF, 0)
                     acc = _add_part(acc, parts + (source * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
                     source += 1
-        if first == 0:
+        if SHARES == 0 and first == 0:
             if FP8:
                 acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
             _store_tile(
@@ -279,7 +327,7 @@ def _consumer(
 def nvfp4_wgmma_large_kernel(
     x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
+    SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
@@ -287,7 +335,7 @@ def nvfp4_wgmma_large_kernel(
     x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that `decode_words_fp8` names.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
-    for each, say which are there.
+    for each, say which are there. With SHARES as many programs compute each tile.
     """
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
@@ -305,12 +353,14 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                gl.constexpr(0), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, FP16,
+                UNSCALE,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, FP16, UNSCALE,
+                gl.constexpr(1), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, FP16,
+                UNSCALE,
             )),
-            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, PDL)),
+            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, PDL)),
             (leave, (M,)),
             (leave, (M,)),
         ],
@@ -377,9 +427,14 @@ def _launch(
     (m, k), n = x.shape, out.shape[1]
     block_k = STEP_BYTES // x.element_size()
     # No more than run together: one waits for what another adds.
-    programs = min(config.programs or sys.maxsize, multiprocessors(x.device))
+    programs = multiprocessors(x.device)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
-    whole = whole_tiles(tiles, cdiv(k, block_k * UNROLL), programs, config.cut)
+    groups = cdiv(k, block_k * UNROLL)
+    shares = config.shares if tiles * config.shares <= programs and config.shares <= groups else 0
+    if shares:
+        programs, whole = tiles * shares, 0
+    else:
+        whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
     if whole < tiles:
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
@@ -394,8 +449,9 @@ def _launch(
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, m, n, k,
         whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
-        STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16), UNROLL=UNROLL,
-        REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
+        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale, PDL=hardware.pdl,
+        num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
 

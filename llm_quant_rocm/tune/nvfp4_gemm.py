@@ -83,7 +83,7 @@ def large_tiles(m: int, n: int, k: int, fp8: bool = False) -> list[Any]:
     for block_m, block_n in shapes:
         tiles = -(-n // block_n) * -(-m // block_m)
         found += [Config(block_m, block_n, cut) for cut in ((0, 2) if tiles < _SMS else (0, 1, 2))]
-        found += [Config(block_m, block_n, 2, tiles * each) for each in (2, 3, 4, 6, 8) if tiles * each < _SMS]
+        found += [Config(block_m, block_n, 2, shares) for shares in (2, 3, 4, 6, 8) if tiles * shares <= _SMS]
     return found
 
 

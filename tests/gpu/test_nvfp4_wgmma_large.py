@@ -18,7 +18,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 CONFIGS = pytest.mark.parametrize(
     "config",
-    [(64, 128), (64, 256, 1), (256, 128), (128, 256), (128, 128), (256, 128, 0), (256, 128, 1), (128, 128, 2, 96)],
+    [
+        (64, 128),
+        (64, 256, 1),
+        (256, 128),
+        (128, 256),
+        (128, 128),
+        (256, 128, 0),
+        (256, 128, 1),
+        (128, 128, 2, 3),
+        (256, 128, 2, 8),
+        (64, 256, 2, 4),
+    ],
     ids=str,
 )
 
@@ -38,7 +49,8 @@ def on_gpu(x: torch.Tensor, weight: NvFp4Weight) -> tuple[torch.Tensor, NvFp4Wei
     return x.cuda(), NvFp4Weight(weight.codes.cuda(), weight.scales.cuda(), weight.global_scale.cuda())
 
 
-# Of the last two one is cut into as many parts as there are programs, the other into stretches of more than a tile.
+# Of the last two one is cut into as many parts as there are programs, the other into stretches of more than a tile;
+# between them a tile is several programs' where `shares` has it so, and they do not divide its steps or rows evenly.
 @HALF
 @pytest.mark.parametrize(
     "shape",

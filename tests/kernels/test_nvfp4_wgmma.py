@@ -13,28 +13,31 @@ import pytest
 pytest.importorskip("triton")
 
 
-def python(name: str, programs: int = 0) -> Callable[..., Any]:
-    """A function of the kernels, where so many programs run."""
-    from llm_quant_rocm.kernels import nvfp4_wgmma
+def python(*functions: str, programs: int = 0, program: int = 0) -> list[Callable[..., Any]]:
+    """Functions of the kernels, as one of so many programs runs them."""
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
 
-    source = textwrap.dedent(inspect.getsource(getattr(nvfp4_wgmma, name).fn)).replace("@gluon.jit\n", "")
     gl = SimpleNamespace(
         minimum=min,
         maximum=max,
         where=lambda here, a, b: a if here else b,
+        cdiv=lambda a, b: -(-a // b),
         num_programs=lambda axis: programs,
+        program_id=lambda axis: program,
         constexpr=int,
     )
     names: dict[str, Any] = {"gl": gl}
-    exec(source, names)
-    return names[name]
+    for name in functions:
+        function = getattr(nvfp4_wgmma_large, name, None) or getattr(nvfp4_wgmma, name)
+        exec(textwrap.dedent(inspect.getsource(function.fn)).replace("@gluon.jit\n", ""), names)
+    return [names[name] for name in functions]
 
 
 @pytest.mark.parametrize("tiles_n", [1, 2, 17, 33])
 @pytest.mark.parametrize("tiles_m", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("size", [4, 1, 8], ids=lambda size: f"group_of_{size}")
 def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(size: int, tiles_m: int, tiles_n: int) -> None:
-    place = python("place")
+    (place,) = python("place")
     placed = [place(tile, tiles_m, tiles_n, size) for tile in range(tiles_m * tiles_n)]
     assert sorted(placed) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
     groups = [m // size for m, _ in placed]
@@ -49,7 +52,7 @@ def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(size: int, tiles_m: int,
 @pytest.mark.parametrize("programs", [1, 8, 64])
 def test_tiles_are_shared_evenly_and_their_flags_are_their_own(programs: int, tiles: int, tile_groups: int) -> None:
     """Also where routing leaves fewer groups of steps than there are programs."""
-    begin_of, program_at = python("begin_of", programs), python("_program_at", programs)
+    begin_of, program_at = python("begin_of", "_program_at", programs=programs)
     groups = tiles * tile_groups
     begins = [begin_of(program, groups) for program in range(programs + 1)]
     lengths = [end - begin for begin, end in pairwise(begins)]
@@ -59,3 +62,27 @@ def test_tiles_are_shared_evenly_and_their_flags_are_their_own(programs: int, ti
     stretches = [(owners[first], owners[first + tile_groups - 1]) for first in range(0, groups, tile_groups)]
     shared = [first for first, last in stretches if first != last]
     assert len(set(shared)) == len(shared), "two tiles would count on one flag"
+
+
+# Tiles, groups of steps in each, tiles that are not cut, programs, and programs that share each tile.
+CUTS = [
+    (20, 5, 20, 8, 0), (20, 5, 16, 8, 0), (20, 5, 8, 8, 0), (3, 5, 0, 8, 0), (3, 1, 0, 8, 0), (3, 5, 3, 8, 0),
+    (4, 7, 0, 8, 2), (2, 8, 0, 6, 3), (1, 8, 0, 8, 8), (5, 17, 0, 30, 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, int]) -> None:
+    """Where tiles are shared, each program has a part of one, and its neighbours have the others in their order."""
+    tiles, tile_groups, whole, programs, shares = cut
+    taken = []
+    for program in range(programs):
+        _, pieces, piece = python("begin_of", "_pieces", "_piece", programs=programs, program=program)
+        begin, end, count = pieces(tiles, whole, tile_groups, shares)
+        found = [piece(index, begin, end, whole, tile_groups) for index in range(count)]
+        if shares:
+            assert [tile for tile, _, _ in found] == [program // shares]
+        taken += [(tile, group) for tile, first, last in found for group in range(first, last)]
+    assert sorted(taken) == [(tile, group) for tile in range(tiles) for group in range(tile_groups)]
+    if shares:
+        assert taken == sorted(taken)
