@@ -9,8 +9,8 @@ that the matrix units run meanwhile and, for as long as the ring lasts, while on
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Where
-there are so few tiles that each can be as many programs', each of these adds and stores some of its rows instead: one
-alone would read the parts of all.
+there are so few tiles that each can be three programs' or more, each of these adds and stores some of its rows instead:
+one alone would read the parts of all.
 
 x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice the rate of the matrix units. They add
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
@@ -121,16 +121,6 @@ def _producer(
     tiles_n = gl.cdiv(N, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, SHARES)
-    # The weight, unlike x, does not depend on the kernels before this one: the ring's first steps need not wait.
-    tile, first, last = _piece(0, begin, end, whole, tile_groups)
-    _, tile_n = place(tile, tiles_m, tiles_n)
-    for stage in gl.static_range(STAGES):
-        step = first * UNROLL + stage
-        wanted = (pieces > 0) & (step < last * UNROLL)
-        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
-        corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
-        load_tile(words, corner, ready.index(stage), codes.index(stage), pred=wanted)
-        load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage), pred=wanted)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -141,11 +131,10 @@ def _producer(
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
-            later = (index > 0) | (step >= first * UNROLL + STAGES)
-            mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=later)
+            mbarrier.expect(ready.index(stage), STAGE_BYTES)
             corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
-            load_tile(words, corner, ready.index(stage), codes.index(stage), pred=later)
-            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage), pred=later)
+            load_tile(words, corner, ready.index(stage), codes.index(stage))
+            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
             load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
@@ -433,6 +422,8 @@ def _launch(
     shares = config.shares if tiles * config.shares <= programs and config.shares <= groups else 0
     if shares:
         programs, whole = tiles * shares, 0
+        # One of two has half of the sum in registers: it adds the other's part.
+        shares = shares if shares > 2 else 0
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
