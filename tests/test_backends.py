@@ -144,6 +144,7 @@ def gemm_call(**changes: Any) -> Any:
 
 NO_AITER = ("aiter", "aiter needs ROCm")
 NO_FP16 = ("torch", "torch._scaled_mm with a scale a row has bf16 output only")
+ANY_BIAS = ("torch", "torch._scaled_mm fails with a bias where cuBLAS would split K")
 NO_BIAS = ("torch", "torch._scaled_mm takes a bf16 bias only")
 RAGGED = ("torch", "torch._scaled_mm needs N and K to be multiples of 16")
 ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples of 16 bytes")
@@ -155,7 +156,8 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
         ("gfx942", {}, "torch", [NO_AITER]),
         ("gfx950", {}, "torch", [NO_AITER]),
         ("sm_90", {}, "torch", [NO_AITER]),
-        ("sm_90", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),
+        ("sm_90", {"bias_dtype": torch.bfloat16}, "triton", [NO_AITER, ANY_BIAS]),
+        ("gfx942", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),
         ("sm_90", {"out_dtype": torch.float16}, "triton", [NO_AITER, NO_FP16]),
         ("sm_90", {"aligned": False}, "triton", [NO_AITER, ODD]),
         ("gfx942", {"out_dtype": torch.float32}, "triton", [NO_AITER, NO_FP16]),

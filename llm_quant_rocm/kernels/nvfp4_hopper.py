@@ -119,15 +119,15 @@ def gemm_fp8(
     config: Fp8Config,
 ) -> torch.Tensor:
     """The same product in FP8: a row of x becomes E4M3 with a scale of its own, and the weight what
-    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`. What cuBLAS does not serve, fp16 and
-    N that is not a multiple of 16 among it, our own kernel does."""
+    `formats.nvfp4.to_fp8` makes of it. K is at most `per_token_quant.MAX_COLUMNS`. What cuBLAS does not serve, fp16, a
+    bias (`ops.ptpc_gemm` says why) and N that is not a multiple of 16 among it, our own kernel does."""
     m, k = x.shape
     codes, x_scale = per_token_quant_fp8(x, fp8.OCP, interleave=True)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     if isinstance(config, Expanded):
-        if x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16) and n % 16 == 0:
+        if x.dtype == torch.bfloat16 and bias is None and n % 16 == 0:
             return multiply_slices(
-                codes, x_scale, global_scale * UNSCALE_FP8, bias, out,
+                codes, x_scale, global_scale * UNSCALE_FP8, None, out,
                 lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware), config.values,
             )  # fmt: skip
         config = replace(nvfp4_wgmma_large.default_config(m), cut=0)

@@ -60,6 +60,9 @@ def _torch_refusal(call: GemmCall) -> str | None:
         return f"{call.hardware.arch} has no FP8 units"
     if call.out_dtype != torch.bfloat16:
         return "torch._scaled_mm with a scale a row has bf16 output only"
+    if call.bias_dtype is not None and call.hardware.arch.startswith("sm_"):
+        # Of K >= 7168 and few tiles, torch 2.11 on an H100: CUBLAS_STATUS_NOT_SUPPORTED.
+        return "torch._scaled_mm fails with a bias where cuBLAS would split K"
     if call.bias_dtype not in (None, torch.bfloat16):
         return "torch._scaled_mm takes a bf16 bias only"
     if call.n % 16 or call.k % 16:

@@ -221,6 +221,14 @@ def test_empty(shape: tuple[int, int, int]) -> None:
     assert_same(found, product64(*operands, bias).float())
 
 
+def test_a_long_row_and_a_bias() -> None:
+    """cuBLAS, which torch has for such products on Hopper, takes no bias where it would split K."""
+    (xq, xscale, wq, wscale), bias = integers(3, 96, 1024)
+    xq, wq = (torch.nn.functional.pad(codes.view(torch.uint8), (0, 7 * 1024)).view(codes.dtype) for codes in (xq, wq))
+    found = ops.ptpc_gemm(*(tensor.cuda() for tensor in (xq, xscale, wq, wscale)), bias.bfloat16().cuda())
+    assert_same(found, product64(xq, xscale, wq, wscale, bias).float().bfloat16())
+
+
 def test_a_view_of_a_larger_weight_and_input() -> None:
     """Rows that start at odd addresses: no backend may assume alignment that the tensors lack."""
     (xq, xscale, wq, wscale), bias = integers(20, 64, 544)
