@@ -16,6 +16,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
+from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
@@ -115,6 +116,7 @@ def gemm_fp8(
     return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded, config.values)
 
 
-def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_mfma.Config:
+def moe_config(slots: int, experts: int, hidden: int, inner: int) -> PairConfig:
     """Tiles cut for the rows that an expert has on average."""
-    return nvfp4_mfma.default_moe_config(slots, experts)
+    config = nvfp4_mfma.default_moe_config(slots, experts)
+    return PairConfig(config, config)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM on Hopper: which of its two kernels multiplies, and how."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
+from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
@@ -68,18 +69,20 @@ def gemm(
 
 def grouped_gemm(
     x: torch.Tensor,
-    weight: Sequence[torch.Tensor],
+    weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     n: int,
     hardware: Hardware,
-    config: nvfp4_wgmma.Config,
+    config: Config,
     routing: Schedule,
     **epilogue: Any,
 ) -> torch.Tensor:
     """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
     arguments of `nvfp4_wgmma.gemm`."""
     epilogue |= {"tile_expert": routing.tile_expert, "tile_count": routing.tile_count}
-    codes, scales, global_scale = weight
-    return nvfp4_wgmma.gemm(x, codes, scales, global_scale, None, n, hardware, config, **epilogue)
+    operands = (x, *weight, None, n, hardware)
+    if isinstance(config, nvfp4_wgmma.Config):
+        return nvfp4_wgmma.gemm(*operands, config, **epilogue)
+    return nvfp4_wgmma_large.gemm_large(*operands, config, **epilogue)
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
@@ -135,13 +138,15 @@ def gemm_fp8(
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
 
 
-def moe_config(slots: int, experts: int, hidden: int, inner: int) -> nvfp4_wgmma.Config:
+def moe_config(slots: int, experts: int, hidden: int, inner: int) -> PairConfig:
     """What was best on an H100 for the number of rows that an expert has on average."""
     rows = slots / experts
-    small = min(hidden, inner) < 4096
     if rows > 24:
-        return nvfp4_wgmma.Config(128 if rows > (192 if small else 96) else 64, 128, 64, unroll=4, stages=2, warps=8)
+        block_m = 128 if rows > 96 else 64
+        return PairConfig(*(nvfp4_wgmma_large.Config(block_m, block_n, 0) for block_n in (256, 128)))
     block_m = 16 if rows <= 12 else 32
-    if small:
-        return nvfp4_wgmma.Config(block_m, 64, 64, unroll=4, stages=2)
-    return nvfp4_wgmma.Config(block_m, 64, 128, stages=3 if block_m == 16 else 2)
+    if min(hidden, inner) < 4096:
+        config = nvfp4_wgmma.Config(block_m, 64, 64, unroll=4, stages=2)
+    else:
+        config = nvfp4_wgmma.Config(block_m, 64, 128, stages=3 if block_m == 16 else 2)
+    return PairConfig(config, config)

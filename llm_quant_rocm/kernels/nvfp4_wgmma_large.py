@@ -12,12 +12,15 @@ tile is several programs', the one with its beginning adds the others' parts, in
 there are so few tiles that each can be three programs' or more, each of these adds and stores some of its rows instead:
 one alone would read the parts of all.
 
+Of routed experts, each tile of rows has its own expert's weight. How many tiles there are, programs read on the GPU.
+
 x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice the rate of the matrix units. They add
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -39,6 +42,7 @@ from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import advance, cta_barrier, leave, load_tile, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
+    _prefetch,
     _store_tile,
     begin_of,
     descriptor,
@@ -80,6 +84,17 @@ def default_config(m: int) -> Config:
 
 
 @gluon.jit
+def _tiles(tile_count, M, N, whole, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of rows of x and of the weight there are, and how many of all are not cut."""
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    if tile_count is None:
+        return gl.cdiv(M, BLOCK_M), tiles_n, whole
+    else:
+        tiles_m = gl.load(tile_count)
+        return tiles_m, tiles_n, tiles_m * tiles_n
+
+
+@gluon.jit
 def _pieces(tiles, whole, tile_groups, SHARES: gl.constexpr):
     """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
     and what it has of the others. Each program has one of the SHARES of one tile, where there are such."""
@@ -109,16 +124,16 @@ def _piece(index, begin, end, whole, tile_groups):
 
 @gluon.jit
 def _producer(
-    x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
+    x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, codes, pairs, ready, empty = shared
     M, N, K, whole = sizes
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, SHARES)
     if PDL:
@@ -129,10 +144,13 @@ def _producer(
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        first_piece = 0
+        if tile_expert is not None:
+            first_piece = gl.load(tile_expert + tile_m) * ((K + 127) // 128 * 2)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), STAGE_BYTES)
-            corner = [step * DEPTH, tile_n * (BLOCK_N // 16), 0]
+            corner = [first_piece + step * DEPTH, tile_n * (BLOCK_N // 16), 0]
             load_tile(words, corner, ready.index(stage), codes.index(stage))
             load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
             load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
@@ -218,11 +236,13 @@ def _times_columns(acc, scale, first, M):
 
 @gluon.jit
 def _consumer(
-    HALF: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
     x_scale, global_scale, bias, out, parts, flags = operands
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, codes, pairs, ready, empty = shared
     M, N, K, whole = sizes
     ROWS: gl.constexpr = BLOCK_N // 2
@@ -234,8 +254,7 @@ def _consumer(
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
 
     program = gl.program_id(0)
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tiles = tiles_m * tiles_n
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles, whole, tile_groups, SHARES)
@@ -250,6 +269,11 @@ def _consumer(
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        scale = global_scale
+        if tile_expert is not None:
+            scale += gl.load(tile_expert + tile_m) * N
+            if HALF == 0:
+                _prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
@@ -305,8 +329,8 @@ def _consumer(
             if FP8:
                 acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
             _store_tile(
-                acc, tile_m, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N,
-                BLOCK_M, ROWS, dtype, UNSCALE, None, acc_layout, 4,
+                acc, tile_m, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
+                BLOCK_M, ROWS, dtype, UNSCALE, ACTIVATION, acc_layout, 4,
             )  # fmt: skip
     leave(stage)
 
@@ -314,9 +338,11 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K, whole,
+    x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight,
+    M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, PDL: gl.constexpr
+    SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
@@ -324,7 +350,8 @@ def nvfp4_wgmma_large_kernel(
     x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that `decode_words_fp8` names.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
-    for each, say which are there. With SHARES as many programs compute each tile.
+    for each, say which are there. With SHARES as many programs compute each tile. The rest is that of
+    `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
@@ -336,20 +363,23 @@ def nvfp4_wgmma_large_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     operands = (x_scale, global_scale, bias, out, parts, flags)
+    routing = (tile_expert, tile_count, row_map, row_weight)
     shared = (ring, codes, pairs, ready, empty)
     sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, FP16,
-                UNSCALE,
+                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES,
+                FP16, UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, FP16,
-                UNSCALE,
+                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES,
+                FP16, UNSCALE, ACTIVATION,
             )),
-            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, PDL)),
+            (_producer, (
+                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, PDL,
+            )),
             (leave, (M,)),
             (leave, (M,)),
         ],
@@ -375,14 +405,16 @@ def gemm_large(
     n: int,
     hardware: Hardware,
     config: Config,
+    *,
+    out: torch.Tensor | None = None,
+    **routed: Any,
 ) -> torch.Tensor:
-    """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
-
-    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
-    """
+    """`nvfp4_wgmma.gemm` by this kernel; `routed` are that function's other arguments, for routed experts."""
     x = lines_of_16_bytes(x)
-    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    return _launch(x, None, words, scale_bytes, global_scale, bias, out, hardware, config)
+    if out is None:
+        columns = n // 2 if routed.get("activation") else n
+        out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
+    return _launch(x, None, words, scale_bytes, global_scale, bias, out, n, hardware, config, **routed)
 
 
 def gemm_large_fp8(
@@ -399,7 +431,7 @@ def gemm_large_fp8(
     """The product with x in E4M3, `codes` and `x_scale` of `per_token_quant_fp8(interleave=True)`, in `out` [M, n]
     (bf16 or fp16, contiguous). The weight, on its way to the matrix unit, becomes what `formats.nvfp4.to_fp8` makes of
     it."""
-    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out, hardware, config)
+    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out, out.shape[1], hardware, config)
 
 
 def _launch(
@@ -410,17 +442,26 @@ def _launch(
     global_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    n: int,
     hardware: Hardware,
     config: Config,
+    *,
+    tile_expert: torch.Tensor | None = None,
+    tile_count: torch.Tensor | None = None,
+    row_map: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> torch.Tensor:
-    (m, k), n = x.shape, out.shape[1]
+    m, k = x.shape
     block_k = STEP_BYTES // x.element_size()
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = cdiv(k, block_k * UNROLL)
     shares = config.shares if tiles * config.shares <= programs and config.shares <= groups else 0
-    if shares:
+    if tile_expert is not None:
+        shares, whole = 0, tiles
+    elif shares:
         programs, whole = tiles * shares, 0
         # One of two has half of the sum in registers: it adds the other's part.
         shares = shares if shares > 2 else 0
@@ -436,13 +477,13 @@ def _launch(
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, block, _layout(*block, dtype)), x_scale,
-        descriptor(words, [depth, row_tiles, 128], 0),
+        descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, out, parts, flags, m, n, k,
-        whole, BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
+        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
         STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
-        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale, PDL=hardware.pdl,
-        num_warps=4, **pdl_option(hardware),
+        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale,
+        ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
 

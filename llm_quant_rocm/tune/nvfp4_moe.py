@@ -23,10 +23,11 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     heights = heights_for(slots, experts)
     default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner)
     if device.arch != "sm_90":
-        return list(dict.fromkeys(PairConfig(config, config) for config in (default, *_cdna(heights))))
+        return list(dict.fromkeys([default, *(PairConfig(config, config) for config in _cdna(heights))]))
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
-    found = [PairConfig(config, config) for config in (default, *_whole(heights))]
+    found = [default, *(PairConfig(config, config) for config in _whole(heights))]
+    found += [PairConfig(*pair) for height in heights for pair in product(_large(height), repeat=2)]
     # With few rows a product is as long as the weights are read, and programs that share it evenly read at full speed
     # to the end. Rows of padding are read, too: with up to eight, tiles are no higher.
     for block_m in [8, 16] if slots <= 8 * experts else [16] if heights[0] == 16 else []:
@@ -69,6 +70,13 @@ def _whole(heights: list[int]) -> list[Any]:
                 if group_bytes * stages <= _SHARED_BYTES and not spills:
                     found.append(Config(block_m, block_n, block_k, 0, unroll, stages, warps))
     return found
+
+
+def _large(block_m: int) -> list[Any]:
+    """Of the kernel with one program on a multiprocessor."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+
+    return [Config(block_m, block_n, 0) for block_n in (128, 256)] if block_m in (64, 128) else []
 
 
 def _cdna(heights: list[int]) -> list[Any]:

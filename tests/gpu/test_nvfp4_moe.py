@@ -50,7 +50,8 @@ def test_against_the_reference(tokens: int) -> None:
     assert relative_error(found.cpu(), ops.nvfp4_moe(**arguments).double()) < TOLERANCE[torch.bfloat16]
 
 
-# Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared.
+# Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared; and
+# of the kernel for many rows.
 PAIRS = [
     ((8, 64, 128, 528, 2, 4), (8, 128, 64, 528, 2, 4)),
     ((8, 128, 64, 396, 4, 3), (8, 64, 64, 528, 4, 4)),
@@ -60,19 +61,24 @@ PAIRS = [
     ((16, 128, 64, 528, 2, 3), (16, 128, 64, 264, 4, 4)),
     ((16, 64, 128, 5, 2, 3), (16, 128, 64, 1, 2, 3)),
     ((32, 64, 128, 264, 2, 2), (32, 64, 128, 528, 2, 2)),
+    ((64, 256, 0), (64, 128, 0)),
+    ((128, 256, 0), (128, 128, 0)),
+    ((128, 128, 0), (128, 256, 0)),
 ]
 
 
 def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **changes: Any) -> torch.Tensor:
     """What the kernels give with these configurations, of tensors on the GPU."""
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
     from llm_quant_rocm.kernels.nvfp4_moe import PairConfig, nvfp4_moe
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
     given = arguments | changes
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
     routing = given["topk_weights"], given["topk_ids"], given.get("expert_map")
     device = hardware.detect(torch.device("cuda"))
-    gemm, config = kernels_of(device.arch).grouped_gemm, PairConfig(*(Config(*one) for one in fields))
+    kinds = [nvfp4_wgmma_large if len(one) == 3 else nvfp4_wgmma for one in fields]
+    config = PairConfig(*(kind.Config(*one) for kind, one in zip(kinds, fields, strict=True)))
+    gemm = kernels_of(device.arch).grouped_gemm
     return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, gemm, config)
 
 
