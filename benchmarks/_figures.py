@@ -172,7 +172,7 @@ def mean(result: Row, m: int, who: str) -> str:
 
 
 def fp8_prefill() -> str:
-    result = load("nvfp4_gemm_fp8_sm_90.json")
+    result = load("nvfp4_gemm_sm_90.json")
     rows = [
         [str(m), *(f"{ratio:.2f}" for ratio in ratios(result, m, "nvfp4_gemm_fp8").values())]
         + [mean(result, m, "nvfp4_gemm_fp8")]
@@ -290,7 +290,6 @@ def overview() -> str:
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
         title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
-    for name, result in results("nvfp4_gemm_fp8_sm_90"):
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
     for name, result in results("nvfp4_moe_sm_90"):

@@ -30,7 +30,7 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     ]
     means_table = table(["M", *names, "limit"], means)
     return (
-        f"## {_title(name)}\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 "
+        f"## NVFP4 GEMM\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 "
         f"{result['bf16_tflop_s']} TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n"
         "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
         "which FP8 exceeds. `nvfp4_gemm_fp8` is "
@@ -38,10 +38,6 @@ def gemm(name: str, result: dict[str, Any]) -> str:
         f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n"
         f"{table(header, body)}{_failures(rows)}"
     )
-
-
-def _title(name: str) -> str:
-    return "NVFP4 GEMM, prefill in FP8" if "_fp8_" in name else "NVFP4 GEMM"
 
 
 def plot(result: dict[str, Any], name: str) -> None:
@@ -70,7 +66,7 @@ def plot(result: dict[str, Any], name: str) -> None:
         axis.set_visible(False)
     figure.supxlabel("M (tokens)")
     figure.supylabel("speed-up over cuBLAS bf16")
-    figure.suptitle(f"{_title(name)}\n{measured_on(result)}", fontsize=10)
+    figure.suptitle(f"NVFP4 GEMM\n{measured_on(result)}", fontsize=10)
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
 
 

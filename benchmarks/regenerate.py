@@ -56,13 +56,6 @@ class Step:
 
 STEPS = (
     Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=240),
-    Step(
-        "nvfp4_gemm_fp8_{arch}",
-        "nvfp4_gemm.py",
-        ("--result", "nvfp4_gemm_fp8", "--layers", "qkv", "o", "gate_up", "down")
-        + ("--ms", "128", "256", "512", "1024", "2048", "4096"),
-        seconds=40,
-    ),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
     Step("ptpc_gemm_{arch}", "ptpc_gemm.py", ("--vllm-ops", VLLM), seconds=90),
     Step("ptpc_moe_{arch}", "ptpc_moe.py", seconds=40),

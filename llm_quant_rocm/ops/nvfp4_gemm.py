@@ -106,11 +106,7 @@ def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     """How to compute in FP8; None where the exact product is faster."""
     kernels, measured = kernels_of(device.arch), tuning.lookup(FP8_NAME, device.arch, m, n, k)
     # Not as far as tuning.FARTHEST, within which a configuration serves other weights too: here a measurement says
-    # whether FP8 pays at all, and where it does not, it costs more than tiles that fit badly. On an H100 at 128 rows,
-    # with the configuration of 256, FP8 took 1.1 to 1.7 times as long as the exact product in Llama-3-70B's four layers
-    # (benchmarks/results/nvfp4_gemm_fp8_sm_90.json). Of other weights within FARTHEST of those, DeepSeek-V3's o alone
-    # has figures, with what the estimate chose at the time: FP8 lost at 256 rows and won at 1024
-    # (nvfp4_gemm_sm_90.json).
+    # whether FP8 pays at all, and where it does not, it costs more than tiles that fit badly.
     if measured is None or measured.weight != (n, k) or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
     return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
