@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the kernels for Hopper that are written in Gluon, without a GPU, as their launches ask for it.
+
+    python -m tests.kernels.compile_hopper CASE
+
+prints how many bytes of registers spill, and whether ptxas says that it did not leave products in flight (C7510 and its
+neighbours). A process of its own: Triton has one driver.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma, nvfp4_wgmma_large, ptpc_wgmma
+from llm_quant_rocm.kernels.routing import Schedule
+
+HOPPER = hardware.nvidia(9, 0)
+
+
+class Driver:
+    """As much of a driver as compiling asks for."""
+
+    launcher_cls = SimpleNamespace
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def nvfp4(n: int, k: int, experts: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight as `formats.nvfp4_wgmma.pack` has it."""
+    leading, pieces, tiles = [experts] * bool(experts), -(-k // 128) * 2, -(-n // 128) * 8
+    words = zeros(*leading, pieces, tiles, 128, dtype=torch.int32)
+    return words, zeros(*leading, pieces, tiles, 64, dtype=torch.uint8), zeros(*leading, n, dtype=torch.float32)
+
+
+def dense(config: nvfp4_hopper.Config, dtype: torch.dtype, k: int = 8192) -> None:
+    nvfp4_hopper.gemm(zeros(64, k, dtype=dtype), *nvfp4(512, k), None, 512, HOPPER, config)
+
+
+def fp8(config: nvfp4_wgmma_large.Config) -> None:
+    codes, out = zeros(300, 8192, dtype=torch.float8_e4m3fn), zeros(300, 512, dtype=torch.bfloat16)
+    scale = zeros(300, 1, dtype=torch.float32)
+    nvfp4_wgmma_large.gemm_large_fp8(codes, scale, *nvfp4(512, 8192), None, out, HOPPER, config)
+
+
+def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
+    rows = config.block_m * 4
+    numbers = partial(zeros, dtype=torch.int32)
+    weights = zeros(rows, dtype=torch.float32)
+    routing = Schedule(numbers(rows), numbers(4), numbers(1), weights)
+    if not epilogue:
+        out = zeros(rows, 512, dtype=torch.bfloat16)
+        epilogue = {"row_map": routing.row_map, "row_weight": weights, "out": out}
+    x = zeros(rows, 1024, dtype=torch.bfloat16)
+    nvfp4_hopper.grouped_gemm(x, nvfp4(512, 1024, experts=4), 512, HOPPER, config, routing, **epilogue)
+
+
+def ptpc(config: ptpc_wgmma.Config) -> None:
+    xq, wq = (zeros(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (300, 512))
+    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (300, 512))
+    ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
+
+
+FEW, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
+CASES: dict[str, Callable[[], None]] = {
+    "few rows": lambda: dense(FEW(16, 64, 128, programs=528), torch.bfloat16),
+    "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
+    "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
+    "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
+    "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
+    "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
+    "FP8": lambda: fp8(MANY(128, 128, 2)),
+    "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
+}
+
+
+def main(case: str) -> None:
+    driver.set_active(Driver())
+    compiled = []
+
+    def only_compile(kernel: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> None:
+            compiled.append(type(kernel).run(kernel, *arguments, **options | {"warmup": True}))
+
+        return run
+
+    module: Any
+    for module in (nvfp4_wgmma, nvfp4_wgmma_large, ptpc_wgmma):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernel = getattr(module, name)
+            kernel.run = only_compile(kernel)
+        module.multiprocessors = lambda device: 132
+        module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
+    CASES[case]()
+    (found,) = compiled
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(found.asm["ptx"])
+        source.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", source.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    print(sum(map(int, re.findall(r"(\d+) bytes spill stores", said))), "C75" in said)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
