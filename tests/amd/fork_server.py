@@ -88,7 +88,11 @@ def main() -> None:
     from triton.runtime.cache import triton_key
 
     triton_key()  # reads all of Triton, once
-    for module in ("torch._dynamo", "triton.experimental.gluon", "llm_quant_rocm.ops", "pytest"):
+    from tests.amd import operators
+
+    # What children would import each for itself.
+    ours = [f"{operators.__name__}.{name}" for name in operators.NAMES]
+    for module in ("torch._dynamo", "triton.experimental.gluon", "tests.amd.launcher", "tests.amd.kernels", *ours):
         importlib.import_module(module)
     # All of the above stays, and compilers and the simulator make many objects that live long: with the collector's own
     # thresholds the children spend a third of their time in it.

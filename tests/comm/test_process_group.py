@@ -3,7 +3,9 @@
 
 import itertools
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -27,24 +29,38 @@ def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Te
     return values.view(shape) if len(shape) < 2 else values.view(*shape[:-2], shape[-1], shape[-2]).mT
 
 
+def assert_everywhere(found: torch.Tensor, x: torch.Tensor, expected: Callable[[], torch.Tensor]) -> None:
+    """Every rank has found a tensor like `x` with the bits of rank 0's, which alone compares them with `expected`."""
+    assert found.shape == x.shape and found.dtype == x.dtype
+    first = found.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(first.view(torch.uint8), 0)
+    assert_same(found, first)
+    if dist.get_rank() == 0:
+        assert_same(found, expected())
+
+
 def compare_with_reference(rank: int, world: int) -> None:
+    def compare(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec, cast: bool) -> None:
+        x = tensor_of(rank, shape, dtype)
+        before = x.clone()
+        found = all_reduce(x, codec, cast_bf16_to_fp16=cast)
+        every = (tensor_of(other, shape, dtype) for other in range(world))
+        assert_everywhere(found, x, lambda: quick_reduce.two_shot(list(every), codec, cast_bf16_to_fp16=cast))
+        assert_same(x, before)
+
     for codec, dtype, shape in itertools.product(CODECS.values(), DTYPES, SHAPES):
-        inputs = [tensor_of(other, shape, dtype) for other in range(world)]
-        before = inputs[rank].clone()
-        assert_same(all_reduce(inputs[rank], codec), quick_reduce.two_shot(inputs, codec))
-        assert_same(inputs[rank], before)
+        compare(shape, dtype, codec, False)
     for shape in SHAPES:
-        inputs = [tensor_of(other, shape, torch.bfloat16) for other in range(world)]
-        found = all_reduce(inputs[rank], CODECS["FP4"], cast_bf16_to_fp16=True)
-        assert_same(found, quick_reduce.two_shot(inputs, CODECS["FP4"], cast_bf16_to_fp16=True))
+        compare(shape, torch.bfloat16, CODECS["FP4"], True)
     for x in (torch.zeros(0, 5, dtype=torch.float16), torch.ones(3, 5, dtype=torch.float16)):
         found = all_reduce(x, CODECS["FP4"])
         assert found is not x and found.shape == x.shape, "a new tensor, also of one rank and of nothing"
     for values in distributions(world):
         for codec in CODECS.values():
             found = all_reduce(values[rank], codec)
-            assert_same(found, quick_reduce.two_shot(values, codec))
-            assert_near(found, values, codec)
+            assert_everywhere(found, values[rank], partial(quick_reduce.two_shot, values, codec))
+            if rank == 0:
+                assert_near(found, values, codec)
     if world > 2:  # 1 is lost beside 2**30, unless that is taken away first
         last = [0.0] * (world - 3) + [2.0**30, -(2.0**30)]
         found = all_reduce(torch.full((64,), [1.0, *last][rank], dtype=torch.bfloat16), CODECS["FP"])
@@ -106,6 +122,19 @@ def upstreams_bodies(world: int) -> None:
             assert (all_reduce(x, CODECS["INT4"], cast_bf16_to_fp16=True) == call % 2 * world).all()
 
 
+def find_other_bits(rank: int, wrong: list[int]) -> None:
+    x = torch.ones(64, dtype=torch.bfloat16)
+    found = x * 3
+    found[7] = 2 if rank in wrong else 3
+    assert_everywhere(found, x, lambda: x * 3)
+
+
+@pytest.mark.parametrize("wrong", [[0], [1], [0, 1]], ids=str)
+def test_a_rank_with_other_bits_is_found(wrong: list[int]) -> None:
+    with pytest.raises(Exception, match=r"1 of 64 differ, first at \[7\]"):
+        run_ranks(2, find_other_bits, wrong)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_every_rank_ends_with_the_bits_of_the_reference(world: int) -> None:
     run_ranks(world, compare_with_reference, world)
@@ -113,13 +142,16 @@ def test_every_rank_ends_with_the_bits_of_the_reference(world: int) -> None:
 
 def compare_hosts_with_reference(rank: int, hosts: list[list[int]]) -> None:
     groups = two_level_groups(hosts)
+
+    def compare(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec, cast: bool) -> None:
+        x = tensor_of(rank, shape, dtype)
+        found = two_level_all_reduce(x, codec, *groups, cast)
+        every = ([tensor_of(other, shape, dtype) for other in host] for host in hosts)
+        assert_everywhere(found, x, lambda: quick_reduce.two_level(list(every), codec, cast))
+
     for codec, dtype, shape in itertools.product(CODECS.values(), DTYPES, SHAPES):
-        inputs = [[tensor_of(other, shape, dtype) for other in host] for host in hosts]
-        found = two_level_all_reduce(tensor_of(rank, shape, dtype), codec, *groups)
-        assert_same(found, quick_reduce.two_level(inputs, codec))
-    inputs = [[tensor_of(other, (700,), torch.bfloat16) for other in host] for host in hosts]
-    found = two_level_all_reduce(tensor_of(rank, (700,), torch.bfloat16), CODECS["INT8"], *groups, True)
-    assert_same(found, quick_reduce.two_level(inputs, CODECS["INT8"], True))
+        compare(shape, dtype, codec, False)
+    compare((700,), torch.bfloat16, CODECS["INT8"], True)
 
 
 @pytest.mark.parametrize(

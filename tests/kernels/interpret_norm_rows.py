@@ -26,7 +26,7 @@ from llm_quant_rocm.formats.wire import CODECS, GROUP
 from llm_quant_rocm.kernels import norm_row, quick_reduce
 from llm_quant_rocm.kernels import reduce_norm_quant as kernels
 from llm_quant_rocm.kernels.quick_reduce import Mailbox
-from tests.kernels.interpreter import patch_language_once
+from tests.kernels.interpreter import make_fast
 
 HIDDEN = (2880, 3072, 4096, 5120, 6144, 7168, 8192, 12800)
 THREADS = (64, 128, 256, 512, 1024)
@@ -152,7 +152,7 @@ def check(columns: int, threads: int, programs: int, target: Target, shot: str, 
 
 def main() -> None:
     assert triton.knobs.runtime.interpret
-    patch_language_once()
+    make_fast()
     if "planted" in sys.argv:
         norm_row.store_block = store_whole_blocks
     draw = random.Random(0)

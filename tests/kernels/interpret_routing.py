@@ -16,7 +16,7 @@ import triton
 
 from llm_quant_rocm.hardware import CPU
 from llm_quant_rocm.kernels import routing
-from tests.kernels.interpreter import patch_language_once
+from tests.kernels.interpreter import make_fast
 from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
 
 
@@ -39,7 +39,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
 
 def main() -> None:
     assert triton.knobs.runtime.interpret
-    patch_language_once()
+    make_fast()
     failures = {}
     for name, check in cases():
         try:

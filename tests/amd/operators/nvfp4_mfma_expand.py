@@ -17,6 +17,7 @@ from llm_quant_rocm.kernels import nvfp4_slices
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
 from llm_quant_rocm.ops.nvfp4_gemm import VENDOR_ROWS
 from tests.amd.budget import Budget
+from tests.amd.operators import shared_out
 from tests.amd.operators.nvfp4_mfma import HALF, packed
 from tests.inputs import assert_same
 from tests.nvfp4_inputs import nasty_weight, weight64
@@ -122,7 +123,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             assert_same(found, (x.double() @ weight64(given).t() + added.double()).float().to(dtype))
 
     whole = sum(SHARDS) * 272
-    return {
+    cases: dict[str, Callable[[], object]] = {
         **{f"expand to {dtype}": partial(expanded, dtype) for dtype in expanded_dtypes(hardware)},
         **{f"operator, {dtype}": partial(operator, dtype, whole) for dtype in HALF},
         **{f"operator in slices, {dtype}": partial(operator, dtype, whole // 3) for dtype in HALF},
@@ -130,3 +131,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"batch invariant, {dtype}": partial(batch_invariant, dtype) for dtype in HALF},
         **{f"what the kernel serves, {dtype}": partial(refused, dtype) for dtype in HALF},
     }
+    return shared_out(cases, hardware)

@@ -10,6 +10,7 @@ from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
+from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, nasty_rows, random_rows
 
 BUDGETS = {"per_token_quant_kernel": Budget(uses=FP8_CAST)}
@@ -47,4 +48,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "every third row": lambda: wide[::3],
         "every second column": lambda: wide[:, ::2],
     }
-    return {name: partial(check, make) for name, make in cases.items()}
+    return shared_out({name: partial(check, make) for name, make in cases.items()}, hardware)

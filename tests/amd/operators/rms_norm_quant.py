@@ -44,10 +44,11 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         check(x, weight)
         check(x, weight, x.flip(0))
 
-    def random(width: int) -> None:
+    def random(width: int, without_residual: bool = True) -> None:
         x, weight = random_rows(2, width, torch.bfloat16), 1 + random_rows(1, width, torch.bfloat16, seed=1)[0] / 8
         check(x, weight, random_rows(2, width, torch.bfloat16, seed=2))
-        check(x, weight)
+        if without_residual:
+            check(x, weight)
 
     def strided() -> None:
         wide = random_rows(6, 1024, torch.bfloat16)
@@ -64,7 +65,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             for width in (1, 7, 1000, 1025)
         },
         "an fp32 weight": partial(dtypes, torch.bfloat16, torch.float32, 96),
-        **{f"{width} columns": partial(random, width) for width in (*WIDTHS, 65536)},
+        **{f"{width} columns": partial(random, width) for width in WIDTHS},
+        # Two kernels of this width take as long to compile as all others.
+        "65536 columns": partial(random, 65536, without_residual=False),
         "strided views": strided,
         "eps": eps,
     }
