@@ -76,6 +76,7 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PORT": str(ports.free()),
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "0",  # ranks end when they are told to, and not before
         **variables,
     }
 
