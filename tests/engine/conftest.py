@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints and engine runs that the tests share: an engine takes a quarter of a minute to start."""
+"""Checkpoints and engine runs that the tests share: an engine takes seconds, where it is a fork (forks.py)."""
 
 import sys
 from importlib.util import find_spec

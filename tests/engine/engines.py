@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts vLLM in processes of its own, so that no engine's state reaches a test or another engine."""
+"""Starts vLLM in processes of its own, so that no engine's state reaches a test or another engine: they are forks of
+one that has imported vLLM (forks.py)."""
 
 import json
 import os

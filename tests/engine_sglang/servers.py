@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang servers in processes of their own: `python -m sglang.launch_server`, asked through its OpenAI-compatible API.
 
-They run on a GPU where there is one. stand_ins/ holds what is missing elsewhere: a platform, and two declarations for
-torchvision.
+They run on a GPU where there is one. On a CPU most are forks of a process that has imported SGLang (forks.py).
+stand_ins/ holds what is missing elsewhere: a platform, and two declarations for torchvision.
 """
 
 import os
