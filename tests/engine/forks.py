@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session's fork server, one for all of its workers."""
+"""The fork server of a session of tests, one for all of its workers."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ _VARIABLE = "FORKED_PYTHON"  # which workers have from the process that started 
 def start(config: pytest.Config, environment: dict[str, str], *names: str) -> None:
     """In a conftest.py's `pytest_configure`: lets `python` be a Python that has imported these names
     (as of fork_server.py), in this environment."""
-    if hasattr(config, "workerinput"):
+    if _VARIABLE in os.environ:
         return
     folder = Path(tempfile.mkdtemp())
     program = folder / "python"
