@@ -87,10 +87,8 @@ def engine(model: str, method: str, **options: Any) -> Any:
 
 def demo(model: str, method: str) -> Callable[[], dict[str, Any]]:
     """Token perplexity and the most likely token at every position of the held-out text."""
-    from transformers import AutoTokenizer
-
     served = engine(model, method, max_total_tokens=4096, max_running_requests=8)
-    tokens = AutoTokenizer.from_pretrained(model)(HELDOUT.read_text(), add_special_tokens=False)["input_ids"]
+    tokens = served.tokenizer_manager.tokenizer(HELDOUT.read_text(), add_special_tokens=False)["input_ids"]
     windows = [tokens[start : start + 200] for start in range(0, len(tokens) - 200, 200)]
     # What is compiled at the first use is part of the start.
     served.generate(input_ids=windows[:8], sampling_params={"max_new_tokens": 1, "temperature": 0})

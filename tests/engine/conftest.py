@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints and engine runs that the tests share: an engine takes a quarter of a minute to start."""
+"""Checkpoints and engine runs that the tests share: an engine takes seconds, where it is a fork (forks.py)."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,18 +9,40 @@ import pytest
 
 from llm_quant_rocm.environment import ERRORS
 
+# Of vLLM, for all engines at once; plugins are none of it.
+IMPORTED = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.model_loader.weight_utils",
+    "vllm.v1.worker.cpu_worker",
+    "torch._inductor.cpu_vec_isa:pick_vec_isa",  # which compiles ten programs to find out
+)
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 if find_spec("vllm"):
     import checkpoints
     import engines
+    import forks
     import nvfp4_checkpoints
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("vllm"):
+        forks.start(config, engines.environment(), *IMPORTED)
 
 
 @pytest.fixture(autouse=True)
 def plugin_leaves_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM loads the plugin into this process, it sets a variable, which other tests would find."""
     monkeypatch.setenv(ERRORS, "")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library's commands start is a fork of a process that has imported vLLM. They start eager engines."""
+    monkeypatch.setattr(sys, "executable", forks.python())
+    for name, value in engines.EAGER.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

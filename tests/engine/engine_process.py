@@ -4,12 +4,10 @@
 The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
 and one weights-RANK.pt a rank with the tensors that the model holds. With EMULATE_NVFP4 in the environment, vLLM's own
 NVFP4 emulation, which it has for ROCm, serves on the CPU too. With COMPILE_AS_ON_A_GPU, the model is compiled piece by
-piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own. With START_RANKS_ANEW, several
-ranks are no forks of this process.
+piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -17,6 +15,8 @@ from pathlib import Path
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import get_tensor_model_parallel_rank
+
+from llm_quant_rocm.cli._evaluate_worker import _avoid_slow_products
 
 
 class SaveWeights:
@@ -57,22 +57,13 @@ def compile_as_on_a_gpu() -> None:
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
 
 
-def fork_ranks() -> None:
-    """Ranks are forked from this process, as elsewhere than on a CPU: there vLLM starts each anew, which imports vLLM
-    for longer than all else takes. The tests' `vllm serve` does so too."""
-    from vllm.v1.executor import multiproc_executor
-
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-
 def main(request_file: str, folder: str) -> None:
     request = json.loads(Path(request_file).read_text())
-    if "START_RANKS_ANEW" not in os.environ:
-        fork_ranks()
     if "EMULATE_NVFP4" in os.environ:
         emulate_nvfp4()
     if "COMPILE_AS_ON_A_GPU" in os.environ:
         compile_as_on_a_gpu()
+    _avoid_slow_products()  # which vLLM's fp8_per_channel makes
     llm = LLM(**request["settings"])
     llm.apply_model(SaveWeights(folder))
     params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, prompt_logprobs=0)

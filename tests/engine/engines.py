@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts vLLM in processes of its own, so that no engine's state reaches a test or another engine."""
+"""Starts vLLM in processes of its own, so that no engine's state reaches a test or another engine: they are forks of
+one that has imported vLLM (forks.py)."""
 
 import json
 import os
@@ -12,9 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
+import forks
 import ports
 import torch
 
@@ -25,7 +26,16 @@ PROMPTS = (
     "0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987, 1597, 2584, 4181",
 )
 
-SETTINGS = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "max_model_len": 128, "max_num_seqs": 4}
+SETTINGS = {
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,  # vLLM clears the cache, which has a GiB at least
+}
+# vLLM compiles what takes the logprobs of an eager engine too: half of its time, and nothing of ours.
+EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+HERE = Path(__file__).parent
 LIMIT = 900  # seconds for one engine: two ranks take 20 on a machine with nothing else to do
 
 
@@ -67,27 +77,9 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PORT": str(ports.free()),
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "0",  # ranks end when they are told to, and not before
         **variables,
     }
-
-
-@cache
-def _server() -> subprocess.Popen[str]:
-    """It ends when this process closes its stdin, by ending."""
-    command = [sys.executable, str(Path(__file__).with_name("engine_server.py"))]
-    return subprocess.Popen(command, env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _call(**request: object) -> int:
-    """The exit status of one engine_process.main."""
-    server = _server()
-    assert server.stdin and server.stdout
-    print(json.dumps(request), file=server.stdin, flush=True)
-    reply = server.stdout.readline()
-    if not reply:
-        _server.cache_clear()  # the next engine gets a new one
-        raise AssertionError(f"engine_server.py ended with {server.wait()}, on {request['arguments']}")
-    return int(reply)
 
 
 def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **settings: object) -> Result:
@@ -97,14 +89,17 @@ def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **se
     request = {"settings": {"model": str(model), **SETTINGS, **settings}, "prompts": PROMPTS, "max_tokens": 4}
     (folder / "request.json").write_text(json.dumps(request))
     log = folder / "log.txt"
-    # vLLM compiles what takes the logprobs of an eager engine too: half of its time, and nothing of ours.
-    eager = {"TORCH_COMPILE_DISABLE": "1"} if request["settings"]["enforce_eager"] else {}
-    returncode = _call(
-        arguments=[str(folder / "request.json"), str(folder)],
-        environment=environment(**eager, **(variables or {})),
-        log=str(log),
-        limit=LIMIT,
-    )
+    eager = EAGER if request["settings"]["enforce_eager"] else {}
+    command = [forks.python(), str(HERE / "engine_process.py"), str(folder / "request.json"), str(folder)]
+    with log.open("w") as output:
+        returncode = subprocess.run(
+            command,
+            env=environment(**eager, **(variables or {})),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT,
+            check=False,
+        ).returncode
     answer_file = folder / "answer.json"
     answers = json.loads(answer_file.read_text()) if answer_file.exists() else []
     return Result(
@@ -118,13 +113,17 @@ def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **se
 
 
 def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, str]:
-    """What vLLM says to each of several requests (arguments of vllm.LLM but for SETTINGS), one after the other in one
-    process; "" where it loads the checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    requests_file, answers_file = folder / "requests.json", folder / "answers.json"
-    requests_file.write_text(json.dumps({name: {**SETTINGS, **settings} for name, settings in requests.items()}))
+    """What vLLM says to each of several requests (arguments of vllm.LLM but for SETTINGS); "" where it loads the
+    checkpoint."""
+    return {name: _refusal(folder / name, settings) for name, settings in requests.items()}
+
+
+def _refusal(folder: Path, settings: dict[str, object]) -> str:
+    folder.mkdir(parents=True)
+    request, answer = folder / "request.json", folder / "answer.txt"
+    request.write_text(json.dumps({**SETTINGS, **settings}))
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("refusal_process.py")), requests_file, answers_file],
+        [forks.python(), str(HERE / "refusal_process.py"), str(request), str(answer)],
         env=environment(),
         text=True,
         capture_output=True,
@@ -132,17 +131,19 @@ def refusals(folder: Path, requests: dict[str, dict[str, object]]) -> dict[str, 
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(answers_file.read_text())
+    return answer.read_text()
 
 
 @contextmanager
-def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
-    """The address of a `vllm serve MODEL ARGUMENTS` that is up, with environment variables."""
+def serve(log: Path, model: Path, *arguments: str, anew: bool = False, **variables: str) -> Iterator[str]:
+    """The address of a `vllm serve MODEL ARGUMENTS` that is up, with environment variables; `anew`, as a user starts
+    it, by no fork."""
     port = ports.free()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), *arguments]
+    python = sys.executable if anew else forks.python()
+    command = [python, str(Path(sys.executable).with_name("vllm")), "serve", str(model), *arguments]
     options = ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--gpu-memory-utilization=0.3"]
     options += ["--max-model-len=128", "--max-num-seqs=4"]
-    environ = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **variables)
+    environ = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **({} if anew else EAGER), **variables)
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, *options], env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

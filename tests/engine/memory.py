@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What memory of its own a process takes, in MiB of RssAnon: a mapped checkpoint does not count."""
 
+import ctypes
 import gc
 import threading
 import time
@@ -10,9 +11,8 @@ from typing import TypeVar
 
 Made = TypeVar("Made")
 
-# What the C library keeps of freed memory differs from run to run by half a checkpoint. In an environment with these,
-# every tensor is mapped by itself and given back at once, so that the figures are what is needed, the same to 3 MiB.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+# Of <malloc.h>.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def anonymous_mib() -> float:
@@ -22,6 +22,11 @@ def anonymous_mib() -> float:
 
 def taken_by(make: Callable[[], Made]) -> tuple[Made, float, float]:
     """What `make` gives, and the peak and the final memory above that before it."""
+    # What the C library keeps of freed memory differs from run to run by half a checkpoint. With these, every tensor is
+    # mapped by itself and given back at once, so that the figures are what is needed, the same to 3 MiB.
+    library = ctypes.CDLL(None)
+    library.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    library.mallopt(M_TRIM_THRESHOLD, 0)
     gc.collect()
     before, peak, done = anonymous_mib(), 0.0, threading.Event()
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM says to each of several checkpoints: `python refusal_process.py REQUESTS.json ANSWERS.json`, one process.
+"""What vLLM says to a checkpoint: `python refusal_process.py REQUEST.json ANSWER`.
 
-The requests are arguments of vllm.LLM by name. An answer is the error's text, or "" where the checkpoint was loaded.
+The request holds arguments of vllm.LLM by name. ANSWER receives the error's text, or nothing where the checkpoint was
+loaded.
 """
 
-import contextlib
-import gc
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM
-from vllm.distributed import cleanup_dist_env_and_memory
 
 
 def refusal(settings: dict[str, Any]) -> str:
@@ -20,17 +18,11 @@ def refusal(settings: dict[str, Any]) -> str:
         LLM(**settings)
     except Exception as error:
         return str(error)
-    finally:
-        gc.collect()
-        with contextlib.suppress(AssertionError):  # nothing to clean up where the configuration was refused
-            cleanup_dist_env_and_memory()
     return ""
 
 
-def main(requests_file: str, answers_file: str) -> None:
-    requests = json.loads(Path(requests_file).read_text())
-    answers = {name: refusal(settings) for name, settings in requests.items()}
-    Path(answers_file).write_text(json.dumps(answers))
+def main(request_file: str, answer_file: str) -> None:
+    Path(answer_file).write_text(refusal(json.loads(Path(request_file).read_text())))
 
 
 if __name__ == "__main__":

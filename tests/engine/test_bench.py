@@ -13,6 +13,7 @@ from llm_quant_rocm.cli import _server, app
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 
 
+@pytest.mark.usefixtures("forked")
 def test_serving_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_server, "_free_port", ports.free)
     result = CliRunner().invoke(

@@ -24,6 +24,7 @@ metric_list:
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_perplexity_of_the_demo_model() -> None:
     result = CliRunner().invoke(app, ["eval", str(DEMO_MODEL), "--quantization", "bf16,nvfp4", "--json"])
     assert result.exit_code == 0, result.output
@@ -37,6 +38,7 @@ def test_perplexity_of_the_demo_model() -> None:
     assert "NvFp4LinearMethod" in nvfp4["linear_methods"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_tasks_of_lm_eval(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "task.yaml").write_text(TASK.format(text=DEMO_MODEL / "heldout.txt"))

@@ -601,7 +601,6 @@ def test_an_engine_without_the_pass_compiles_anew_and_says_nearly_the_same(engin
 def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engines: dict[str, Result]) -> None:
     """A codec makes vLLM's all-reduces on a CPU operators, which they always are on GPUs; FP is exact."""
     variables = {"COMPILE_AS_ON_A_GPU": "1", "VLLM_CACHE_ROOT": str(folder / "fusion-tp2-cache")}
-    variables["START_RANKS_ANEW"] = "1"  # forks do not log what the pass did
     # Ranks share Inductor's caches: what the other rank compiled first, the one that logs would take from there unsaid.
     variables |= {f"TORCHINDUCTOR_{cache}_CACHE": "0" for cache in ("FX_GRAPH", "AUTOGRAD")}
     variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # which would save what is in those

@@ -7,12 +7,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import checkpoints
 import engines
-import memory
+import forks
 import torch
 
 LARGE = os.environ.get("LLM_QUANT_ROCM_LARGE_LOAD") == "1"
@@ -23,8 +22,8 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 14
 
 def load(checkpoint: Path, method: str) -> dict[str, float]:
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("load_process.py")), str(checkpoint), method],
-        env=engines.environment(**memory.EXACT),
+        [forks.python(), str(Path(__file__).with_name("load_process.py")), str(checkpoint), method],
+        env=engines.environment(),
         text=True,
         capture_output=True,
         timeout=engines.LIMIT,

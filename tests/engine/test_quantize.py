@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `quantize` writes, served by a vLLM without this plugin: the same numbers as PTPC made while loading."""
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import engines
+import forks
 import pytest
 
 from llm_quant_rocm.checkpoint import quantize_checkpoint
@@ -13,7 +17,9 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 
 def evaluated(model: Path, plugins: str, quantization: str | None = None) -> Evaluation:
     text = DEMO_MODEL / "heldout.txt"
-    return evaluate(model, text, quantization=quantization, context=512, environment={"VLLM_PLUGINS": plugins})
+    environment = {"VLLM_PLUGINS": plugins, **engines.EAGER}
+    with patch.object(sys, "executable", forks.python()):
+        return evaluate(model, text, quantization=quantization, context=512, environment=environment)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ def test_tokens_come_back(kind: str, folder: Path, request: pytest.FixtureReques
     offline = request.getfixturevalue(kind)
     arguments = ["--quantization", "ptpc_fp8", *(["--dtype", "float16"] if kind == "moe" else [])]
     log = folder / f"serve-{kind}.log"
-    with engines.serve(log, checkpoint, *arguments) as address:
+    with engines.serve(log, checkpoint, *arguments, anew=kind == "dense") as address:
         client = OpenAI(base_url=address, api_key="none")
         model = client.models.list().data[0].id
         answer = client.completions.create(

@@ -20,9 +20,23 @@ if find_spec("sglang"):
         os.environ["SGLANG_PLATFORM"] = "llm_quant_rocm_test"  # for tests that import SGLang themselves
     sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     import checkpoints
+    import forks
     import nvfp4_checkpoints
+    import servers
 
+# Of SGLang, for all servers at once; plugins are none of it.
+IMPORTED = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+)
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("sglang"):
+        forks.start(config, servers.environment(), *IMPORTED)
 
 
 @pytest.fixture(scope="session")

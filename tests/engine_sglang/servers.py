@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang servers in processes of their own: `python -m sglang.launch_server`, asked through its OpenAI-compatible API.
 
-They run on a GPU where there is one. stand_ins/ holds what is missing elsewhere: a platform, and two declarations for
-torchvision.
+They run on a GPU where there is one. On a CPU most are forks of a process that has imported SGLang (forks.py).
+stand_ins/ holds what is missing elsewhere: a platform, and two declarations for torchvision.
 """
 
 import os
@@ -20,6 +20,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import forks
 import ports
 import torch
 from openai import OpenAI
@@ -75,11 +76,11 @@ def other_models() -> str:
     return ",".join(module.name for module in modules if module.name not in _MODELS)
 
 
-def run(folder: Path, model: Path, *arguments: str, **variables: str) -> Result:
-    """What the server `model` with `arguments` and environment variables answers to PROMPTS."""
+def run(folder: Path, model: Path, *arguments: str, anew: bool = False, **variables: str) -> Result:
+    """What the server `model` with `arguments` and environment variables answers to PROMPTS; `anew`, by no fork."""
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    with serve(log, model, *arguments, SAVE_WEIGHTS=str(folder), **variables) as address:
+    with serve(log, model, *arguments, anew=anew, SAVE_WEIGHTS=str(folder), **variables) as address:
         client = OpenAI(base_url=address, api_key="none")
         name = client.models.list().data[0].id
         logprobs, texts = [], []
@@ -96,10 +97,11 @@ def run(folder: Path, model: Path, *arguments: str, **variables: str) -> Result:
 
 
 @contextmanager
-def serve(log: Path, model: Path, *arguments: str, **variables: str) -> Iterator[str]:
+def serve(log: Path, model: Path, *arguments: str, anew: bool = False, **variables: str) -> Iterator[str]:
     """The address of a `launch_server --model-path MODEL ARGUMENTS` that is up."""
     port = ports.free()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
+    python = sys.executable if anew or torch.cuda.is_available() else forks.python()  # GPUs are lost in forks
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *arguments]
     command += ["--sampling-backend=pytorch", "--grammar-backend=none", "--host=127.0.0.1", f"--port={port}"]
     command += [f"--nccl-port={ports.free()}"]
     # Its default is most of the machine's memory.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading under ptpc_fp8 takes the memory of the quantized model and of little more, not that of the model in BF16."""
 
-import ctypes
 import multiprocessing
 import os
 from functools import partial
@@ -15,7 +14,6 @@ import servers
 import torch
 from memory import taken_by
 
-M_MMAP_THRESHOLD = -3
 METHODS = ("ptpc_fp8", None)
 
 
@@ -35,8 +33,6 @@ def checkpoint(folder: Path) -> Path:
 def load(checkpoint: Path, results: Connection) -> None:
     """Sends the peak and the final memory of loading, by method, as an SGLang worker loads."""
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-    # What is freed goes back to the system: by itself the C library keeps more or less of it, as it happens.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = servers.other_models()
     import sglang.srt.models.registry  # noqa: F401  # which takes memory of its own
     from sglang.srt.configs.device_config import DeviceConfig

@@ -40,7 +40,7 @@ def test_bf16_with_the_plugin_installed(folder: Path, bf16: torch.Tensor) -> Non
 
 
 def test_ptpc(folder: Path, bf16: torch.Tensor) -> None:
-    served = servers.run(folder / "demo-ptpc", DEMO, "--quantization=ptpc_fp8", "--kv-cache-dtype=fp8_e4m3")
+    served = servers.run(folder / "demo-ptpc", DEMO, "--quantization=ptpc_fp8", "--kv-cache-dtype=fp8_e4m3", anew=True)
     assert "ptpc_fp8: quantizing 12 linear layers to E4M3" in served.log
     assert "norm fusion: on for 7 norms, with quantization, where an FP8 layer reads them; " in served.log
     assert "reduce_norm_quant runs on" in served.log
