@@ -37,7 +37,7 @@ def multiply_slices(
     """
     scales = row_scale.unsqueeze(0)
     if bias is not None and bias.data_ptr() % 16:
-        bias = bias.clone()  # cuBLAS takes none from an odd address
+        bias = bias.clone()  # cuBLAS took none from an odd address; hipBLASLt, whom this is left to, has not been tried
     for rows in _slices(out.shape[1], codes.shape[1], values):
         torch._scaled_mm(
             codes, expand(rows.start, rows.stop - rows.start).t(), x_scale, scales[:, rows],

@@ -220,6 +220,12 @@ def _prefetch(pointer, size):
 
 
 @gluon.jit
+def first_piece_of(expert, K):
+    """Where an expert's pieces of the weight begin: each has K padded to whole blocks of 128 columns, two pieces."""
+    return expert * ((K + 127) // 128 * 2)
+
+
+@gluon.jit
 def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl.constexpr, wanted):
     """tile_m and tile_n of the tile number `tile`, and where its expert's pieces of the weight begin (0 without one).
 
@@ -235,7 +241,7 @@ def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl
         # Nothing for a tile beyond the last: all programs of short tiles would ask one line of the cache at once.
         size = gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0)
         _prefetch(global_scale + expert * N + row, size)
-        return tile_m, tile_n, expert * ((K + 127) // 128 * 2)
+        return tile_m, tile_n, first_piece_of(expert, K)
 
 
 @gluon.jit

@@ -46,6 +46,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _store_tile,
     begin_of,
     descriptor,
+    first_piece_of,
     lines_of_16_bytes,
     load_words,
 )
@@ -146,7 +147,7 @@ def _producer(
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         first_piece = 0
         if tile_expert is not None:
-            first_piece = gl.load(tile_expert + tile_m) * ((K + 127) // 128 * 2)
+            first_piece = first_piece_of(gl.load(tile_expert + tile_m), K)
         for step in range(first * UNROLL, last * UNROLL):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), STAGE_BYTES)
@@ -405,16 +406,11 @@ def gemm_large(
     n: int,
     hardware: Hardware,
     config: Config,
-    *,
-    out: torch.Tensor | None = None,
     **routed: Any,
 ) -> torch.Tensor:
     """`nvfp4_wgmma.gemm` by this kernel; `routed` are that function's other arguments, for routed experts."""
     x = lines_of_16_bytes(x)
-    if out is None:
-        columns = n // 2 if routed.get("activation") else n
-        out = torch.empty((x.shape[0], columns), dtype=x.dtype, device=x.device)
-    return _launch(x, None, words, scale_bytes, global_scale, bias, out, n, hardware, config, **routed)
+    return _launch(x, None, words, scale_bytes, global_scale, bias, n, hardware, config, **routed)
 
 
 def gemm_large_fp8(
@@ -431,7 +427,7 @@ def gemm_large_fp8(
     """The product with x in E4M3, `codes` and `x_scale` of `per_token_quant_fp8(interleave=True)`, in `out` [M, n]
     (bf16 or fp16, contiguous). The weight, on its way to the matrix unit, becomes what `formats.nvfp4.to_fp8` makes of
     it."""
-    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out, out.shape[1], hardware, config)
+    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out.shape[1], hardware, config, out=out)
 
 
 def _launch(
@@ -441,11 +437,11 @@ def _launch(
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
     n: int,
     hardware: Hardware,
     config: Config,
     *,
+    out: torch.Tensor | None = None,
     tile_expert: torch.Tensor | None = None,
     tile_count: torch.Tensor | None = None,
     row_map: torch.Tensor | None = None,
@@ -453,6 +449,8 @@ def _launch(
     activation: str | None = None,
 ) -> torch.Tensor:
     m, k = x.shape
+    if out is None:
+        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_k = STEP_BYTES // x.element_size()
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork server of a session of tests, one for all of its workers."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -44,3 +45,12 @@ def start(config: pytest.Config, environment: dict[str, str], *names: str) -> No
 def python() -> str:
     """In place of sys.executable in a command line."""
     return os.environ[_VARIABLE]
+
+
+def modules() -> list[str]:
+    """The names of the modules that a fork finds imported."""
+    program = "import json, sys; print(json.dumps(list(sys.modules)))"
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(program)
+        file.flush()
+        return json.loads(subprocess.run([python(), file.name], capture_output=True, text=True, check=True).stdout)
