@@ -86,3 +86,12 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
     assert sorted(taken) == [(tile, group) for tile in range(tiles) for group in range(tile_groups)]
     if shares:
         assert taken == sorted(taken)
+
+
+def test_batch_invariant_sums_have_no_parts() -> None:
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels.nvfp4_hopper import batch_invariant
+
+    few, many = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
+    assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
+    assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
