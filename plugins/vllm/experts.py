@@ -5,9 +5,11 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm_vllm import padding
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -85,6 +87,7 @@ class ExpertsMethod(FusedMoEMethodBase):
             raise NotImplementedError(
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )
+        self._padding_is_to_find = padding.is_to_find(get_current_vllm_config())
 
     @abstractmethod
     def prepare(self, layer: RoutedExperts) -> None:
@@ -123,6 +126,8 @@ class ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
+        if self._padding_is_to_find:
+            topk_ids = padding.without_padding(topk_ids)
         return self.compute(
             layer,
             x,

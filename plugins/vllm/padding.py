@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that only fill up a batch to a size that was captured in a CUDA graph have no experts.
+
+vLLM pads 10 tokens to 16, say, and reads experts for the other 6 too, by whatever their rows last held. Its later
+releases leave those out by themselves (VLLM_MOE_SKIP_PADDING, on by default). For the earlier ones they are found here,
+by their places in the KV cache, which are negative.
+"""
+
+import torch
+from vllm import envs
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.platforms import current_platform
+
+
+def is_to_find(config: VllmConfig) -> bool:
+    """Whether vLLM leaves padding in, and a token without a place in the KV cache is padding."""
+    parallel = config.parallel_config
+    # Of those, some tokens' places are on other ranks.
+    ranks = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    in_part = ranks > 1 or config.cache_config.kv_sharing_fast_prefill
+    return current_platform.is_cuda_alike() and not getattr(envs, "VLLM_MOE_SKIP_PADDING", False) and not in_part
+
+
+def without_padding(topk_ids: torch.Tensor) -> torch.Tensor:
+    """`topk_ids` [T, k] with -1, nobody's id, for padding; as they are where vLLM does not say which tokens are."""
+    if not is_forward_context_available():
+        return topk_ids
+    context = get_forward_context()
+    # Graphs in pieces leave the attention out, so nobody keeps its tensors in one place for them. With microbatches the
+    # mappings are a list, and hybrid models have several, some of them not of tokens.
+    if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or not isinstance(context.slot_mapping, dict):
+        return topk_ids
+    places = {id(mapping): mapping for mapping in context.slot_mapping.values()}
+    if [len(mapping) for mapping in places.values()] != [len(topk_ids)]:
+        return topk_ids
+    (place,) = places.values()
+    return topk_ids.masked_fill(place[:, None] < 0, -1)
