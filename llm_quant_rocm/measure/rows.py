@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-token quantization and RMSNorm with quantization against their memory traffic and the separate operators.
 
-`limit` is the least traffic (every operand once) at the bandwidth of a large copy. Peers: vLLM's CUDA kernels where
-they are loaded: its quantization, and its (fused add) RMSNorm followed by its quantization.
+`limit` is the least traffic (every operand once) at the bandwidth of a large copy. Peers: a plain copy that moves as
+many bytes as the first two operators, which says how much of that bandwidth so many bytes can have; and vLLM's CUDA
+kernels where they are loaded: its quantization, and its (fused add) RMSNorm followed by its quantization.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def measure(m: int, k: int, bandwidth: float, with_vllm: bool, device: str = "cu
     """
     times = timing.time_variants(variants(m, k, with_vllm, device))
     plain, with_residual = (m * k * bytes_each / bandwidth * 1e6 for bytes_each in (3, 7))
-    limits = {"quant": plain, "norm_quant": plain, "add_norm_quant": with_residual}
+    limits = {"quant": plain, "norm_quant": plain, "add_norm_quant": with_residual, "copy": plain}
     return {
         "m": m,
         "k": k,
@@ -42,10 +43,12 @@ def variants(m: int, k: int, with_vllm: bool, device: str = "cuda") -> dict[str,
         for _ in range(min(64, timing.copies(m * k * 4)))
     ]
     weight = torch.randn(k, device=device, dtype=torch.bfloat16)
+    copied = [torch.zeros(2, m * k * 3 // 2, device=device, dtype=torch.uint8) for _ in sets]
     calls: dict[str, list[Callable[[], object]]] = {
         "quant": [partial(ops.per_token_quant_fp8, x) for x, _ in sets],
         "norm_quant": [partial(ops.rms_norm_quant_fp8, x, weight) for x, _ in sets],
         "add_norm_quant": [partial(ops.rms_norm_quant_fp8, x, weight, 1e-6, residual) for x, residual in sets],
+        "copy": [partial(target.copy_, source) for source, target in copied],
     }
     if with_vllm:
         vllm = torch.ops._C
