@@ -8,13 +8,11 @@ of one row are timed in turns in the same process, so that a drift of the clock 
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-WARM_S = 0.05  # that an idle GPU takes to reach its clocks, and more
 ROTATE_BYTES = 256 * 2**20  # five times the L2 cache of an H100, as much as the last cache of an MI300X
 
 
@@ -47,22 +45,14 @@ def time_variants(
 
 
 def time_graphs(
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]],
-    repeats: int = 15,
-    budget_ms: float = 60.0,
-    warm_s: float = 0.0,
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]], repeats: int = 15, budget_ms: float = 60.0
 ) -> dict[str, float]:
-    """Microseconds a call of every graph, each given with the number of calls it holds, after all have been replayed
-    once or, with `warm_s`, for so long."""
+    """Microseconds a call of every graph, each given with the number of calls it holds."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin = time.perf_counter()
-    while True:
-        for graph, _ in graphs.values():
-            graph.replay()
-        torch.cuda.synchronize()
-        if time.perf_counter() - begin >= warm_s:
-            break
+    for graph, _ in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize()
     spent = dict.fromkeys(graphs, 0.0)
     order = random.Random(0)
     for _ in range(repeats):
@@ -132,8 +122,7 @@ def measure(
             graphs[name] = capture(calls), len(calls)
         except Exception as error:
             failed[name] = first_line(error)
-    # Whoever compiled for the first call has left the GPU idle meanwhile.
-    times = {name: round(t, 2) for name, t in time_graphs(graphs, warm_s=WARM_S).items()}
+    times = {name: round(t, 2) for name, t in time_graphs(graphs).items()}
     return {"us": times, "error": errors, **({"failed": failed} if failed else {})}
 
 

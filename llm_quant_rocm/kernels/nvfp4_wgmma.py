@@ -68,7 +68,7 @@ def default_config(m: int, n: int, k: int) -> Config:
     # Four small programs on each multiprocessor of an H100, or two, but no stretches of less than 512 columns.
     most = cdiv(n, 64) * max(1, k // 512)
     if m <= 32:
-        return Config(16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
+        return Config(8 if m <= 8 else 16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
     return Config(64, 64, 128, min(2 * 132, most), stages=2)
 
 
