@@ -21,6 +21,7 @@ class Routing:
     expert_map: torch.Tensor | None
     experts: int
     block_m: int
+    padding: torch.Tensor | None = None
 
 
 def random_ids(tokens: int, topk: int, experts: int, seed: int = 0) -> torch.Tensor:
@@ -55,12 +56,20 @@ def routings() -> dict[str, Routing]:
         "most experts elsewhere": Routing(
             random_ids(40, 8, 64), torch.where(torch.arange(64) % 8 == 3, torch.arange(64) // 8, -1).int(), 8, 16
         ),
+        "padding at the end": Routing(random_ids(16, 8, 64), None, 64, 16, torch.arange(9, -7, -1)),
+        "padding in between": Routing(random_ids(50, 3, 8), None, 8, 16, torch.arange(50).int() % 5 - 2),
+        "nothing but padding": Routing(random_ids(6, 2, 8), None, 8, 16, torch.full((6,), -1)),
+        "padding and a map": Routing(
+            some.repeat(7).view(-1, 2), torch.tensor([1, -1, 0, -1, 2, 3]), 4, 16, 10 - torch.arange(21)
+        ),
         "more than one chunk": Routing(random_ids(131, 8, 32), None, 32, 64),
     }  # fmt: skip
 
 
 def local_id(routing: Routing, slot: int) -> int | None:
     """The expert of a slot among this rank's, or None."""
+    if routing.padding is not None and routing.padding[slot // routing.topk_ids.shape[1]] < 0:
+        return None
     expert = int(routing.topk_ids.flatten()[slot])
     if routing.expert_map is not None:
         expert = int(routing.expert_map[expert]) if 0 <= expert < len(routing.expert_map) else -1
@@ -84,9 +93,9 @@ def expected(routing: Routing, tiles: int) -> tuple[Sequence[int], Sequence[int]
 
 def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") -> None:
     """kernels.routing.schedule gives what `expected` says, and each row the weight of its slot."""
-    ids, expert_map = _on(routing, device)
+    ids, expert_map, padding = _on(routing, device)
     weights = torch.rand(ids.shape, device=device)
-    found = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, weights)
+    found = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, weights, padding)
     row_map, tile_expert = expected(routing, kernels.max_tiles(ids.numel(), routing.experts, routing.block_m))
     assert found.tile_expert.dtype == found.tile_count.dtype == found.row_map.dtype == torch.int32
     assert found.tile_expert.tolist() == tile_expert
@@ -100,13 +109,13 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
 
 def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
     """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other."""
-    ids, expert_map = _on(routing, device)
+    ids, expert_map, padding = _on(routing, device)
     tokens, topk = ids.shape
     rows = torch.randn(tokens * topk, 100, device=device).to(dtype)
     absent = torch.tensor([local_id(routing, slot) is None for slot in range(tokens * topk)], device=device)
     rows[absent] = torch.nan
     for weights in (None, torch.rand(tokens, topk, device=device)):
-        found = kernels.sum_rows(rows, ids, expert_map, routing.experts, hardware, weights)
+        found = kernels.sum_rows(rows, ids, expert_map, routing.experts, hardware, weights, padding)
         parts = torch.where(absent[:, None], 0, rows.float()).view(tokens, topk, -1)
         total = torch.zeros(tokens, 100, device=device)
         for j in range(topk):
@@ -129,6 +138,8 @@ def check_gather(hardware: Hardware, device: str = "cpu") -> None:
         assert_same(found[real], x[row_map[real] // 3])
 
 
-def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    expert_map = routing.expert_map
-    return routing.topk_ids.to(device), None if expert_map is None else expert_map.to(device)
+def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    expert_map, padding = (
+        None if given is None else given.to(device) for given in (routing.expert_map, routing.padding)
+    )
+    return routing.topk_ids.to(device), expert_map, padding

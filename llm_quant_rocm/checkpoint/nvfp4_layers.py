@@ -175,12 +175,14 @@ class NvFp4Experts:
         activation: str,
         apply_router_weight_on_input: bool,
         expert_map: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """This rank's share of the routed experts' output, [T, H]. Arguments as for `ops.nvfp4_moe`."""
         options: dict[str, Any] = {
             "activation": activation,
             "apply_router_weight_on_input": apply_router_weight_on_input,
             "expert_map": expert_map,
+            "padding": padding,
         }
         if self._w4a4:
             scales = (layer.w13_input_global_scale, layer.w2_input_global_scale)

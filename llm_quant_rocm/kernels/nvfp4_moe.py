@@ -53,6 +53,7 @@ def nvfp4_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     hardware: Hardware,
     gemm: Callable[..., torch.Tensor],
@@ -61,13 +62,13 @@ def nvfp4_moe(
     """Sum over the experts of every token, [T, H], as reference.nvfp4_moe; all tensors contiguous, T > 0.
 
     w13 and w2 are packed for `gemm`, the `grouped_gemm` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up in
-    turns; `config` has its configurations. topk_ids and expert_map are those of `routing.schedule`.
+    turns; `config` has its configurations. topk_ids, expert_map and padding are those of `routing.schedule`.
     """
     (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
-    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
+    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
     rows = gather_rows(x, routing.row_map, topk, hardware)
     rows = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
     y = torch.empty((topk_ids.numel(), hidden), dtype=x.dtype, device=x.device)
     scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": y}
     gemm(rows, w2, hidden, hardware, config.w2, routing, **scattered)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware)
+    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)

@@ -92,16 +92,16 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def activation_quant_kernel(
-    h_ptr, q_ptr, scale_ptr, ids_ptr, map_ptr, known,
-    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr
+    h_ptr, q_ptr, scale_ptr, ids_ptr, map_ptr, padding_ptr, known,
+    TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Codes and scale of T(activation(gate) * up) for one slot's h = [gate, up] of dtype T, if its expert is here."""
     if PDL:
         programmatic_launch()
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
-    if local_expert(ids_ptr, map_ptr, row, True, known) < 0:
+    if local_expert(ids_ptr, map_ptr, padding_ptr, row, True, known, TOPK) < 0:
         return
     gate_ptr = h_ptr + row * 2 * COLUMNS
     largest = tl.zeros([BLOCK], tl.float32)
@@ -130,6 +130,7 @@ def ptpc_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
@@ -137,13 +138,13 @@ def ptpc_moe(
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0.
 
-    topk_ids and expert_map are those of `routing.schedule`.
+    topk_ids, expert_map and padding are those of `routing.schedule`.
     """
     experts, _, hidden = w13.shape
     inner = w2.shape[2]
     topk = topk_ids.shape[1]
     slots = topk_ids.numel()
-    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights)
+    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
     decode = not hardware.fp8_units
 
     def multiply(
@@ -172,8 +173,8 @@ def ptpc_moe(
     ascale = torch.empty((slots, 1), dtype=torch.float32, device=x.device)
     known = experts if expert_map is None else expert_map.numel()
     activation_quant_kernel[(slots,)](
-        h, aq, ascale, topk_ids, expert_map, known, ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale,
-        COLUMNS=inner, PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
+        h, aq, ascale, topk_ids, expert_map, padding, known, TOPK=topk, ACTIVATION=activation, FP8_MAX=fmt.max,
+        MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
     )  # fmt: skip
     y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware)
+    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)

@@ -53,8 +53,8 @@ def max_tiles(slots: int, experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def local_expert(ids_ptr, map_ptr, slot, inside, known):
-    """The index of a slot's expert among this rank's; -1 for one that is elsewhere, and where not `inside`.
+def local_expert(ids_ptr, map_ptr, padding_ptr, slot, inside, known, TOPK: tl.constexpr):
+    """The index of a slot's expert among this rank's; -1 for one that is elsewhere, of padding, and where not `inside`.
 
     `known` is the number of expert_map's entries, or without one the number of experts: an id that is not below it,
     which a router gives to a row of NaN, is nobody's.
@@ -63,14 +63,16 @@ def local_expert(ids_ptr, map_ptr, slot, inside, known):
     expert = tl.where((expert >= 0) & (expert < known), expert.to(tl.int32), -1)
     if map_ptr is not None:
         expert = tl.load(map_ptr + expert, mask=expert >= 0, other=-1).to(tl.int32)
+    if padding_ptr is not None:
+        expert = tl.where(tl.load(padding_ptr + slot // TOPK, mask=inside, other=-1) < 0, -1, expert)
     return expert
 
 
 # The number of slots changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
-    ids_ptr, map_ptr, counts_ptr, slots, known, part_slots,
-    BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    ids_ptr, map_ptr, padding_ptr, counts_ptr, slots, known, part_slots,
+    TOPK: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """counts[expert, part] of slots part * part_slots and following."""
     if PDL:
@@ -80,7 +82,7 @@ def count_kernel(
     counts = tl.zeros([BINS], tl.int32)
     for start in range(part * part_slots, end, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        expert = local_expert(ids_ptr, map_ptr, slot, slot < end, known)
+        expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < end, known, TOPK)
         counts += tl.histogram(expert, BINS, mask=expert >= 0)
     tl.store(counts_ptr + tl.arange(0, BINS) * PARTS + part, counts)
 
@@ -96,9 +98,10 @@ def scan_kernel(counts_ptr, PARTS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots"])
 def schedule_kernel(
-    ids_ptr, map_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr, slots,
-    known, part_slots,
-    BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
+    ids_ptr, map_ptr, padding_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
+    slots, known, part_slots,
+    TOPK: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """One tile of a `Schedule`. counts_ptr: what `scan_kernel` leaves, or None."""
     if PDL:
@@ -109,7 +112,7 @@ def schedule_kernel(
         counts = tl.zeros([BINS], tl.int32)
         for start in range(0, slots, CHUNK):
             slot = start + tl.arange(0, CHUNK)
-            expert = local_expert(ids_ptr, map_ptr, slot, slot < slots, known)
+            expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
             counts += tl.histogram(expert, BINS, mask=expert >= 0)
     else:
         counts = tl.load(counts_ptr + experts * PARTS + PARTS - 1)
@@ -141,7 +144,7 @@ def schedule_kernel(
         start = tl.sum((seen_by_part <= begin).to(tl.int32), 0) * part_slots
     while (seen < end) & (start < slots):  # the second never decides, unless somebody writes the ids meanwhile
         slot = start + tl.arange(0, CHUNK)
-        expert = local_expert(ids_ptr, map_ptr, slot, slot < slots, known)
+        expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
         here = (expert == mine).to(tl.int32)
         rank = tl.where(here > 0, seen + tl.cumsum(here, 0) - 1, -1)
         chosen = (rank >= begin) & (rank < end)
@@ -160,6 +163,7 @@ def schedule(
     block_m: int,
     hardware: Hardware,
     topk_weights: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> Schedule:
     """Rows sorted by expert in tiles of `block_m`, of `max_tiles` tiles whatever the ids are.
 
@@ -169,6 +173,7 @@ def schedule(
             or -1. None: ids are indices.
         block_m: a power of two.
         topk_weights: fp32 [T, k], contiguous, for `row_weight`.
+        padding: integers of 32 or 64 bits [T], contiguous. A token where it is negative has no experts.
 
     Waits for nothing, allocates its results alone, and may be captured in a graph. One launch below MANY_SLOTS slots,
     three from there on.
@@ -185,7 +190,9 @@ def schedule(
         return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight)
     bins = max(64, next_power_of_2(experts))
     known = experts if expert_map is None else expert_map.numel()
-    constants = {"BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)}
+    constants = {
+        "TOPK": topk_ids.shape[1], "BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)
+    }  # fmt: skip
     counts, part_slots = None, 16
     chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
     if slots >= MANY_SLOTS:
@@ -194,11 +201,11 @@ def schedule(
         counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
         part_slots = cdiv(slots, _PARTS * 16) * 16
         count_kernel[(_PARTS,)](
-            topk_ids, expert_map, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
+            topk_ids, expert_map, padding, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
         )
         scan_kernel[(bins,)](counts, PARTS=_PARTS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware))
     schedule_kernel[(tiles,)](
-        topk_ids, expert_map, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slots, known,
+        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slots, known,
         part_slots, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
     )  # fmt: skip
     return Schedule(row_map, tile_expert, tile_count, row_weight)
@@ -239,7 +246,7 @@ def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Har
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr, ids_ptr, map_ptr, weight_ptr, out_ptr, known, columns,
+    rows_ptr, ids_ptr, map_ptr, padding_ptr, weight_ptr, out_ptr, known, columns,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -249,7 +256,7 @@ def sum_rows_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        there = tl.where(local_expert(ids_ptr, map_ptr, slot, True, known) >= 0, columns, 0)
+        there = tl.where(local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0, columns, 0)
         value = tl.load(rows_ptr + slot * columns + column, mask=column < there, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             value *= tl.load(weight_ptr + slot)
@@ -264,6 +271,7 @@ def sum_rows(
     experts: int,
     hardware: Hardware,
     topk_weights: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum [T, H] of the k rows of every token in rows [T * k, H], times topk_weights fp32 [T, k] if given.
 
@@ -277,7 +285,7 @@ def sum_rows(
         block = min(1024, next_power_of_2(columns))
         known = experts if expert_map is None else expert_map.numel()
         sum_rows_kernel[(tokens, cdiv(columns, block))](
-            rows, topk_ids, expert_map, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
+            rows, topk_ids, expert_map, padding, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
             PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip
     return out

@@ -17,6 +17,7 @@ def check_routing(
     activation: str,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
 ) -> None:
     """Raises unless the router's results fit x [T, H].
 
@@ -39,13 +40,19 @@ def check_routing(
             f"{operator}: expert_map has one int32 or int64 for each expert of the model; got {expert_map.dtype} "
             f"{tuple(expert_map.shape)}"
         )
+    if padding is not None and (padding.dtype not in _SIGNED or padding.shape != x.shape[:1]):
+        raise TypeError(
+            f"{operator}: padding has one int32 or int64 for each token, [{x.shape[0]}]; got {padding.dtype} "
+            f"{tuple(padding.shape)}"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{operator}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:
         raise ValueError(
             f"{operator}: a router weight goes on the input for one expert a token, not for {topk_ids.shape[1]}"
         )
-    for label, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids), ("expert_map", expert_map)):
+    tensors = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map, "padding": padding}
+    for label, tensor in tensors.items():
         if tensor is not None:
             check_device(operator, label, tensor, x)
 
@@ -62,22 +69,28 @@ def routed(
     topk_ids: torch.Tensor,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(x, weights fp32, ids, expert map) as the kernels take them: contiguous, the router weight in x where it goes
-    there."""
+    padding: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(x, weights fp32, ids, expert map, padding) as the kernels take them: contiguous, the router weight in x where it
+    goes there."""
     weights = topk_weights.float()
     if apply_router_weight_on_input:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     expert_map = None if expert_map is None else expert_map.contiguous()
-    return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map
+    padding = None if padding is None else padding.contiguous()
+    return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map, padding
 
 
-def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> torch.Tensor:
-    """The index among this rank's `experts` of each id; -1 for an expert that is elsewhere, and for an id that is
-    negative or too large."""
+def local_ids(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int, padding: torch.Tensor | None
+) -> torch.Tensor:
+    """The index among this rank's `experts` of each id; -1 for an expert that is elsewhere, for an id that is negative
+    or too large, and for those of padding."""
     known = experts if expert_map is None else expert_map.numel()
     ids = topk_ids.long()
     ids = torch.where((ids >= 0) & (ids < known), ids, -1)
+    if padding is not None:
+        ids = torch.where(padding[:, None] < 0, -1, ids)
     if expert_map is None or not known:
         return ids
     return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0)])

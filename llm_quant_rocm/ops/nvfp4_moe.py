@@ -33,10 +33,11 @@ def _reference(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map, call.experts)
+    ids = local_ids(topk_ids, expert_map, call.experts, padding)
     return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
 
 
@@ -52,6 +53,7 @@ def _run_triton(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     call: MoeCall,
 ) -> torch.Tensor:
@@ -66,6 +68,7 @@ def _run_triton(
         topk_weights,
         topk_ids,
         expert_map,
+        padding,
         activation,
         call.hardware,
         kernels.grouped_gemm,
@@ -84,8 +87,8 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
     return kernels.moe_config(slots, experts, hidden, inner)
 
 
-# A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, activation, call) -> [T, H], with
-# nothing of size 0 and everything contiguous.
+# A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, padding, activation, call), with
+# nothing of size 0 and everything contiguous, for [T, H].
 BACKENDS = (
     Backend("triton", _triton_refusal, _run_triton),
     Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),
@@ -113,6 +116,7 @@ def _validate(
     activation: str,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
 ) -> None:
     if x.dtype not in HALF:
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16 or fp16")
@@ -124,7 +128,7 @@ def _validate(
     for label, weight in (("w13", w13), ("w2", w2)):
         check_weight(NAME, label, weight, leading)
         check_device(NAME, label, weight.codes, x)
-    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
 
 
 def _implementation(
@@ -143,6 +147,7 @@ def _implementation(
     activation: str,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
 ) -> torch.Tensor:
     experts, hidden = w2_global.shape
     if 0 in (*topk_ids.shape, experts, hidden, inner):
@@ -150,14 +155,16 @@ def _implementation(
     call = MoeCall(hardware.detect(x.device), experts, hidden, inner, (w13_layout, w2_layout))
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
-    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
-    return _choose(call).backend.run(x, w13, w2, weights, ids, expert_map, activation, call)
+    x, weights, ids, expert_map, padding = routed(
+        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
+    )
+    return _choose(call).backend.run(x, w13, w2, weights, ids, expert_map, padding, activation, call)
 
 
 _operator = register(
     "nvfp4_moe(Tensor x, Tensor w13_codes, Tensor w13_scales, Tensor w13_global, str w13_layout, Tensor w2_codes, "
     "Tensor w2_scales, Tensor w2_global, str w2_layout, SymInt inner, Tensor topk_weights, Tensor topk_ids, "
-    "str activation, bool apply_router_weight_on_input, Tensor? expert_map) -> Tensor",
+    "str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding) -> Tensor",
     _validate,
     _implementation,
     lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -174,6 +181,7 @@ def nvfp4_moe(
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
 
@@ -183,8 +191,9 @@ def nvfp4_moe(
     Every expert, and within it gate and up, keeps its own global scale.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
-    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
+    only fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1
+    only) multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
     reference/nvfp4_moe.py; results do not depend on timing.
 
     Raises:
@@ -213,6 +222,7 @@ def nvfp4_moe(
         activation,
         apply_router_weight_on_input,
         expert_map,
+        padding,
     )
 
 

@@ -21,6 +21,7 @@ def nvfp4_moe_w4a4(
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`nvfp4_moe` with the inputs of both products rounded to NVFP4: [T, H] in x's dtype.
 
@@ -40,6 +41,9 @@ def nvfp4_moe_w4a4(
         if scale.shape != (experts,):
             raise ValueError(f"{NAME}: input_scales must be [{experts}] each")
         check_device(NAME, "input_scales", scale, x)
-    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
-    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
-    return reference.nvfp4_moe(x, w13, w2, weights, local_ids(ids, expert_map, experts), activation, input_scales)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
+    x, weights, ids, expert_map, padding = routed(
+        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
+    )
+    ids = local_ids(ids, expert_map, experts, padding)
+    return reference.nvfp4_moe(x, w13, w2, weights, ids, activation, input_scales)

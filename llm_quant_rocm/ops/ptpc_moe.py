@@ -25,6 +25,7 @@ def _triton(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
@@ -33,7 +34,7 @@ def _triton(
     device = hardware.detect(x.device)
     config = _config(device, topk_ids.numel(), *w2.shape)
     return ptpc_moe(
-        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, activation, fmt, device, config
+        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, padding, activation, fmt, device, config
     )
 
 
@@ -54,10 +55,11 @@ def _reference(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map, w2.shape[0])
+    ids = local_ids(topk_ids, expert_map, w2.shape[0], padding)
     return reference.ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, ids, activation, fmt)
 
 
@@ -83,6 +85,7 @@ def _validate(
     activation: str,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
 ) -> None:
     if x.dtype not in HALF_OR_SINGLE:
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
@@ -109,7 +112,7 @@ def _validate(
             raise ValueError(f"{NAME}: {label} and {label}_scale must be contiguous")
     for label, tensor in (("w13", w13), ("w2", w2), ("w13_scale", w13_scale), ("w2_scale", w2_scale)):
         check_device(NAME, label, tensor, x)
-    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map)
+    check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
 
 
 def _implementation(
@@ -123,19 +126,23 @@ def _implementation(
     activation: str,
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
 ) -> torch.Tensor:
     if 0 in (*topk_ids.shape, *w2.shape):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
-    x, weights, ids, expert_map = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    x, weights, ids, expert_map, padding = routed(
+        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
+    )
     return _choose(call).backend.run(
-        x, w13, w13_scale, w2, w2_scale, weights, ids, expert_map, activation, fp8.of_dtype(w13.dtype)
+        x, w13, w13_scale, w2, w2_scale, weights, ids, expert_map, padding, activation, fp8.of_dtype(w13.dtype)
     )
 
 
 _operator = register(
     "ptpc_moe(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
-    "Tensor topk_ids, str activation, bool apply_router_weight_on_input, Tensor? expert_map) -> Tensor",
+    "Tensor topk_ids, str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding) "
+    "-> Tensor",
     _validate,
     _implementation,
     lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -154,6 +161,7 @@ def ptpc_moe(
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
 
@@ -163,8 +171,9 @@ def ptpc_moe(
     Any number of tokens, none included; experts may have none.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does an id that is negative or too large. `apply_router_weight_on_input` (k = 1 only)
-    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. The rounding points are those of
+    and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
+    only fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1
+    only) multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
     reference/ptpc_moe.py; results do not depend on timing.
 
     Raises:
@@ -182,4 +191,5 @@ def ptpc_moe(
         activation,
         apply_router_weight_on_input,
         expert_map,
+        padding,
     )

@@ -109,7 +109,7 @@ def run(
     device = hardware.detect(x.device)
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in weights)
     inner, grouped = weights[1].k, kernels_of(device.arch).grouped_gemm
-    return nvfp4_moe(x, w13, w2, inner, topk_weights, topk_ids, None, "silu", device, grouped, config)
+    return nvfp4_moe(x, w13, w2, inner, topk_weights, topk_ids, None, None, "silu", device, grouped, config)
 
 
 TUNER = tuner("nvfp4_moe", candidates, weights, run)

@@ -47,7 +47,7 @@ def run(
     """The experts' output [T, H]."""
     device, fmt = hardware.detect(x.device), fp8.for_device(x.device)
     w13, w13_scale, w2, w2_scale = weights
-    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, "silu", fmt, device, config)
+    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, None, "silu", fmt, device, config)
 
 
 TUNER = tuner("ptpc_moe", candidates, weights, run)

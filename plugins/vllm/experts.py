@@ -126,8 +126,6 @@ class ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
-        if self._padding_is_to_find:
-            topk_ids = padding.without_padding(topk_ids)
         return self.compute(
             layer,
             x,
@@ -136,4 +134,5 @@ class ExpertsMethod(FusedMoEMethodBase):
             activation=self.moe.activation.value,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
             expert_map=expert_map(layer),
+            padding=padding.places(len(x)) if self._padding_is_to_find else None,
         )

@@ -22,17 +22,16 @@ def is_to_find(config: VllmConfig) -> bool:
     return current_platform.is_cuda_alike() and not getattr(envs, "VLLM_MOE_SKIP_PADDING", False) and not in_part
 
 
-def without_padding(topk_ids: torch.Tensor) -> torch.Tensor:
-    """`topk_ids` [T, k] with -1, nobody's id, for padding; as they are where vLLM does not say which tokens are."""
+def places(tokens: int) -> torch.Tensor | None:
+    """The places of so many tokens in the KV cache, [T], negative for padding; None where vLLM does not say."""
     if not is_forward_context_available():
-        return topk_ids
+        return None
     context = get_forward_context()
     # Graphs in pieces leave the attention out, so nobody keeps its tensors in one place for them. With microbatches the
     # mappings are a list, and hybrid models have several, some of them not of tokens.
     if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or not isinstance(context.slot_mapping, dict):
-        return topk_ids
-    places = {id(mapping): mapping for mapping in context.slot_mapping.values()}
-    if [len(mapping) for mapping in places.values()] != [len(topk_ids)]:
-        return topk_ids
-    (place,) = places.values()
-    return topk_ids.masked_fill(place[:, None] < 0, -1)
+        return None
+    found = {id(mapping): mapping for mapping in context.slot_mapping.values()}
+    if [len(mapping) for mapping in found.values()] != [tokens]:
+        return None
+    return next(iter(found.values()))

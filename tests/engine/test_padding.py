@@ -11,21 +11,19 @@ from vllm.forward_context import override_forward_context
 
 from llm_quant_rocm_vllm import padding
 
-IDS = torch.tensor([[3, 1], [0, 2], [5, 4]], dtype=torch.int32)
 PLACES = torch.tensor([17, 0, -1])
 
 
-def found(mode: CUDAGraphMode = CUDAGraphMode.FULL, **slot_mapping: Any) -> torch.Tensor:
+def found(mode: CUDAGraphMode, slot_mapping: Any) -> torch.Tensor | None:
     context: Any = SimpleNamespace(cudagraph_runtime_mode=mode, slot_mapping=slot_mapping)
     with override_forward_context(context):
-        return padding.without_padding(IDS)
+        return padding.places(3)
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.NONE])
-def test_a_token_without_a_place_in_the_cache_has_no_experts(mode: CUDAGraphMode) -> None:
+def test_padding_has_no_place_in_the_cache(mode: CUDAGraphMode) -> None:
     # vLLM gives all layers of one group of caches one tensor.
-    assert found(mode, first=PLACES, second=PLACES).tolist() == [[3, 1], [0, 2], [-1, -1]]
-    assert found(mode, first=PLACES).dtype == IDS.dtype
+    assert found(mode, {"first": PLACES, "second": PLACES}) is PLACES
 
 
 @pytest.mark.parametrize(
@@ -35,18 +33,16 @@ def test_a_token_without_a_place_in_the_cache_has_no_experts(mode: CUDAGraphMode
         (CUDAGraphMode.FULL, {}),
         (CUDAGraphMode.FULL, {"first": PLACES, "mamba": PLACES.clone()}),
         (CUDAGraphMode.FULL, {"first": PLACES.repeat(2)}),
+        (CUDAGraphMode.FULL, [{"first": PLACES}] * 2),
     ],
-    ids=["in pieces", "no cache yet", "a hybrid model", "other tokens"],
+    ids=["in pieces", "no cache yet", "a hybrid model", "other tokens", "microbatches"],
 )
-def test_where_it_is_not_said_all_keep_theirs(mode: CUDAGraphMode, slot_mapping: dict[str, torch.Tensor]) -> None:
-    assert found(mode, **slot_mapping) is IDS
+def test_where_vllm_does_not_say(mode: CUDAGraphMode, slot_mapping: Any) -> None:
+    assert found(mode, slot_mapping) is None
 
 
-def test_microbatches_and_no_forward_pass_keep_theirs() -> None:
-    context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.FULL, slot_mapping=[{"first": PLACES}] * 2)
-    with override_forward_context(context):
-        assert padding.without_padding(IDS) is IDS
-    assert padding.without_padding(IDS) is IDS
+def test_outside_of_a_forward_pass() -> None:
+    assert padding.places(3) is None
 
 
 @pytest.mark.parametrize(

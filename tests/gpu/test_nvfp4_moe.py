@@ -74,7 +74,7 @@ def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **c
 
     given = arguments | changes
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
-    routing = given["topk_weights"], given["topk_ids"], given.get("expert_map")
+    routing = given["topk_weights"], given["topk_ids"], given.get("expert_map"), given.get("padding")
     device = hardware.detect(torch.device("cuda"))
     kinds = [nvfp4_wgmma_large if len(one) == 3 else nvfp4_wgmma for one in fields]
     config = PairConfig(*(kind.Config(*one) for kind, one in zip(kinds, fields, strict=True)))
@@ -116,6 +116,13 @@ def test_ranks_of_expert_parallelism_add_up() -> None:
         local = {name: prepared(arguments[name], name == "w13", mine) for name in ("w13", "w2")}
         parts += ops.nvfp4_moe(**(cuda(arguments) | local), expert_map=expert_map).cpu()
     assert relative_error(parts, expected) < TOLERANCE[torch.float16]
+
+
+def test_padding_has_no_experts() -> None:
+    arguments = cuda(experts(40, 4, 2, 64, 64))
+    padding = torch.arange(40, device="cuda") % 7 - 3
+    found, alone = ops.nvfp4_moe(**arguments, padding=padding), ops.nvfp4_moe(**arguments)
+    assert torch.equal(found, torch.where(padding[:, None] < 0, 0, alone))
 
 
 def test_a_token_is_nobody_elses_business() -> None:

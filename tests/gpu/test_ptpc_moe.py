@@ -59,6 +59,13 @@ def test_absent_experts_add_nothing() -> None:
     assert relative_error(found, expected.double()) < 0.02
 
 
+def test_padding_has_no_experts() -> None:
+    arguments = cuda(experts(64, 6, 3, 64, 32))
+    padding = torch.arange(64, device="cuda") % 7 - 3
+    found, alone = ops.ptpc_moe(**arguments, padding=padding), ops.ptpc_moe(**arguments)
+    assert torch.equal(found, torch.where(padding[:, None] < 0, 0, alone))
+
+
 def qwen3(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Arguments in the shape of Qwen3-30B-A3B."""
     arguments = cuda(experts(tokens, 128, 8, 64, 32, seed=seed))

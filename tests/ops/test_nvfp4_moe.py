@@ -100,6 +100,18 @@ def test_ranks_of_expert_parallelism_add_up() -> None:
     assert relative_error(parts, expected) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_padding_has_no_experts(dtype: torch.dtype) -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    alone = ops.nvfp4_moe(**arguments)
+    padding = torch.tensor([5, 0, -1, 7, -2, 1, 1, -1], dtype=dtype)
+    real = padding >= 0
+    arguments["x"][~real] = torch.nan
+    found = ops.nvfp4_moe(**arguments, padding=padding)
+    assert torch.equal(found[real], alone[real])
+    assert (found[~real] == 0).all()
+
+
 def test_router_weight_on_the_input() -> None:
     arguments = experts(8, 4, 1, 64, 32)
     ones = arguments | {"topk_weights": torch.ones(8, 1)}
@@ -118,7 +130,7 @@ def test_the_operator_is_well_formed() -> None:
     arguments = experts(8, 4, 2, 64, 32)
     w13, w2 = arguments["w13"], arguments["w2"]
     tensors = (w13.codes, w13.scales, w13.global_scale, "row", w2.codes, w2.scales, w2.global_scale, "row", 32)
-    routing = (arguments["topk_weights"], arguments["topk_ids"], "silu", False, None)
+    routing = (arguments["topk_weights"], arguments["topk_ids"], "silu", False, None, None)
     # The schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operator = torch.ops.llm_quant_rocm.nvfp4_moe.default
@@ -155,6 +167,9 @@ def other(**sizes: int) -> Any:
         ({"activation": "relu"}, ValueError, "activation 'relu' is not one of silu"),
         ({"apply_router_weight_on_input": True}, ValueError, "one expert a token"),
         ({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "expert_map is on meta"),
+        ({"padding": torch.zeros(8).bool()}, TypeError, r"padding has one int32 or int64 .* got torch.bool \(8,\)"),
+        ({"padding": torch.zeros(7).int()}, TypeError, r"padding has one .* each token, \[8\]; got torch.int32 \(7,\)"),
+        ({"padding": torch.zeros(8, dtype=torch.int32, device="meta")}, ValueError, "padding is on meta, x on cpu"),
         ({"topk_weights": torch.ones(8, 2, device="meta")}, ValueError, "topk_weights is on meta, x on cpu"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -207,6 +222,9 @@ def test_activations_in_nvfp4_of_experts_elsewhere() -> None:
     weights = torch.where(torch.isin(arguments["topk_ids"], chosen), arguments["topk_weights"], 0.0)
     found = ops.nvfp4_moe_w4a4(**arguments | here, expert_map=expert_map)
     assert relative_error(found, ops.nvfp4_moe_w4a4(**arguments | {"topk_weights": weights}).double()) < 2e-3
+    padding = torch.arange(len(arguments["x"])) - 1
+    padded = ops.nvfp4_moe_w4a4(**arguments | here, expert_map=expert_map, padding=padding)
+    assert_same(padded, torch.cat([torch.zeros_like(found[:1]), found[1:]]))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def test_ranks_of_expert_parallelism_add_up() -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_padding_has_no_experts(dtype: torch.dtype) -> None:
+    arguments = experts(8, 4, 2, 64, 32)
+    alone = ops.ptpc_moe(**arguments)
+    padding = torch.tensor([5, 0, -1, 7, -2, 1, 1, -1], dtype=dtype)
+    real = padding >= 0
+    arguments["x"][~real] = torch.nan
+    found = ops.ptpc_moe(**arguments, padding=padding)
+    assert torch.equal(found[real], alone[real])
+    assert (found[~real] == 0).all()
+
+
 def test_router_weight_on_the_input() -> None:
     arguments = experts(8, 4, 1, 64, 32)
     ones = arguments | {"topk_weights": torch.ones(8, 1)}
@@ -77,7 +89,7 @@ def test_the_operator_is_well_formed() -> None:
     # The schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operator = torch.ops.llm_quant_rocm.ptpc_moe.default
-    torch.library.opcheck(operator, (*arguments.values(), "silu", False, None), test_utils=checks)
+    torch.library.opcheck(operator, (*arguments.values(), "silu", False, None, None), test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +111,9 @@ def test_the_operator_is_well_formed() -> None:
         ({"apply_router_weight_on_input": True}, ValueError, "one expert a token"),
         ({"w2": torch.zeros(4, 32, 64).transpose(1, 2).to(torch.float8_e4m3fn)}, ValueError, "contiguous"),
         ({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "expert_map is on meta"),
+        ({"padding": torch.zeros(8).bool()}, TypeError, r"padding has one int32 or int64 .* got torch.bool \(8,\)"),
+        ({"padding": torch.zeros(7).int()}, TypeError, r"padding has one .* each token, \[8\]; got torch.int32 \(7,\)"),
+        ({"padding": torch.zeros(8, dtype=torch.int32, device="meta")}, ValueError, "padding is on meta, x on cpu"),
     ],
 )
 def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -73,6 +73,12 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with patch.object(kernels, "MANY_SLOTS", 1):
             absent_experts()
 
+    def padding() -> None:
+        given = arguments(hardware, 20, 6, 3, 64, 32)
+        places = torch.arange(20) % 7 - 3
+        found, alone = ops.ptpc_moe(**given, padding=places), ops.ptpc_moe(**given)
+        assert torch.equal(found, torch.where(places[:, None] < 0, 0, alone))
+
     def nan() -> None:
         """A token with NaN spoils its own row and no other."""
         given = arguments(hardware, 5, 4, 2, 64, 32)
@@ -97,6 +103,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, dtype=d) for d, name in zip(DTYPES, DTYPE_IDS, strict=True)},
         "absent experts": absent_experts,
         "many slots, counted in parts": counted_in_parts,
+        "padding": padding,
         "NaN": nan,
         "the other flavour is refused": other_flavour,
     }
