@@ -87,16 +87,13 @@ def run_tasks(
     timeout: float,
     failures: Failures,
 ) -> Tasks:
-    """lm-eval's tasks under every method; those that fail are kept in `failures`.
-
-    Raises:
-        CommandError: lm-eval failed, or has no such task; holds the end of its log.
-    """
+    """lm-eval's tasks under every method; those that fail are kept in `failures`, and the first of them, with which the
+    others would be compared, ends the tasks: what was measured before has its table all the same."""
     scores: Tasks = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, method) in enumerate(methods.items(), 1):
             began = time.monotonic()
-            with failures.kept(name, scores, messages):
+            with failures.kept(name, methods, messages):
                 with messages.status(f"running {','.join(job['tasks'])} on {name} ({number} of {len(methods)})"):
                     folder = method.checkpoint(model, Path(scratch))
                     scores[name] = _worker.run(
@@ -109,6 +106,8 @@ def run_tasks(
                         timeout,
                     )
                 messages.print(f"ran the tasks on {name} in {time.monotonic() - began:.0f} s", highlight=False)
+            if not scores:
+                break
     return scores
 
 

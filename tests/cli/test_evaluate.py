@@ -136,6 +136,29 @@ def test_a_method_that_fails_costs_the_others_nothing(
     assert ("lm-eval on ptpc_fp8" in asked) == (broken != "ptpc_fp8")
 
 
+def test_tasks_that_fail_at_once_cost_no_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(module: str, job: dict[str, Any], what: str, *_: object) -> Any:
+        asked.append(what)
+        if module.endswith("_tasks_worker"):
+            raise CommandError(f"{what} ended with exit code 1: no task gsm9k")
+        return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
+
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(_worker, "run", run)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "heldout.txt").write_text("a text")
+    options = ("--quantization", "bf16,ptpc_fp8", "--tasks", "gsm9k", "--json")
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
+    assert result.exit_code == 1 and "no task gsm9k" in result.stderr
+    answer = json.loads(result.stdout)
+    assert list(answer["methods"]) == ["bf16", "ptpc_fp8"] and list(answer["failed"]) == ["bf16"]
+    # Nor is the other engine started for them.
+    assert sum(what.startswith("lm-eval") for what in asked) == 1
+
+
 VLLMS = ["fp8", "fp8_per_tensor", "fp8_per_block", "awq", "ptpc_fp8"]
 
 
