@@ -109,7 +109,10 @@ def rows(name: str, result: dict[str, Any]) -> str:
     plot_rows(name, result)
     return (
         f"## Quantization of rows\n\n{measured_on(result)}; copy bandwidth {result['copy_gb_s']} GB/s in the same run"
-        f"\n\n![times and limits]({name}.png)\n\n{row_table(result)}"
+        f"\n\n![times and limits]({name}.png)\n\n"
+        "A limit is the least traffic at that bandwidth, of a copy of 1 GiB. `copy` is one that moves as many bytes as "
+        "`quant` and `norm_quant` do; `vllm_` are vLLM 0.26's kernels, norm and "
+        f"quantization apart.\n\n{row_table(result)}"
     )
 
 
