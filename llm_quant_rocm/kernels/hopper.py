@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels for Hopper that are written in Gluon, Triton's lower language, share."""
 
+from functools import cache
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -36,3 +40,13 @@ def leave(value):
     """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
     not keep products in flight from one turn of an inner loop to the next (C7512)."""
     gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def tile_descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix of 16-bit values or E4M3 for the tensor memory accelerator, in tiles that a wgmma takes as they are."""
+    return TensorDescriptor.from_tensor(tensor, [rows, columns], _tile_layout(rows, columns, tensor.element_size()))
+
+
+@cache
+def _tile_layout(rows: int, columns: int, size: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float8e4nv if size == 1 else gl.bfloat16)

@@ -19,7 +19,6 @@ FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,14 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
-from llm_quant_rocm.kernels.hopper import advance, cta_barrier, leave, load_tile, place
+from llm_quant_rocm.kernels.hopper import advance, cta_barrier, leave, load_tile, place, tile_descriptor
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _prefetch,
@@ -470,22 +468,16 @@ def _launch(
         parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
-    dtype, unscale = (gl.bfloat16, UNSCALE[fp16]) if x_scale is None else (gl.float8e4nv, UNSCALE_FP8)
-    block = [config.block_m, block_k]
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, block, _layout(*block, dtype)), x_scale,
+        tile_descriptor(x, config.block_m, block_k), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
         STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
-        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16, UNSCALE=unscale,
+        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
+        UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
         ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)

@@ -10,7 +10,6 @@ work, and the next tile's loads go on.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -22,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
-from llm_quant_rocm.kernels.hopper import advance, leave, load_tile, place, store_tile
+from llm_quant_rocm.kernels.hopper import advance, leave, load_tile, place, store_tile, tile_descriptor
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
 from llm_quant_rocm.kernels.sizes import cdiv
@@ -207,19 +205,10 @@ def ptpc_wgmma(
     block_m, block_n = config.block_m, config.block_n
     programs = min(cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(xq.device))
     ptpc_wgmma_kernel[(programs,)](
-        _descriptor(xq, block_m, BLOCK_K), _descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
-        _descriptor(out, *STORE), m, n, k,
+        tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
+        tile_descriptor(out, *STORE), m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=config.group_m,
         STAGES=RING_BYTES // ((block_m + block_n) * BLOCK_K), REGISTERS=REGISTERS, PDL=hardware.pdl,
         num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out
-
-
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], _layout(rows, columns, tensor.element_size()))
-
-
-@cache
-def _layout(rows: int, columns: int, size: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float8e4nv if size == 1 else gl.bfloat16)
