@@ -15,11 +15,14 @@ from vllm.platforms import current_platform
 
 def is_to_find(config: VllmConfig) -> bool:
     """Whether vLLM leaves padding in, and a token without a place in the KV cache is padding."""
-    parallel = config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
     # Of those, some tokens' places are on other ranks.
     ranks = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     in_part = ranks > 1 or config.cache_config.kv_sharing_fast_prefill
-    return current_platform.is_cuda_alike() and not getattr(envs, "VLLM_MOE_SKIP_PADDING", False) and not in_part
+    # A state of Mamba or its like has one place for a sequence: its group's mapping is never written, and a stage of
+    # pipeline parallelism may have no other.
+    of_tokens = not (model.is_hybrid or model.is_attention_free or in_part)
+    return current_platform.is_cuda_alike() and not getattr(envs, "VLLM_MOE_SKIP_PADDING", False) and of_tokens
 
 
 def places(tokens: int) -> torch.Tensor | None:
@@ -27,8 +30,8 @@ def places(tokens: int) -> torch.Tensor | None:
     if not is_forward_context_available():
         return None
     context = get_forward_context()
-    # Graphs in pieces leave the attention out, so nobody keeps its tensors in one place for them. With microbatches the
-    # mappings are a list, and hybrid models have several, some of them not of tokens.
+    # Graphs in pieces leave the attention out, so nobody keeps its tensors in one place for them. Microbatches have a
+    # list of mappings or a slice for each layer, and models with several kinds of cache one for each kind.
     if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE or not isinstance(context.slot_mapping, dict):
         return None
     found = {id(mapping): mapping for mapping in context.slot_mapping.values()}

@@ -31,11 +31,11 @@ def test_padding_has_no_place_in_the_cache(mode: CUDAGraphMode) -> None:
     [
         (CUDAGraphMode.PIECEWISE, {"first": PLACES}),
         (CUDAGraphMode.FULL, {}),
-        (CUDAGraphMode.FULL, {"first": PLACES, "mamba": PLACES.clone()}),
+        (CUDAGraphMode.FULL, {"first": PLACES, "other": PLACES.clone()}),
         (CUDAGraphMode.FULL, {"first": PLACES.repeat(2)}),
         (CUDAGraphMode.FULL, [{"first": PLACES}] * 2),
     ],
-    ids=["in pieces", "no cache yet", "a hybrid model", "other tokens", "microbatches"],
+    ids=["in pieces", "no cache yet", "several kinds of cache", "other tokens", "microbatches"],
 )
 def test_where_vllm_does_not_say(mode: CUDAGraphMode, slot_mapping: Any) -> None:
     assert found(mode, slot_mapping) is None
@@ -54,13 +54,16 @@ def test_outside_of_a_forward_pass() -> None:
         ({"decode_context_parallel_size": 2}, False),
         ({"prefill_context_parallel_size": 2}, False),
         ({"kv_sharing_fast_prefill": True}, False),
+        ({"is_hybrid": True}, False),
+        ({"is_attention_free": True}, False),
     ],
     ids=str,
 )
 def test_when_it_is_to_find(change: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "kv_sharing_fast_prefill": False}
-    facts |= {"cuda_alike": True, "skipped_by_vllm": False} | change
+    facts |= {"cuda_alike": True, "skipped_by_vllm": False, "is_hybrid": False, "is_attention_free": False} | change
     monkeypatch.setattr(padding, "envs", SimpleNamespace(VLLM_MOE_SKIP_PADDING=facts["skipped_by_vllm"]))
     monkeypatch.setattr(padding, "current_platform", SimpleNamespace(is_cuda_alike=lambda: facts["cuda_alike"]))
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**facts), cache_config=SimpleNamespace(**facts))
+    parts = ("model_config", "parallel_config", "cache_config")
+    config: Any = SimpleNamespace(**dict.fromkeys(parts, SimpleNamespace(**facts)))
     assert padding.is_to_find(config) is wanted
