@@ -38,8 +38,7 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
     if m <= 64:
-        # A wgmma of 8 columns reads half of what one of 16 does, which is not all that counts: 8 rows try both.
-        shapes = [(m, 64, 4), *([(16, 64, 4)] if m < 16 else []), *([(m, 128, 8)] if m >= 32 else [])]
+        shapes = [(max(16, m), 64, 4), *([(8, 64, 4)] if m <= 8 else []), *([(m, 128, 8)] if m >= 32 else [])]
     else:
         shapes = [(128, 64, 4), (128, 128, 8), *([(64, 128, 8)] if m <= 128 else [(256, 64, 4), (256, 128, 8)])]
     # block_k, unroll, stages
