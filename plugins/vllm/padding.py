@@ -17,7 +17,7 @@ def is_to_find(config: VllmConfig) -> bool:
     """Whether vLLM leaves padding in, and a token without a place in the KV cache is padding."""
     model, parallel = config.model_config, config.parallel_config
     # Of those, some tokens' places are on other ranks.
-    ranks = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     in_part = ranks > 1 or config.cache_config.kv_sharing_fast_prefill
     # A state of Mamba or its like has one place for a sequence: its group's mapping is never written, and a stage of
     # pipeline parallelism may have no other.

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_one_sentence_for_what_is_wrong(
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
 
 
+def pretend(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM and lm-eval are there, `run` is what their processes give, and `tmp_path` a model with a text."""
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(_worker, "run", run)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "heldout.txt").write_text("a text")
+
+
 @pytest.mark.parametrize("broken", ["ptpc_fp8", "lm-eval on ptpc_fp8"])
 def test_a_method_that_fails_costs_the_others_nothing(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,11 +127,7 @@ def test_a_method_that_fails_costs_the_others_nothing(
             return {"gsm8k": {"acc": 0.5}}
         return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
 
-    monkeypatch.setattr(_vllm, "require", lambda: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(_worker, "run", run)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "heldout.txt").write_text("a text")
+    pretend(run, tmp_path, monkeypatch)
     folder = f"{tmp_path}/"
     result = CliRunner().invoke(
         app, ["eval", str(tmp_path), "--quantization", f"bf16,ptpc_fp8,{folder}", "--tasks", "gsm8k", "--json"]
@@ -145,11 +151,7 @@ def test_tasks_that_fail_at_once_cost_no_perplexity(tmp_path: Path, monkeypatch:
             raise CommandError(f"{what} ended with exit code 1: no task gsm9k")
         return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
 
-    monkeypatch.setattr(_vllm, "require", lambda: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(_worker, "run", run)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "heldout.txt").write_text("a text")
+    pretend(run, tmp_path, monkeypatch)
     options = ("--quantization", "bf16,ptpc_fp8", "--tasks", "gsm9k", "--json")
     result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
     assert result.exit_code == 1 and "no task gsm9k" in result.stderr
