@@ -6,12 +6,14 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -26,6 +28,20 @@ def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
     rest = tile - group * (GROUP * tiles_n)
     rows = gl.minimum(tiles_m - group * GROUP, GROUP)
     return group * GROUP + rest % rows, rest // rows
+
+
+@gluon.jit
+def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
+    """Initializes the barriers of a ring's stages, filled and empty, and lets those go on who wait for `started`.
+
+    For a warp alone: after each barrier of an array that several warps initialize Triton has them wait for each other,
+    which takes half a microsecond for a ring.
+    """
+    for stage in range(0, ready.shape[0]):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    mbarrier.arrive(started, count=1)
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVFP4 GEMM on Hopper: which of its two kernels multiplies, and how."""
+"""The NVFP4 GEMM on Hopper: which of its three kernels multiplies, and how."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
@@ -18,7 +18,7 @@ from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv
 
-Config = nvfp4_wgmma.Config | nvfp4_wgmma_large.Config
+Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
@@ -32,16 +32,22 @@ _TILE_COLUMN, _TILE, _LAUNCH = 7.5e-9, 5e-6, 2.5e-6
 
 def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/nvfp4_gemm holds it."""
+    if "split_k" in fields:
+        return nvfp4_wgmma_split.Config(**fields)
     return nvfp4_wgmma_large.Config(**fields) if "cut" in fields else nvfp4_wgmma.Config(**fields)
 
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
     """A sound choice for shapes that nobody has measured."""
+    if split := nvfp4_wgmma_split.default_config(m, n, k):
+        return split
     return nvfp4_wgmma.default_config(m, n, k) if m <= 64 else nvfp4_wgmma_large.default_config(m)
 
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
+    if isinstance(config, nvfp4_wgmma_split.Config):
+        return nvfp4_wgmma.Config(config.block_m, 64, 128, stages=2)
     if isinstance(config, nvfp4_wgmma.Config):
         return replace(config, programs=0)
     return replace(config, cut=0, shares=0)
@@ -62,6 +68,8 @@ def gemm(
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
     """
     operands = (x, words, scale_bytes, global_scale, bias, n, hardware)
+    if isinstance(config, nvfp4_wgmma_split.Config):
+        return nvfp4_wgmma_split.gemm_split(*operands, config)
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config)
     return nvfp4_wgmma_large.gemm_large(*operands, config)
@@ -82,6 +90,7 @@ def grouped_gemm(
     operands = (x, *weight, None, n, hardware)
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config, **epilogue)
+    assert isinstance(config, nvfp4_wgmma_large.Config), "experts have tiles of many"
     return nvfp4_wgmma_large.gemm_large(*operands, config, **epilogue)
 
 

@@ -26,7 +26,6 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,7 +36,7 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
-from llm_quant_rocm.kernels.hopper import advance, cta_barrier, leave, load_tile, place, tile_descriptor
+from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, tile_descriptor
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _decode,
     _prefetch,
@@ -128,10 +127,11 @@ def _producer(
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, codes, pairs, ready, empty = shared
+    ring, codes, pairs, ready, empty, started = shared
     M, N, K, whole = sizes
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
+    init_ring(ready, empty, started, 2)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
     begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, SHARES)
@@ -202,12 +202,16 @@ def _await_parts(arrived, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def _operand(codes, pairs, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
-    """A step's part of the weight in the registers where wgmma reads it."""
-    DEPTH: gl.constexpr = codes.shape[0]
-    words, scale_pairs = load_words(codes, pairs, layout.parent.warps_per_cta[0])
+def _load(codes, pairs, stage, HALF: gl.constexpr, NT: gl.constexpr):
+    """A consumer's half of the codes and scales in a stage of the ring."""
+    return load_words(codes.index(stage).slice(HALF * NT, NT, dim=1), pairs.index(stage).slice(HALF * NT, NT, dim=1), 4)
+
+
+@gluon.jit
+def _operand(words, scale_pairs, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
+    """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it."""
     if FP8:
-        NT: gl.constexpr = codes.shape[1]
+        NT: gl.constexpr = words.shape[0] // DEPTH
         # piece, tile, row, lane % 4, step, row half, column
         values = split_bytes(decode_words_fp8(words, scale_pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
@@ -242,7 +246,7 @@ def _consumer(
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
     x_scale, global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, codes, pairs, ready, empty = shared
+    ring, codes, pairs, ready, empty, started = shared
     M, N, K, whole = sizes
     ROWS: gl.constexpr = BLOCK_N // 2
     NT: gl.constexpr = ROWS // 16
@@ -251,6 +255,10 @@ def _consumer(
     FP8: gl.constexpr = x_scale is not None
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if FP8 else 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
+    # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
+    # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
+    # product should not wait for a second step.
+    EARLY: gl.constexpr = BLOCK_M <= 128
 
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
@@ -261,10 +269,16 @@ def _consumer(
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = 0
     phase = 0
+    steps = (gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin) * UNROLL - 1
+    mbarrier.wait(started, 0)
     mbarrier.wait(ready.index(0), 0, pred=pieces > 0)
-    my_codes = codes.index(0).slice(HALF * NT, NT, dim=1)
-    my_pairs = pairs.index(0).slice(HALF * NT, NT, dim=1)
-    operand = _operand(my_codes, my_pairs, FP8, FP16, operand_layout)
+    words, scale_pairs = _load(codes, pairs, 0, HALF, NT)
+    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+    if EARLY:
+        ahead, ahead_phase = advance(stage, phase, STAGES)
+        mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+        words, scale_pairs = _load(codes, pairs, ahead, HALF, NT)
+        steps -= 1
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
@@ -283,13 +297,16 @@ def _consumer(
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
                 mbarrier.arrive(empty.index(free), count=1, pred=turn > 0 if i == 0 else True)
                 stage, phase = advance(stage, phase, STAGES)
-                more = True
-                if i == UNROLL - 1:
-                    more = (turn + 1 < last - first) | (index + 1 < pieces)
-                mbarrier.wait(ready.index(stage), phase, pred=more)
-                my_codes = codes.index(stage).slice(HALF * NT, NT, dim=1)
-                my_pairs = pairs.index(stage).slice(HALF * NT, NT, dim=1)
-                operand = _operand(my_codes, my_pairs, FP8, FP16, operand_layout)
+                if EARLY:
+                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                ahead, ahead_phase = stage, phase
+                if EARLY:
+                    ahead, ahead_phase = advance(stage, phase, STAGES)
+                mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+                words, scale_pairs = _load(codes, pairs, ahead, HALF, NT)
+                if not EARLY:
+                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                steps -= 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
@@ -357,13 +374,12 @@ def nvfp4_wgmma_large_kernel(
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    # The producer initializes the ring's.
+    started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(started, count=1)
     operands = (x_scale, global_scale, bias, out, parts, flags)
     routing = (tile_expert, tile_count, row_map, row_weight)
-    shared = (ring, codes, pairs, ready, empty)
+    shared = (ring, codes, pairs, ready, empty, started)
     sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(

@@ -30,7 +30,8 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 def _hopper(m: int, n: int, k: int) -> list[Any]:
     """Enough programs to fill the GPU, not so many that their parts cost more. None of these spill registers in a loop,
     compiled with Triton 3.6."""
-    return [*(_small_tiles(m, n, k) if m <= (1024 if n * k < 2**24 else 128) else ()), *large_tiles(m, n, k)]
+    small = _small_tiles(m, n, k) if m <= (1024 if n * k < 2**24 else 128) else []
+    return [*small, *_split_tiles(m, n), *large_tiles(m, n, k)]
 
 
 def _small_tiles(m: int, n: int, k: int) -> list[Any]:
@@ -59,6 +60,15 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
                 if fits and 60 <= (programs or tiles) <= 10000:
                     found.append(Config(block_m, block_n, block_k, programs, unroll, stages, warps))
     return found
+
+
+def _split_tiles(m: int, n: int) -> list[Any]:
+    """Of the kernel that splits K within a program, for up to two waves of tiles."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config
+
+    covering = max(8, min(128, 1 << (m - 1).bit_length()))
+    shapes = [Config(block_m, split_k) for block_m in (8, 16, 32, 64, 128) for split_k in (4, 2)]
+    return [config for config in shapes if config.block_m <= covering and _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS]
 
 
 def _shares(tiles: int, together: int) -> list[int]:

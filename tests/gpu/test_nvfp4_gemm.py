@@ -30,6 +30,14 @@ CONFIGS = [
     (128, 128, 64, 132, 2, 3, 8),
     (256, 64, 64, 0, 2, 3, 4),
     (256, 128, 64, 0, 2, 3, 8),
+    # The kernel that splits K within a program.
+    (8, 4),
+    (16, 4),
+    (32, 2),
+    (64, 4),
+    (64, 2),
+    (128, 4),
+    (128, 2),
     # The kernel for many tokens.
     (256, 128, 2),
     (256, 128, 1),
@@ -45,8 +53,10 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
 
 
 def config_of(values: tuple[int, ...]) -> Any:
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
+    if len(values) == 2:
+        return nvfp4_wgmma_split.Config(*values)
     return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 
 

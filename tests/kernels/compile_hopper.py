@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware
-from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma, nvfp4_wgmma_large, ptpc_wgmma
+from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
 from llm_quant_rocm.kernels.routing import Schedule
 
 HOPPER = hardware.nvidia(9, 0)
@@ -85,10 +85,12 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
     ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
 
 
-FEW, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
+FEW, SPLIT, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_split.Config, nvfp4_wgmma_large.Config
 CASES: dict[str, Callable[[], None]] = {
     "few rows": lambda: dense(FEW(16, 64, 128, programs=528), torch.bfloat16),
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
+    "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
+    "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
     "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
@@ -109,7 +111,7 @@ def main(case: str) -> None:
         return run
 
     module: Any
-    for module in (nvfp4_wgmma, nvfp4_wgmma_large, ptpc_wgmma):
+    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_wgmma):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)
             kernel.run = only_compile(kernel)

@@ -89,9 +89,24 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
 
 
 def test_batch_invariant_sums_have_no_parts() -> None:
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
     from llm_quant_rocm.kernels.nvfp4_hopper import batch_invariant
 
     few, many = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
+    assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5120, 2048), (2048, 4096), (2112, 7168), (8192, 28672), (512, 1024)], ids=str)
+def test_unmeasured_products_split_k_where_their_tiles_fill_the_gpu_once(n: int, k: int) -> None:
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma_split
+
+    for m in (1, 9, 16, 33, 64, 100, 256, 1000, 4096):
+        chosen = nvfp4_hopper.default_config(m, n, k, hardware.nvidia(9, 0))
+        if isinstance(chosen, nvfp4_wgmma_split.Config):
+            assert 64 <= chosen.tiles(m, n) <= 132 and chosen.block_m < 2 * max(m, 8)
+        tiles = [nvfp4_wgmma_split.Config(block_m, 4).tiles(m, n) for block_m in (8, 16, 32, 64, 128)]
+        if m <= 16:
+            assert isinstance(chosen, nvfp4_wgmma_split.Config) == (64 <= tiles[0 if m <= 8 else 1] <= 132)

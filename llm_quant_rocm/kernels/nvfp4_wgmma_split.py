@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of 16-bit activations and small NVFP4 weights on Hopper: a tile a program, K split within it.
+
+As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
+units. Such a product holds its warps until it has read those registers, so four warps either decode or multiply, and
+the layers of which there is not a tile for each few warps of the GPU are bound by that. Here a program has four
+consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
+In the end they add their sums through shared memory, which takes a tenth of what it takes through the L2 cache, where
+programs add theirs. A producer, one warp, has the tensor memory accelerator fill a ring of codes, scales and x, with
+the weight before the kernels before this one are finished.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE
+from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, reinterpret
+from llm_quant_rocm.kernels.nvfp4_wgmma import (
+    _decode,
+    _fetch_weight,
+    _prefetch,
+    _store_tile,
+    descriptor,
+    lines_of_16_bytes,
+    load_words,
+)
+from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+
+RING_BYTES = 216 * 1024
+# Of the ring; more bring nothing.
+MOST_STAGES = 16
+CONSUMERS = 4
+# Registers of a consumer's threads, of 96 that each of a program's 640 threads starts with, and of the others'.
+REGISTERS, FEW_REGISTERS = 112, 32
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the product is cut.
+
+    Attributes:
+        block_m: rows of x in a tile, 8 to 128.
+        split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
+            where it has 128.
+    """
+
+    block_m: int
+    split_k: int
+
+    @property
+    def block_n(self) -> int:
+        return CONSUMERS // self.split_k * 64
+
+    def tiles(self, m: int, n: int) -> int:
+        return cdiv(m, self.block_m) * cdiv(n, self.block_n)
+
+
+def default_config(m: int, n: int, k: int) -> Config | None:
+    """A sound choice for shapes that nobody has measured; None where another kernel is one."""
+    if m > 64 and n * k > 2**26:
+        return None
+    covering = max(8, min(128, next_power_of_2(m)))
+    choices = [Config(block_m, 4) for block_m in (8, 16, 32, 64, 128) if min(32, covering) <= block_m <= covering]
+    # For as many of an H100's multiprocessors as can be, half of them at least, all at once.
+    fitting = [config for config in [*choices, Config(covering, 2)] if 64 <= config.tiles(m, n) <= 132]
+    return max(fitting, key=lambda config: config.tiles(m, n), default=None)
+
+
+@gluon.jit
+def _producer(
+    x, words, scale_pairs, shared, tile_m, tile_n, K, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """Fills the ring, in the order in which the consumers take it."""
+    ring, codes, pairs, ready, empty, started, done = shared
+    for barrier in range(0, done.shape[0]):
+        mbarrier.init(done.index(barrier), count=CONSUMERS)
+    init_ring(ready, empty, started, codes.shape[2] // 4)
+    BLOCK_K: gl.constexpr = DEPTH * 64
+    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + codes.shape[2] * 16 * BLOCK_K * 9 // 16
+    steps = gl.cdiv(K, BLOCK_K)
+    weight = (words, scale_pairs, codes, pairs, ready)
+    # The weight, unlike x, does not depend on the kernels before this one. No more than hides how long memory takes:
+    # x would have to wait for its turn.
+    FIRST: gl.constexpr = min(STAGES, 8)
+    for stage in range(0, FIRST):
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=stage < steps)
+        _fetch_weight(*weight, stage, tile_n, stage, 0, stage < steps)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for stage in range(0, FIRST):
+        load_tile(x, [tile_m * BLOCK_M, stage * BLOCK_K], ready.index(stage), ring.index(stage), pred=stage < steps)
+    stage = FIRST % STAGES
+    phase = 1 if FIRST < STAGES else 0
+    for step in range(FIRST, steps):
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready.index(stage), STAGE_BYTES)
+        _fetch_weight(*weight, stage, tile_n, step, 0, True)
+        load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+    leave(stage)
+
+
+@gluon.jit
+def _store_part(acc, part):
+    """Stores acc [64, M] as it lies in registers in `part`, fp32 [M / 8, 128, 4]: four values of each thread side by
+    side."""
+    M: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
+    # Warp, row half, row, column tile, lane % 4, column.
+    values = acc.reshape(4, 2, 8, M // 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(M // 8, 128, 4)
+    part.store(gl.convert_layout(values, layout, assert_trivial=True))
+
+
+@gluon.jit
+def _load_part(part, acc_layout: gl.constexpr):
+    """What another consumer stored with `_store_part`."""
+    M: gl.constexpr = part.shape[0] * 8
+    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
+    values = part.load(layout).reshape(M // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, M)
+    return gl.convert_layout(values, acc_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _operand(codes, pairs, GROUP: gl.constexpr, DEPTH: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
+    """64 rows of a step of the weight in the registers where wgmma reads them."""
+    words, scale_pairs = load_words(codes.slice(GROUP * 4, 4, dim=1), pairs.slice(GROUP * 4, 4, dim=1), 4)
+    return _decode(words, scale_pairs, FP16, DEPTH, layout)
+
+
+@gluon.jit
+def _all_here(barrier):
+    """Waits for all consumers."""
+    cta_barrier()
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.wait(barrier, 0)
+
+
+@gluon.jit
+def _consumer(
+    NUMBER: gl.constexpr, operands, shared, tile_m, tile_n, M, N, K, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_K: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
+    global_scale, bias, out = operands
+    ring, codes, pairs, ready, empty, started, done = shared
+    GROUP: gl.constexpr = NUMBER // SPLIT_K
+    MINE: gl.constexpr = NUMBER % SPLIT_K
+    BLOCK_N: gl.constexpr = codes.shape[2] * 16
+    GROUPS: gl.constexpr = BLOCK_N // 64
+    dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    if NUMBER == 0:
+        _prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+    acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
+    # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
+    stage = gl.to_tensor(MINE)
+    phase = gl.to_tensor(0)
+    mbarrier.wait(started, 0)
+    for _ in range(MINE, gl.cdiv(K, DEPTH * 64), SPLIT_K):
+        mbarrier.wait(ready.index(stage), phase)
+        operand = _operand(codes.index(stage), pairs.index(stage), GROUP, DEPTH, FP16, operand_layout)
+        acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += SPLIT_K
+        wrapped = stage >= STAGES
+        stage = gl.where(wrapped, stage - STAGES, stage)
+        phase = gl.where(wrapped, phase ^ 1, phase)
+
+    # Nobody needs the ring any more.
+    _all_here(done.index(0))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    parts = reinterpret(ring, gl.float32, [GROUPS * SPLIT_K, BLOCK_M // 8, 128, 4], layout)
+    _store_part(acc, parts.index(NUMBER))
+    _all_here(done.index(1))
+    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
+    if SLICE * MINE < BLOCK_M:
+        slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+        total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
+        for part in gl.static_range(SPLIT_K):
+            columns = parts.index(GROUP * SPLIT_K + part).slice(MINE * SLICE // 8, SLICE // 8)
+            total += _load_part(columns, slice_layout)
+        _store_tile(
+            total, tile_m * (BLOCK_M // SLICE) + MINE, tile_n * GROUPS + GROUP, global_scale, bias, out, None,
+            None, M, N, SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
+        )  # fmt: skip
+    leave(stage)
+
+
+# The number of rows changes with every batch: specializing on it would compile in the middle of serving.
+@gluon.jit(do_not_specialize=["M"])
+def nvfp4_wgmma_split_kernel(
+    x, words, scale_pairs, global_scale, bias, out, M, N, K,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
+    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    PDL: gl.constexpr
+):  # fmt: skip
+    """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns.
+
+    x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
+    N is the number of rows of the weight that are stored; the packed weight has them padded.
+    """
+    NT: gl.constexpr = BLOCK_N // 16
+    tile_m, tile_n = place(gl.program_id(0), gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N))
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
+    pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # The producer initializes the others.
+    started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(started, count=1)
+    operands = (global_scale, bias, out)
+    shared = (ring, codes, pairs, ready, empty, started, done)
+    # The last two are the rest of the producer's four warps.
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                gl.constexpr(0), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
+                UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(1), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
+                UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(2), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
+                UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(3), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
+                UNSCALE,
+            )),
+            (_producer, (
+                x, words, scale_pairs, shared, tile_m, tile_n, K, BLOCK_M, DEPTH, STAGES, NT // 4 * SPLIT_K, PDL,
+            )),
+            (leave, (M,)),
+            (leave, (M,)),
+        ],
+        [4, 4, 4, 1, 1, 2],
+        [REGISTERS, REGISTERS, REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+    )  # fmt: skip
+
+
+def gemm_split(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale_bytes: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    hardware: Hardware,
+    config: Config,
+) -> torch.Tensor:
+    """`nvfp4_wgmma.gemm` by this kernel."""
+    x = lines_of_16_bytes(x)
+    m, k = x.shape
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    block_n = config.block_n
+    # Steps of 128 columns where there is the room for enough of them.
+    depth = 2 if config.block_m <= 64 else 1
+    stage_bytes = (config.block_m * 2 + block_n * 9 // 16) * depth * COLUMNS
+    fp16 = x.dtype == torch.float16
+    row_tiles = block_n // ROWS
+    nvfp4_wgmma_split_kernel[(config.tiles(m, n),)](
+        descriptor(x, [config.block_m, depth * COLUMNS], 128),
+        descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
+        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
+        global_scale, bias, out, m, n, k,
+        BLOCK_M=config.block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=min(RING_BYTES // stage_bytes, MOST_STAGES),
+        SPLIT_K=config.split_k, REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16, UNSCALE=UNSCALE[fp16],
+        PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+    )  # fmt: skip
+    return out
