@@ -35,7 +35,7 @@ def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
     """Initializes the barriers of a ring's stages, filled and empty, and lets those go on who wait for `started`.
 
     For a warp alone: after each barrier of an array that several warps initialize Triton has them wait for each other,
-    which takes half a microsecond for a ring.
+    and nothing is asked of memory before.
     """
     for stage in range(0, ready.shape[0]):
         mbarrier.init(ready.index(stage), count=1)

@@ -3,11 +3,10 @@
 
 As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
 units. Such a product holds its warps until it has read those registers, so four warps either decode or multiply, and
-the layers of which there is not a tile for each few warps of the GPU are bound by that. Here a program has four
+where a layer has no more than a tile for each multiprocessor, that is what it waits for. Here a program has four
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
-In the end they add their sums through shared memory, which takes a tenth of what it takes through the L2 cache, where
-programs add theirs. A producer, one warp, has the tensor memory accelerator fill a ring of codes, scales and x, with
-the weight before the kernels before this one are finished.
+In the end they add their sums in shared memory; several programs would have to through the L2 cache. A producer, one
+warp, has the tensor memory accelerator fill a ring of codes, scales and x.
 """
 
 from dataclasses import dataclass
