@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 START = time.monotonic()
 # How long an engine may start and be measured, and how long all may wait for those of other scripts.
 START_S, MEASURE_S, OTHERS_S = 240, 120, 900
+# And how long a driver may take to free the memory of one that was ended.
+END_S = 20
 _POLL_S = 0.05
 # By engine, the group of its plugins' entry points and ours.
 PLUGINS = {
@@ -194,13 +196,26 @@ class _Engine:
         return {"failed": f"{how}, before it was {what}", "log": self.said()[-3000:]}
 
     def end(self) -> None:
-        """Its workers too, which are of one session."""
+        """Its workers too, which are of one session; returns when they are gone, and with them their memory."""
         if self._killed:  # the session's number may be another's by now
             return
         self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        deadline = time.monotonic() + END_S
+        while _runs(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group is left; one that only waits to be asked how it ended is not. On Linux."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 @contextmanager

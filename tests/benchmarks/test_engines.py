@@ -108,6 +108,26 @@ def test_an_engine_is_killed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert killed == [(engine._process.pid, signal.SIGKILL)] and engine._process.returncode == -signal.SIGKILL
 
 
+def test_the_next_is_measured_when_workers_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that takes a while to end, as one does whose GPU's memory is freed."""
+    asked = iter([True, True, False])
+    seen: list[int] = []
+    monkeypatch.setattr(engines, "_runs", lambda group: seen.append(group) or next(asked))
+    engine = engines._Engine(job("engine", 0.0), tmp_path)
+    engine.end()
+    assert seen == [engine._process.pid] * 3
+
+
+def test_a_process_that_has_ended_does_not_run() -> None:
+    assert engines._runs(os.getpgrp())
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    assert engines._runs(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not engines._runs(process.pid), "it waits to be asked how it ended"
+    process.wait()
+
+
 def test_what_a_checkpoint_lacks_ends_the_engines(tmp_path: Path) -> None:
     def prepare() -> None:
         raise OSError("no space")
