@@ -90,7 +90,7 @@ def grouped_gemm(
     operands = (x, *weight, None, n, hardware)
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config, **epilogue)
-    assert isinstance(config, nvfp4_wgmma_large.Config), "experts have tiles of many"
+    assert isinstance(config, nvfp4_wgmma_large.Config), "routed experts do not split K within a program"
     return nvfp4_wgmma_large.gemm_large(*operands, config, **epilogue)
 
 

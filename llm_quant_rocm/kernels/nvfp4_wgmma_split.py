@@ -14,11 +14,7 @@ from dataclasses import dataclass
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
@@ -26,13 +22,12 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, reinterpret
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
-    _decode,
     _fetch_weight,
+    _operand,
     _prefetch,
     _store_tile,
     descriptor,
     lines_of_16_bytes,
-    load_words,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -66,24 +61,32 @@ class Config:
         return cdiv(m, self.block_m) * cdiv(n, self.block_n)
 
 
+def configs(m: int) -> list[Config]:
+    """Those whose tiles have no more rows than m asks for, the lowest first, with K split in four before in two."""
+    covering = max(8, min(128, next_power_of_2(m)))
+    return [Config(block_m, split_k) for split_k in (4, 2) for block_m in (8, 16, 32, 64, 128) if block_m <= covering]
+
+
 def default_config(m: int, n: int, k: int) -> Config | None:
     """A sound choice for shapes that nobody has measured; None where another kernel is one."""
     if m > 64 and n * k > 2**26:
         return None
-    covering = max(8, min(128, next_power_of_2(m)))
-    choices = [Config(block_m, 4) for block_m in (8, 16, 32, 64, 128) if min(32, covering) <= block_m <= covering]
+    choices = configs(m)
+    covering = choices[-1].block_m
+    lowest = {4: min(32, covering), 2: covering}
     # For as many of an H100's multiprocessors as can be, half of them at least, all at once.
-    fitting = [config for config in [*choices, Config(covering, 2)] if 64 <= config.tiles(m, n) <= 132]
+    fitting = [each for each in choices if each.block_m >= lowest[each.split_k] and 64 <= each.tiles(m, n) <= 132]
     return max(fitting, key=lambda config: config.tiles(m, n), default=None)
 
 
 @gluon.jit
 def _producer(
-    x, words, scale_pairs, shared, tile_m, tile_n, K, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     ring, codes, pairs, ready, empty, started, done = shared
+    tile_m, tile_n, _, _, K = sizes
     for barrier in range(0, done.shape[0]):
         mbarrier.init(done.index(barrier), count=CONSUMERS)
     init_ring(ready, empty, started, codes.shape[2] // 4)
@@ -134,13 +137,6 @@ def _load_part(part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
-def _operand(codes, pairs, GROUP: gl.constexpr, DEPTH: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
-    """64 rows of a step of the weight in the registers where wgmma reads them."""
-    words, scale_pairs = load_words(codes.slice(GROUP * 4, 4, dim=1), pairs.slice(GROUP * 4, 4, dim=1), 4)
-    return _decode(words, scale_pairs, FP16, DEPTH, layout)
-
-
-@gluon.jit
 def _all_here(barrier):
     """Waits for all consumers."""
     cta_barrier()
@@ -150,12 +146,13 @@ def _all_here(barrier):
 
 @gluon.jit
 def _consumer(
-    NUMBER: gl.constexpr, operands, shared, tile_m, tile_n, M, N, K, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT_K: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    NUMBER: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_K: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     global_scale, bias, out = operands
     ring, codes, pairs, ready, empty, started, done = shared
+    tile_m, tile_n, M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
     MINE: gl.constexpr = NUMBER % SPLIT_K
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
@@ -172,7 +169,9 @@ def _consumer(
     mbarrier.wait(started, 0)
     for _ in range(MINE, gl.cdiv(K, DEPTH * 64), SPLIT_K):
         mbarrier.wait(ready.index(stage), phase)
-        operand = _operand(codes.index(stage), pairs.index(stage), GROUP, DEPTH, FP16, operand_layout)
+        my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
+        my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
+        operand = _operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
         acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(empty.index(stage), count=1)
@@ -227,28 +226,15 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=1)
     operands = (global_scale, bias, out)
     shared = (ring, codes, pairs, ready, empty, started, done)
+    sizes = (tile_m, tile_n, M, N, K)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
         [
-            (_consumer, (
-                gl.constexpr(0), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
-                UNSCALE,
-            )),
-            (_consumer, (
-                gl.constexpr(1), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
-                UNSCALE,
-            )),
-            (_consumer, (
-                gl.constexpr(2), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
-                UNSCALE,
-            )),
-            (_consumer, (
-                gl.constexpr(3), operands, shared, tile_m, tile_n, M, N, K, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16,
-                UNSCALE,
-            )),
-            (_producer, (
-                x, words, scale_pairs, shared, tile_m, tile_n, K, BLOCK_M, DEPTH, STAGES, NT // 4 * SPLIT_K, PDL,
-            )),
+            (_consumer, (gl.constexpr(0), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
+            (_consumer, (gl.constexpr(1), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
+            (_consumer, (gl.constexpr(2), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
+            (_consumer, (gl.constexpr(3), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
+            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, NT // 4 * SPLIT_K, PDL)),
             (leave, (M,)),
             (leave, (M,)),
         ],

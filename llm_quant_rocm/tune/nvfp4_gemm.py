@@ -64,11 +64,9 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
 
 def _split_tiles(m: int, n: int) -> list[Any]:
     """Of the kernel that splits K within a program, for up to two waves of tiles."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split import configs
 
-    covering = max(8, min(128, 1 << (m - 1).bit_length()))
-    shapes = [Config(block_m, split_k) for block_m in (8, 16, 32, 64, 128) for split_k in (4, 2)]
-    return [config for config in shapes if config.block_m <= covering and _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS]
+    return [config for config in configs(m) if _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS]
 
 
 def _shares(tiles: int, together: int) -> list[int]:
