@@ -49,6 +49,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.wgmma_parts import add_part, give_part, store_part, take_parts
 
 RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
@@ -155,37 +156,6 @@ def _producer(
             load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
-
-
-@gluon.jit
-def _part_pointers(part, COLUMNS: gl.constexpr):
-    """A part [128, COLUMNS], a row for each thread of a consumer, in memory four values of each thread side by side."""
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
-    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    return (part + thread * 4)[:, None] + (column // 4 * 512 + column % 4)[None, :]
-
-
-@gluon.jit
-def _store_part(acc, part):
-    """Stores acc [N, M] as it lies in registers."""
-    N: gl.constexpr = acc.shape[0]
-    M: gl.constexpr = acc.shape[1]
-    COLUMNS: gl.constexpr = N * M // 128
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
-    # 64 rows, warp, row half, row, column tile, lane % 4, column. Rows of x in their order: a slice is contiguous.
-    values = acc.reshape(N // 64, 4, 2, 8, M // 8, 4, 2).permute(1, 3, 5, 4, 0, 2, 6).reshape(128, COLUMNS)
-    gl.store(_part_pointers(part, COLUMNS), gl.convert_layout(values, layout, assert_trivial=True))
-
-
-@gluon.jit
-def _add_part(acc, part, acc_layout: gl.constexpr):
-    """acc plus what another program stored with `_store_part`."""
-    N: gl.constexpr = acc.shape[0]
-    M: gl.constexpr = acc.shape[1]
-    values = gl.load(_part_pointers(part, N * M // 128), cache_modifier=".cg")
-    values = values.reshape(4, 8, 4, M // 8, N // 64, 2, 2).permute(4, 0, 5, 1, 3, 2, 6).reshape(N, M)
-    return acc + gl.convert_layout(values, acc_layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -314,14 +284,14 @@ def _consumer(
             # Each program adds and stores every SHARES-th slice of the tile's rows.
             SLICE: gl.constexpr = BLOCK_M // triton.next_power_of_2(SHARES)
             slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 32 if FP8 else 16])
-            _store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
+            store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
             _await_parts(flags + (tile * 2 + HALF) * 2, SHARES)
             slices = gl.cdiv(gl.minimum(M - tile_m * BLOCK_M, BLOCK_M), SLICE)
             for i in range(program % SHARES, slices, SHARES):
                 total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
                 for share in gl.static_range(SHARES):
                     source = ((tile * SHARES + share) * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M) + i * (ROWS * SLICE)
-                    total = _add_part(total, parts + source, slice_layout)
+                    total = add_part(total, parts + source, slice_layout)
                 if FP8:
                     total = _times_columns(total, x_scale, tile_m * BLOCK_M + i * SLICE, M)
                 _store_tile(
@@ -330,17 +300,10 @@ def _consumer(
                 )  # fmt: skip
         elif parts is not None:
             if first > 0:
-                _store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
-                cta_barrier()
-                gl.atomic_xchg(flags + program * 2 + HALF, 1, sem="release", scope="gpu")
+                give_part(acc, parts, flags, HALF, 2)
             elif last < tile_groups:
-                source = program + 1
-                while begin_of(source, (tiles - whole) * tile_groups) < (tile - whole + 1) * tile_groups:
-                    while gl.atomic_add(flags + source * 2 + HALF, 0, sem="acquire", scope="gpu") == 0:
-                        pass
-                    gl.store(flags + source * 2 + HALF, 0)
-                    acc = _add_part(acc, parts + (source * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M), acc_layout)
-                    source += 1
+                cut_groups = (tiles - whole) * tile_groups
+                acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
         if SHARES == 0 and first == 0:
             if FP8:
                 acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)

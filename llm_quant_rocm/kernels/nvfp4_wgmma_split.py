@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix product of 16-bit activations and small NVFP4 weights on Hopper: a tile a program, K split within it.
+"""Matrix product of 16-bit activations and NVFP4 weights on Hopper: one program a multiprocessor, K split within it.
 
 As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
 units. Such a product holds its warps until it has read those registers, so four warps either decode or multiply, and
@@ -7,9 +7,12 @@ where a layer has no more than a tile for each multiprocessor, that is what it w
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
 In the end they add their sums in shared memory; several programs would have to through the L2 cache. A producer, one
 warp, has the tensor memory accelerator fill a ring of codes, scales and x.
+
+A program has one tile, or its share of the steps of all tiles (`wgmma_parts`): then the consumers' sums have room of
+their own beside the ring, which stays full from one tile to the next.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton.experimental import gluon
@@ -18,19 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
+from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, reinterpret
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     _fetch_weight,
     _operand,
     _prefetch,
     _store_tile,
+    begin_of,
     descriptor,
     lines_of_16_bytes,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.wgmma_parts import give_part, take_parts
 
 RING_BYTES = 216 * 1024
 # Of the ring; more bring nothing.
@@ -48,10 +54,12 @@ class Config:
         block_m: rows of x in a tile, 8 to 128.
         split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
             where it has 128.
+        programs: programs that share the steps of all tiles evenly, for block_m of up to 64; 0: one for each tile.
     """
 
     block_m: int
     split_k: int
+    programs: int = 0
 
     @property
     def block_n(self) -> int:
@@ -61,57 +69,132 @@ class Config:
         return cdiv(m, self.block_m) * cdiv(n, self.block_n)
 
 
+def _covering(m: int) -> int:
+    """The lowest tile that has m rows, up to 128."""
+    return max(8, min(128, next_power_of_2(m)))
+
+
 def configs(m: int) -> list[Config]:
-    """Those whose tiles have no more rows than m asks for, the lowest first, with K split in four before in two."""
-    covering = max(8, min(128, next_power_of_2(m)))
+    """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
+    two."""
+    covering = _covering(m)
     return [Config(block_m, split_k) for split_k in (4, 2) for block_m in (8, 16, 32, 64, 128) if block_m <= covering]
+
+
+def shared_configs(m: int, n: int) -> list[Config]:
+    """Those in which an H100's programs share the steps of all tiles; none for more than 64 rows."""
+    whole = [Config(_covering(m), split_k) for split_k in (4, 2) if m <= 64]
+    return [replace(config, programs=each) for config in whole for each in sorted({_programs(config.tiles(m, n)), 132})]
+
+
+def _programs(tiles: int) -> int:
+    """How many programs should share so many tiles: nearly all of an H100's multiprocessors, and so that each has whole
+    quarters of tiles, for fewer parts."""
+    return max((each for each in range(100, 133) if 4 * tiles % each == 0), default=132)
 
 
 def default_config(m: int, n: int, k: int) -> Config | None:
     """A sound choice for shapes that nobody has measured; None where another kernel is one."""
     if m > 64 and n * k > 2**26:
         return None
-    choices = configs(m)
-    covering = choices[-1].block_m
+    covering = _covering(m)
     lowest = {4: min(32, covering), 2: covering}
     # For as many of an H100's multiprocessors as can be, half of them at least, all at once.
-    fitting = [each for each in choices if each.block_m >= lowest[each.split_k] and 64 <= each.tiles(m, n) <= 132]
-    return max(fitting, key=lambda config: config.tiles(m, n), default=None)
+    fitting = [each for each in configs(m) if each.block_m >= lowest[each.split_k] and 64 <= each.tiles(m, n) <= 132]
+    best = max(fitting, key=lambda config: config.tiles(m, n), default=None)
+    if m > 64 or (best and best.tiles(m, n) >= 99):
+        return best
+    wide = Config(covering, 2)
+    shared = wide if m > 32 or (m > 16 and wide.tiles(m, n) >= 264) else Config(covering, 4)
+    programs = _programs(shared.tiles(m, n))
+    # Stretches of 24 steps or more make up for the parts.
+    long = shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= 24 * programs
+    return replace(shared, programs=programs) if long else best
+
+
+@gluon.jit
+def _stretch(M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
+    """Tiles of M and of N, steps in each, where the program's stretch of the steps of all begins and ends, and the tile
+    in which it begins."""
+    program = gl.program_id(0)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tile_steps = gl.cdiv(K, BLOCK_K)
+    if SHARED:
+        steps = tiles_m * tiles_n * tile_steps
+        begin = begin_of(program, steps)
+        return tiles_m, tiles_n, tile_steps, begin, begin_of(program + 1, steps), begin // tile_steps
+    else:
+        begin = program * tile_steps
+        return tiles_m, tiles_n, tile_steps, begin, begin + tile_steps, program
+
+
+@gluon.jit
+def _next(step, tile_m, tile_n, tile, tile_steps, tiles_m, tiles_n, SHARED: gl.constexpr):
+    """The step after this one, and its tile. To place a tile takes divisions, too long for every step."""
+    step += 1
+    if SHARED:  # noqa: SIM102  # constants decide what is compiled
+        if step == tile_steps:
+            step = 0
+            tile += 1
+            tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    return step, tile_m, tile_n, tile
+
+
+@gluon.jit
+def _turns(tile, tile_steps, begin, end, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
+    """The first of a consumer's turns in a tile, and the one after its last; turn 0 has step MINE of the stretch.
+
+    Computed anew for each tile: one that the loop over tiles carries on Triton 3.6 takes for a constant.
+    """
+    first = gl.maximum(tile * tile_steps - begin, 0)
+    last = gl.minimum((tile + 1) * tile_steps, end) - begin
+    return gl.cdiv(first - MINE, SPLIT_K), gl.cdiv(last - MINE, SPLIT_K)
 
 
 @gluon.jit
 def _producer(
     x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, PDL: gl.constexpr
+    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
-    ring, codes, pairs, ready, empty, started, done = shared
-    tile_m, tile_n, _, _, K = sizes
-    for barrier in range(0, done.shape[0]):
-        mbarrier.init(done.index(barrier), count=CONSUMERS)
-    init_ring(ready, empty, started, codes.shape[2] // 4)
+    ring, codes, pairs, sums, ready, empty, started, added, taken = shared
+    M, N, K = sizes
+    BLOCK_N: gl.constexpr = codes.shape[2] * 16
     BLOCK_K: gl.constexpr = DEPTH * 64
-    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + codes.shape[2] * 16 * BLOCK_K * 9 // 16
-    steps = gl.cdiv(K, BLOCK_K)
+    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
+    mbarrier.init(added, count=BLOCK_N // 64 * SPLIT_K)
+    mbarrier.init(taken, count=BLOCK_N // 64 * SPLIT_K)
+    init_ring(ready, empty, started, BLOCK_N // 64)
+    tiles_m, tiles_n, tile_steps, begin, end, tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SHARED)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    first = (begin - tile * tile_steps, tile_m, tile_n, tile)
     weight = (words, scale_pairs, codes, pairs, ready)
+    tiles = (tile_steps, tiles_m, tiles_n, SHARED)
     # The weight, unlike x, does not depend on the kernels before this one. No more than hides how long memory takes:
     # x would have to wait for its turn.
     FIRST: gl.constexpr = min(STAGES, 8)
+    step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
-        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=stage < steps)
-        _fetch_weight(*weight, stage, tile_n, stage, 0, stage < steps)
+        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
+        _fetch_weight(*weight, stage, tile_n, step, 0, begin + stage < end)
+        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
-        load_tile(x, [tile_m * BLOCK_M, stage * BLOCK_K], ready.index(stage), ring.index(stage), pred=stage < steps)
+        corner = [tile_m * BLOCK_M, step * BLOCK_K]
+        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
+        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     stage = FIRST % STAGES
     phase = 1 if FIRST < STAGES else 0
-    for step in range(FIRST, steps):
+    for _ in range(begin + FIRST, end):
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         _fetch_weight(*weight, stage, tile_n, step, 0, True)
         load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -137,104 +220,143 @@ def _load_part(part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
-def _all_here(barrier):
-    """Waits for all consumers."""
-    cta_barrier()
-    mbarrier.arrive(barrier, count=1)
-    mbarrier.wait(barrier, 0)
-
-
-@gluon.jit
 def _consumer(
     NUMBER: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
-    global_scale, bias, out = operands
-    ring, codes, pairs, ready, empty, started, done = shared
-    tile_m, tile_n, M, N, K = sizes
+    global_scale, bias, out, parts, flags = operands
+    ring, codes, pairs, sums, ready, empty, started, added, taken = shared
+    M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
     MINE: gl.constexpr = NUMBER % SPLIT_K
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     GROUPS: gl.constexpr = BLOCK_N // 64
+    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    if NUMBER == 0:
-        _prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
-    acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
+    tiles_m, tiles_n, tile_steps, begin, end, first_tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, DEPTH * 64, SHARED)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = gl.to_tensor(MINE)
     phase = gl.to_tensor(0)
+    last_tile = (end - 1) // tile_steps if SHARED else first_tile
     mbarrier.wait(started, 0)
-    for _ in range(MINE, gl.cdiv(K, DEPTH * 64), SPLIT_K):
-        mbarrier.wait(ready.index(stage), phase)
-        my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
-        my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
-        operand = _operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
-        acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage += SPLIT_K
-        wrapped = stage >= STAGES
-        stage = gl.where(wrapped, stage - STAGES, stage)
-        phase = gl.where(wrapped, phase ^ 1, phase)
+    for tile in range(first_tile, last_tile + 1):
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        if NUMBER == 0:
+            _prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+        acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
+        first_turn, last_turn = _turns(tile, tile_steps, begin, end, MINE, SPLIT_K)
+        for _ in range(first_turn, last_turn):
+            mbarrier.wait(ready.index(stage), phase)
+            my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
+            my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
+            operand = _operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
+            acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage += SPLIT_K
+            wrapped = stage >= STAGES
+            stage = gl.where(wrapped, stage - STAGES, stage)
+            phase = gl.where(wrapped, phase ^ 1, phase)
 
-    # Nobody needs the ring any more.
-    _all_here(done.index(0))
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    parts = reinterpret(ring, gl.float32, [GROUPS * SPLIT_K, BLOCK_M // 8, 128, 4], layout)
-    _store_part(acc, parts.index(NUMBER))
-    _all_here(done.index(1))
-    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
-    if SLICE * MINE < BLOCK_M:
-        slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
-        total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
-        for part in gl.static_range(SPLIT_K):
-            columns = parts.index(GROUP * SPLIT_K + part).slice(MINE * SLICE // 8, SLICE // 8)
-            total += _load_part(columns, slice_layout)
-        _store_tile(
-            total, tile_m * (BLOCK_M // SLICE) + MINE, tile_n * GROUPS + GROUP, global_scale, bias, out, None,
-            None, M, N, SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
-        )  # fmt: skip
+        parity = (tile - first_tile) & 1
+        if SHARED:
+            # Until the sums of the tile before are read.
+            mbarrier.wait(taken, parity ^ 1)
+        else:
+            # The sums come to where the ring is, until nobody needs it any more.
+            cta_barrier()
+            mbarrier.arrive(taken, count=1)
+            mbarrier.wait(taken, 0)
+        _store_part(acc, sums.index(NUMBER))
+        cta_barrier()
+        mbarrier.arrive(added, count=1)
+        if SLICE * MINE < BLOCK_M:
+            mbarrier.wait(added, parity)
+            total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
+            for part in gl.static_range(SPLIT_K):
+                columns = sums.index(GROUP * SPLIT_K + part).slice(MINE * SLICE // 8, SLICE // 8)
+                total += _load_part(columns, slice_layout)
+            if SHARED:
+                cta_barrier()
+                mbarrier.arrive(taken, count=1)
+            whole = True
+            if SHARED:
+                whole = begin <= tile * tile_steps
+                if whole:
+                    steps = tiles_m * tiles_n * tile_steps
+                    total = take_parts(
+                        total, parts, flags, steps, (tile + 1) * tile_steps, slice_layout, NUMBER, GROUPS * SPLIT_K
+                    )  # fmt: skip
+                else:
+                    give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
+            if whole:
+                _store_tile(
+                    total, tile_m * (BLOCK_M // SLICE) + MINE, tile_n * GROUPS + GROUP, global_scale, bias, out, None,
+                    None, M, N, SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
+                )  # fmt: skip
+        elif SHARED:
+            mbarrier.arrive(taken, count=1)
     leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_split_kernel(
-    x, words, scale_pairs, global_scale, bias, out, M, N, K,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
     REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
     PDL: gl.constexpr
 ):  # fmt: skip
-    """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns.
+    """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns, or with `parts` a program's share of the
+    steps of all tiles.
 
     x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
-    N is the number of rows of the weight that are stored; the packed weight has them padded.
+    N is the number of rows of the weight that are stored; the packed weight has them padded. `parts` fp32 [programs, 4,
+    64 * max(BLOCK_M / SPLIT_K, 8)] has room for a part of each consumer, and `flags`, a zero for each, say which are
+    there.
     """
     NT: gl.constexpr = BLOCK_N // 16
-    tile_m, tile_n = place(gl.program_id(0), gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N))
+    CONSUMERS: gl.constexpr = NT // 4 * SPLIT_K
+    SHARED: gl.constexpr = parts is not None
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    if SHARED:
+        sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M // 8, 128, 4], sums_layout)
+    else:
+        sums = reinterpret(ring, gl.float32, [CONSUMERS, BLOCK_M // 8, 128, 4], sums_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # Whether the consumers' sums of a tile are there, and whether there is room for others.
+    added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # The producer initializes the others.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(started, count=1)
-    operands = (global_scale, bias, out)
-    shared = (ring, codes, pairs, ready, empty, started, done)
-    sizes = (tile_m, tile_n, M, N, K)
+    operands = (global_scale, bias, out, parts, flags)
+    shared = (ring, codes, pairs, sums, ready, empty, started, added, taken)
+    sizes = (M, N, K)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
         [
-            (_consumer, (gl.constexpr(0), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
-            (_consumer, (gl.constexpr(1), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
-            (_consumer, (gl.constexpr(2), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
-            (_consumer, (gl.constexpr(3), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, FP16, UNSCALE)),
-            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, NT // 4 * SPLIT_K, PDL)),
+            (_consumer, (
+                gl.constexpr(0), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(1), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(2), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+            )),
+            (_consumer, (
+                gl.constexpr(3), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+            )),
+            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, PDL)),
             (leave, (M,)),
             (leave, (M,)),
         ],
@@ -260,15 +382,26 @@ def gemm_split(
     block_n = config.block_n
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if config.block_m <= 64 else 1
-    stage_bytes = (config.block_m * 2 + block_n * 9 // 16) * depth * COLUMNS
+    tiles = config.tiles(m, n)
+    programs, parts, flags, sum_bytes = tiles, None, None, 0
+    if config.programs:
+        # No more than run together: one waits for what another adds.
+        programs = min(config.programs, multiprocessors(x.device), tiles * cdiv(k, depth * COLUMNS))
+        slice_m = max(config.block_m // config.split_k, 8)
+        parts = torch.empty((programs, CONSUMERS, 64 * slice_m), dtype=torch.float32, device=x.device)
+        flags = flags_of(x.device)
+        sum_bytes = CONSUMERS * 64 * config.block_m * 4
+    stages = min((RING_BYTES - sum_bytes) // ((config.block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS
-    nvfp4_wgmma_split_kernel[(config.tiles(m, n),)](
+    nvfp4_wgmma_split_kernel[(programs,)](
         descriptor(x, [config.block_m, depth * COLUMNS], 128),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, out, m, n, k,
-        BLOCK_M=config.block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=min(RING_BYTES // stage_bytes, MOST_STAGES),
+        global_scale, bias, out, parts, flags, m, n, k,
+        # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still
+        # to be filled for the one before, and a barrier tells a turn only from the next.
+        BLOCK_M=config.block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages // config.split_k * config.split_k,
         SPLIT_K=config.split_k, REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16, UNSCALE=UNSCALE[fp16],
         PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip

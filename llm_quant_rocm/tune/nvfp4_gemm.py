@@ -63,10 +63,10 @@ def _small_tiles(m: int, n: int, k: int) -> list[Any]:
 
 
 def _split_tiles(m: int, n: int) -> list[Any]:
-    """Of the kernel that splits K within a program, for up to two waves of tiles."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_split import configs
+    """Of the kernel that splits K within a program: a tile each for up to two waves of them, and all shared."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split import configs, shared_configs
 
-    return [config for config in configs(m) if _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS]
+    return [*(config for config in configs(m) if _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS), *shared_configs(m, n)]
 
 
 def _shares(tiles: int, together: int) -> list[int]:

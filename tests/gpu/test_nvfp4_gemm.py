@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The NVFP4 GEMM on a GPU whose kernel reads packed weights, against float64."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,16 @@ HOPPER = torch.cuda.is_available() and hardware.detect(torch.device("cuda")).arc
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+class SharedTiles(NamedTuple):
+    """Of the kernel that splits K within a program."""
+
+    block_m: int
+    split_k: int
+    programs: int
+
+
 # Of every kind: whole and split sums, each tile size, both depths, 4 and 8 warps.
 CONFIGS = [
     (16, 64, 128, 0, 2, 3, 4),
@@ -30,7 +40,7 @@ CONFIGS = [
     (128, 128, 64, 132, 2, 3, 8),
     (256, 64, 64, 0, 2, 3, 4),
     (256, 128, 64, 0, 2, 3, 8),
-    # The kernel that splits K within a program.
+    # The kernel that splits K within a program: a tile each, and tiles shared among programs.
     (8, 4),
     (16, 4),
     (32, 2),
@@ -38,6 +48,13 @@ CONFIGS = [
     (64, 2),
     (128, 4),
     (128, 2),
+    SharedTiles(8, 4, 132),
+    SharedTiles(8, 2, 5),
+    SharedTiles(16, 4, 3),
+    SharedTiles(32, 4, 128),
+    SharedTiles(32, 2, 1),
+    SharedTiles(64, 4, 11),
+    SharedTiles(64, 2, 132),
     # The kernel for many tokens.
     (256, 128, 2),
     (256, 128, 1),
@@ -55,7 +72,7 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
 def config_of(values: tuple[int, ...]) -> Any:
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
-    if len(values) == 2:
+    if len(values) == 2 or isinstance(values, SharedTiles):
         return nvfp4_wgmma_split.Config(*values)
     return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 

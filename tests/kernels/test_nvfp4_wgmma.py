@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 def python(*functions: str, programs: int = 0, program: int = 0) -> list[Callable[..., Any]]:
     """Functions of the kernels, as one of so many programs runs them."""
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
+    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma)
     gl = SimpleNamespace(
         minimum=min,
         maximum=max,
@@ -28,7 +29,7 @@ def python(*functions: str, programs: int = 0, program: int = 0) -> list[Callabl
     )
     names: dict[str, Any] = {"gl": gl}
     for name in functions:
-        function = getattr(nvfp4_wgmma_large, name, None) or getattr(nvfp4_wgmma, name)
+        function = next(getattr(module, name) for module in modules if hasattr(module, name))
         exec(textwrap.dedent(inspect.getsource(function.fn)).replace("@gluon.jit\n", ""), names)
     return [names[name] for name in functions]
 
@@ -88,6 +89,67 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
         assert taken == sorted(taken)
 
 
+@pytest.mark.parametrize("split_k", [4, 2])
+@pytest.mark.parametrize("programs", [1, 3, 8, 20])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (5, 640, 1000), (40, 333, 768), (17, 2000, 130)], ids=str)
+def test_consumers_take_every_step_once_in_the_producers_order(
+    m: int, n: int, k: int, programs: int, split_k: int
+) -> None:
+    block_m, block_n = 8, 256 // split_k
+    tiles_m, tiles_n, tile_steps = -(-m // block_m), -(-n // block_n), -(-k // 128)
+    everything = []
+    for program in range(min(programs, tiles_m * tiles_n * tile_steps)):
+        names = ("place", "begin_of", "_stretch", "_next", "_turns")
+        place, _, stretch, next_step, turns = python(*names, programs=programs, program=program)
+        found = stretch(m, n, k, block_m, block_n, 128, True)
+        assert found[:3] == (tiles_m, tiles_n, tile_steps)
+        begin, end, first_tile = found[3:]
+        step, tile = begin - first_tile * tile_steps, first_tile
+        at = (step, *place(tile, tiles_m, tiles_n), tile)
+        filled = []
+        for _ in range(begin, end):
+            filled.append(at)
+            at = next_step(*at, tile_steps, tiles_m, tiles_n, True)
+        assert all((tile_m, tile_n) == place(tile, tiles_m, tiles_n) for _, tile_m, tile_n, tile in filled)
+        assert [tile * tile_steps + step for step, _, _, tile in filled] == list(range(begin, end))
+        for mine in range(split_k):
+            taken = 0
+            for tile in range(first_tile, (end - 1) // tile_steps + 1):
+                first, last = turns(tile, tile_steps, begin, end, mine, split_k)
+                assert first == taken, "a consumer's turns go on from tile to tile, as its stages of the ring do"
+                taken = last
+                everything += [(tile, mine + turn * split_k + begin) for turn in range(first, last)]
+                assert all(filled[mine + turn * split_k][3] == tile for turn in range(first, last))
+    steps = range(tiles_m * tiles_n * tile_steps)
+    if programs <= len(steps):
+        assert sorted(everything) == [(step // tile_steps, step) for step in steps]
+
+
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 128])
+def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another consumer could come a whole round too early, and a barrier would not tell it."""
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def run(*arguments: Any, **options: Any) -> None:
+                assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
+
+            return run
+
+    monkeypatch.setattr(nvfp4_wgmma_split, "nvfp4_wgmma_split_kernel", Kernel())
+    monkeypatch.setattr(nvfp4_wgmma_split, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(nvfp4_wgmma_split, "flags_of", lambda device: None)
+    x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
+    words = torch.zeros(16, 8, 128, dtype=torch.int32, device="cpu")
+    scales = torch.zeros(16, 8, 64, dtype=torch.uint8, device="cpu")
+    for config in nvfp4_wgmma_split.configs(m) + nvfp4_wgmma_split.shared_configs(m, 10240):
+        nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
+
+
 def test_batch_invariant_sums_have_no_parts() -> None:
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
     from llm_quant_rocm.kernels.nvfp4_hopper import batch_invariant
@@ -98,15 +160,20 @@ def test_batch_invariant_sums_have_no_parts() -> None:
     assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
 
 
-@pytest.mark.parametrize(("n", "k"), [(5120, 2048), (2048, 4096), (2112, 7168), (8192, 28672), (512, 1024)], ids=str)
-def test_unmeasured_products_split_k_where_their_tiles_fill_the_gpu_once(n: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "k"), [(5120, 2048), (2048, 4096), (2112, 7168), (8192, 28672), (512, 1024), (10240, 8192)], ids=str
+)
+def test_unmeasured_products_split_k_where_they_fill_the_gpu(n: int, k: int) -> None:
     from llm_quant_rocm import hardware
     from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma_split
 
     for m in (1, 9, 16, 33, 64, 100, 256, 1000, 4096):
         chosen = nvfp4_hopper.default_config(m, n, k, hardware.nvidia(9, 0))
         if isinstance(chosen, nvfp4_wgmma_split.Config):
-            assert 64 <= chosen.tiles(m, n) <= 132 and chosen.block_m < 2 * max(m, 8)
+            assert chosen.block_m < 2 * max(m, 8)
+            steps = chosen.tiles(m, n) * -(-k // 128)
+            assert steps >= 24 * chosen.programs if chosen.programs else 64 <= chosen.tiles(m, n) <= 132
         if m <= 16:
             tiles = nvfp4_wgmma_split.Config(8 if m <= 8 else 16, 4).tiles(m, n)
-            assert isinstance(chosen, nvfp4_wgmma_split.Config) == (64 <= tiles <= 132)
+            long = tiles * -(-k // 128) >= 24 * 132
+            assert isinstance(chosen, nvfp4_wgmma_split.Config) == (tiles >= 64 and (tiles <= 132 or long))

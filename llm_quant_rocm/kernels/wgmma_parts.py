@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a tile's sum on Hopper: from the programs that have the rest of the tile's steps to the one that has its
+beginning.
+
+The steps of all tiles are shared out evenly, each program a stretch (`nvfp4_wgmma.begin_of`). A program gives away its
+part of the tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are
+there by then, and no two programs wait for each other. A part is one consumer's, four warps.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from llm_quant_rocm.kernels.hopper import cta_barrier
+from llm_quant_rocm.kernels.nvfp4_wgmma import begin_of
+
+
+@gluon.jit
+def _part_pointers(part, COLUMNS: gl.constexpr):
+    """A part [128, COLUMNS], a row for each thread of a consumer, in memory four values of each thread side by side."""
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return (part + thread * 4)[:, None] + (column // 4 * 512 + column % 4)[None, :]
+
+
+@gluon.jit
+def store_part(acc, part):
+    """Stores acc [N, M] as it lies in registers."""
+    N: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    COLUMNS: gl.constexpr = N * M // 128
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [4, 1], [1, 0])
+    # 64 rows, warp, row half, row, column tile, lane % 4, column. Rows of x in their order: a slice is contiguous.
+    values = acc.reshape(N // 64, 4, 2, 8, M // 8, 4, 2).permute(1, 3, 5, 4, 0, 2, 6).reshape(128, COLUMNS)
+    gl.store(_part_pointers(part, COLUMNS), gl.convert_layout(values, layout, assert_trivial=True))
+
+
+@gluon.jit
+def add_part(acc, part, acc_layout: gl.constexpr):
+    """acc plus what another program stored with `store_part`."""
+    N: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    values = gl.load(_part_pointers(part, N * M // 128), cache_modifier=".cg")
+    values = values.reshape(4, 8, 4, M // 8, N // 64, 2, 2).permute(4, 0, 5, 1, 3, 2, 6).reshape(N, M)
+    return acc + gl.convert_layout(values, acc_layout, assert_trivial=True)
+
+
+@gluon.jit
+def give_part(acc, parts, flags, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Stores the program's part acc [N, M] in `parts` fp32 [programs, CONSUMERS, N * M], and tells by `flags`, a zero
+    for each, that it is there."""
+    slot = gl.program_id(0) * CONSUMERS + CONSUMER
+    store_part(acc, parts + slot.to(gl.int64) * (acc.shape[0] * acc.shape[1]))
+    cta_barrier()
+    gl.atomic_xchg(flags + slot, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def take_parts(
+    acc, parts, flags, groups, end, acc_layout: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr
+):  # fmt: skip
+    """acc plus the parts, in order, of the programs after this one whose stretches of all `groups` begin before `end`.
+    Their flags are zeros again."""
+    source = gl.program_id(0) + 1
+    while begin_of(source, groups) < end:
+        slot = source * CONSUMERS + CONSUMER
+        while gl.atomic_add(flags + slot, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        gl.store(flags + slot, 0)
+        acc = add_part(acc, parts + slot.to(gl.int64) * (acc.shape[0] * acc.shape[1]), acc_layout)
+        source += 1
+    return acc
