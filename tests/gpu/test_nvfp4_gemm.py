@@ -77,15 +77,16 @@ def config_of(values: tuple[int, ...]) -> Any:
     return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 
 
-def run(config: tuple[int, ...], x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of tensors of the CPU by our kernel under one configuration."""
+def run(config: Any, x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of tensors of the CPU by our kernel under one configuration, or one of these values."""
     from llm_quant_rocm.kernels.nvfp4_hopper import gemm
 
     prepared = ops.prepare_nvfp4_weight(cuda(weight))
     tensors = (prepared.codes, prepared.scales, prepared.global_scale)
     device = hardware.detect(torch.device("cuda"))
     bias = None if bias is None else bias.cuda()
-    return gemm(x.cuda(), *tensors, bias, prepared.n, device, config_of(config)).cpu()
+    config = config_of(config) if isinstance(config, tuple) else config
+    return gemm(x.cuda(), *tensors, bias, prepared.n, device, config).cpu()
 
 
 @HALF
@@ -157,11 +158,33 @@ def test_batch_invariance(n: int, k: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 200, 1000])
 def test_the_same_bits_every_run(rows: int) -> None:
-    weight = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(10240, 2048))))
-    x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
+    weight = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(10240, 4096))))
+    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
     first = ops.nvfp4_gemm(x, weight)
     for _ in range(20):
         assert torch.equal(ops.nvfp4_gemm(x, weight), first)
+
+
+@pytest.mark.parametrize(
+    "config", [(16, 64, 128, 50, 2, 3, 4), SharedTiles(8, 4, 132), SharedTiles(64, 2, 7), (256, 128, 2)], ids=str
+)
+def test_parts_of_tiles_in_replayed_graphs(config: tuple[int, ...]) -> None:
+    """Calls in a row, each of which begins before the one before is finished, do not meet each other's parts."""
+    from llm_quant_rocm.kernels.nvfp4_hopper import gemm
+
+    prepared = ops.prepare_nvfp4_weight(cuda(nvfp4.quantize(torch.randn(1000, 2048))))
+    weight = prepared.codes, prepared.scales, prepared.global_scale, None, 1000, hardware.detect(prepared.codes.device)
+    x = torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16)
+    gemm(x, *weight, config_of(config))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [gemm(x, *weight, config_of(config)) for _ in range(10)]
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        expected = gemm(x, *weight, config_of(config))
+        assert all(torch.equal(each, expected) for each in found)
 
 
 def test_strides_of_x() -> None:
@@ -183,9 +206,11 @@ def test_strides_of_x() -> None:
     "measured", tuning.shapes("nvfp4_gemm", "sm_90"), ids=lambda shape: f"{shape.n}x{shape.k}-{shape.m}"
 )
 def test_shipped_configurations(measured: Any) -> None:
+    from llm_quant_rocm.kernels import nvfp4_hopper
+
     x, weight, bias = exact_operands(measured.m, 192, 1040, torch.bfloat16)
     expected = (x.double() @ weight64(weight).t() + bias.double()).float().bfloat16()
-    assert_same(run(tuple(measured.config.values()), x, weight, bias), expected)
+    assert_same(run(nvfp4_hopper.config_of(measured.config), x, weight, bias), expected)
 
 
 def test_a_weight_arranged_for_another_operator_is_refused() -> None:
