@@ -5,8 +5,9 @@ As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where
 units. Such a product holds its warps until it has read those registers, so four warps either decode or multiply, and
 where a layer has no more than a tile for each multiprocessor, that is what it waits for. Here a program has four
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
-In the end they add their sums in shared memory; several programs would have to through the L2 cache. A producer, one
-warp, has the tensor memory accelerator fill a ring of codes, scales and x.
+In the end each adds a share of the columns, its own from registers and the others' from shared memory; several programs
+would have to through the L2 cache. A producer, one warp, has the tensor memory accelerator fill a ring of codes, scales
+and x.
 
 A program has one tile, or its share of the steps of all tiles (`wgmma_parts`): then the consumers' sums have room of
 their own beside the ring, which stays full from one tile to the next.
@@ -54,7 +55,7 @@ class Config:
         block_m: rows of x in a tile, 8 to 128.
         split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
             where it has 128.
-        programs: programs that share the steps of all tiles evenly, for block_m of up to 64; 0: one for each tile.
+        programs: programs that share the steps of all tiles evenly; 0: one for each tile.
     """
 
     block_m: int
@@ -82,8 +83,8 @@ def configs(m: int) -> list[Config]:
 
 
 def shared_configs(m: int, n: int) -> list[Config]:
-    """Those in which an H100's programs share the steps of all tiles; none for more than 64 rows."""
-    whole = [Config(_covering(m), split_k) for split_k in (4, 2) if m <= 64]
+    """Those in which an H100's programs share the steps of all tiles; none for more than 128 rows."""
+    whole = [Config(_covering(m), split_k) for split_k in (4, 2) if m <= 128]
     return [replace(config, programs=each) for config in whole for each in sorted({_programs(config.tiles(m, n)), 132})]
 
 
@@ -200,6 +201,28 @@ def _producer(
 
 
 @gluon.jit
+def _columns(acc, SLICE: gl.constexpr, NUMBER: gl.constexpr, layout: gl.constexpr):
+    """Columns NUMBER * SLICE and following of acc [64, M], SLICE of them: registers that each thread has."""
+    PARTS: gl.constexpr = acc.shape[1] // SLICE
+    if PARTS > 1:
+        low, high = gl.split(acc.reshape(64, 2, acc.shape[1] // 2).permute(0, 2, 1))
+        if NUMBER < PARTS // 2:
+            return _columns(low, SLICE, NUMBER, layout)
+        else:
+            return _columns(high, SLICE, NUMBER - PARTS // 2, layout)
+    else:
+        return gl.convert_layout(acc, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _place_of(
+    GROUP: gl.constexpr, ADDER: gl.constexpr, OWNER: gl.constexpr, SPLIT_K: gl.constexpr, SLICES: gl.constexpr
+):  # fmt: skip
+    """Where consumer ADDER of a group finds OWNER's sums of its columns; its own stay in registers."""
+    return (GROUP * SLICES + ADDER) * (SPLIT_K - 1) + (OWNER if OWNER < ADDER else OWNER - 1)
+
+
+@gluon.jit
 def _store_part(acc, part):
     """Stores acc [64, M] as it lies in registers in `part`, fp32 [M / 8, 128, 4]: four values of each thread side by
     side."""
@@ -232,7 +255,8 @@ def _consumer(
     MINE: gl.constexpr = NUMBER % SPLIT_K
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     GROUPS: gl.constexpr = BLOCK_N // 64
-    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
+    SLICE: gl.constexpr = sums.shape[1] * 8
+    SLICES: gl.constexpr = BLOCK_M // SLICE
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
@@ -271,15 +295,20 @@ def _consumer(
             cta_barrier()
             mbarrier.arrive(taken, count=1)
             mbarrier.wait(taken, 0)
-        _store_part(acc, sums.index(NUMBER))
+        for adder in gl.static_range(SLICES):
+            if adder != MINE:
+                columns = _columns(acc, SLICE, adder, slice_layout)
+                _store_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
         cta_barrier()
         mbarrier.arrive(added, count=1)
-        if SLICE * MINE < BLOCK_M:
+        if MINE < SLICES:
             mbarrier.wait(added, parity)
             total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
-            for part in gl.static_range(SPLIT_K):
-                columns = sums.index(GROUP * SPLIT_K + part).slice(MINE * SLICE // 8, SLICE // 8)
-                total += _load_part(columns, slice_layout)
+            for owner in gl.static_range(SPLIT_K):
+                if owner == MINE:
+                    total += _columns(acc, SLICE, MINE, slice_layout)
+                else:
+                    total += _load_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), slice_layout)
             if SHARED:
                 cta_barrier()
                 mbarrier.arrive(taken, count=1)
@@ -320,16 +349,18 @@ def nvfp4_wgmma_split_kernel(
     there.
     """
     NT: gl.constexpr = BLOCK_N // 16
-    CONSUMERS: gl.constexpr = NT // 4 * SPLIT_K
     SHARED: gl.constexpr = parts is not None
     ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    # For each slice of the columns, the sums of all consumers but the one that adds them.
+    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
+    sums_shape: gl.constexpr = [NT // 4 * (BLOCK_M // SLICE) * (SPLIT_K - 1), SLICE // 8, 128, 4]
     if SHARED:
-        sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS, BLOCK_M // 8, 128, 4], sums_layout)
+        sums = gl.allocate_shared_memory(gl.float32, sums_shape, sums_layout)
     else:
-        sums = reinterpret(ring, gl.float32, [CONSUMERS, BLOCK_M // 8, 128, 4], sums_layout)
+        sums = reinterpret(ring, gl.float32, sums_shape, sums_layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the consumers' sums of a tile are there, and whether there is room for others.
@@ -390,7 +421,7 @@ def gemm_split(
         slice_m = max(config.block_m // config.split_k, 8)
         parts = torch.empty((programs, CONSUMERS, 64 * slice_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
-        sum_bytes = CONSUMERS * 64 * config.block_m * 4
+        sum_bytes = block_n * (config.split_k - 1) * config.block_m * 4
     stages = min((RING_BYTES - sum_bytes) // ((config.block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS

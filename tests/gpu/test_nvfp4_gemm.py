@@ -55,6 +55,8 @@ CONFIGS = [
     SharedTiles(32, 2, 1),
     SharedTiles(64, 4, 11),
     SharedTiles(64, 2, 132),
+    SharedTiles(128, 4, 5),
+    SharedTiles(128, 2, 132),
     # The kernel for many tokens.
     (256, 128, 2),
     (256, 128, 1),
