@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 
 Quantize = Callable[[torch.Tensor, torch.Tensor | None], None]
 
@@ -35,11 +35,10 @@ class ArrivingWeight:
         quantize: Quantize,
         whole_columns: int | None = None,
     ) -> None:
-        self._make, self._quantize, self._whole_columns = make, quantize, whole_columns
+        self._make, self._quantize = make, quantize
+        self._whole_rows = None if whole_columns is None else WholeRows(whole_columns)
         self._missing = None if pieces is None else set(pieces)
         self._weight: torch.nn.Parameter | None = None
-        self._amax: torch.Tensor | None = None
-        self._needs_others = False
         self._lock = Lock()
         self.is_quantized = False
 
@@ -67,14 +66,14 @@ class ArrivingWeight:
                 raise ValueError(f"{name} is in the checkpoint twice: fetch or export it again")
             if self._weight is None:
                 self._weight = self._make()
-            if self._whole_columns is not None:
-                tensor = self._look_at(tensor, rows)
+            if self._whole_rows:
+                self._whole_rows.look_at(self._weight.data, tensor, rows)
             result = loader(self._weight, tensor)
             if piece is None:
                 self._missing = None
             elif self._missing is not None:
                 self._missing -= set(piece)
-                if not self._missing and not self._needs_others:
+                if not self._missing and (self._whole_rows is None or self._whole_rows.is_complete):
                     self._finish()
             return result
 
@@ -89,20 +88,7 @@ class ArrivingWeight:
                 self._finish()
             return sorted(self._missing or (), key=str)
 
-    def _look_at(self, tensor: torch.Tensor, rows: int | slice) -> torch.Tensor:
-        """The tensor as the weight will hold it; its magnitudes are remembered while its rows are whole."""
-        assert self._weight is not None
-        weight = self._weight.data
-        tensor = tensor.to(weight.device, weight.dtype)
-        if self._amax is None:
-            self._amax = torch.zeros((*weight.shape[:-1], 1), dtype=torch.float32, device=weight.device)
-        if tensor.shape == (*weight[rows].shape[:-1], self._whole_columns):
-            self._amax[rows] = fp8.row_amax(tensor)
-        else:
-            self._needs_others = True
-        return tensor
-
     def _finish(self) -> None:
         assert self._weight is not None
-        self._quantize(self._weight.data, None if self._needs_others else self._amax)
-        self.is_quantized, self._weight, self._amax = True, None, None
+        self._quantize(self._weight.data, self._whole_rows.take() if self._whole_rows else None)
+        self.is_quantized, self._weight = True, None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization while a checkpoint loads: checks of its 16-bit tensors, and their FP8 codes."""
 
+import zlib
 from collections.abc import Callable, Container, Iterable
 from functools import wraps
 from typing import Any
@@ -72,7 +73,8 @@ def quantize_weight(
     the caller has seen them: no rank then asks another.
 
     Raises:
-        ValueError: the weight is not where the engine computes, or a row holds NaN or inf (on every rank of `group`).
+        ValueError: the weight is not where the engine computes, or a row holds NaN or inf (on every rank of `group`),
+            or ranks that must ask each other are at different weights.
     """
     if weight.device.type != device_type:
         raise ValueError(
@@ -84,6 +86,7 @@ def quantize_weight(
     # Collectives need not carry NaN through a maximum; they do carry inf.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
     if group is not None and not known:
+        _refuse_another_order(name, group, weight.device)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     broken = amax.isinf().flatten().nonzero()
     if broken.numel():
@@ -92,3 +95,15 @@ def quantize_weight(
             "the checkpoint is broken, or its values overflow the model's dtype; fetch it again, or try another --dtype"
         )
     return fp8.quantize_rows(weight, fp8.for_device(weight.device), amax)
+
+
+def _refuse_another_order(name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """ValueError, on every rank of `group`, where one is not at the weight `name`."""
+    number = zlib.crc32(name.encode())
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if extremes[0] != -extremes[1]:
+        raise ValueError(
+            f"{name} is quantized here while another rank is at another weight, and their scales are those of all "
+            "ranks: load the checkpoint in one order on all, without threads (enable_multithread_load)"
+        )

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm import fusion
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         super().__init__()
         self.config = config
         self.prefix = prefix
-        self.input_is_sharded = False
+        # Where the input is sharded.
+        self.whole_rows: WholeRows | None = None
         vllm_config = get_current_vllm_config()
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
         fusion.enable(vllm_config)
@@ -56,10 +58,13 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.output_size_per_partition = sum(output_partition_sizes)
         layer.orig_dtype = params_dtype
 
-        self.input_is_sharded = input_size_per_partition != input_size
+        loader = extra_weight_attrs["weight_loader"]
+        if input_size_per_partition != input_size:
+            self.whole_rows = WholeRows(input_size)
+            loader = self.whole_rows.watching(loader, lambda tensor, *args, **kwargs: slice(None))
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         self.arrived: set[str] = set()
-        self.loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], self.names.of_shard, self.arrived)
+        self.loader = refusing_other_dtypes(loader, self.names.of_shard, self.arrived)
         weight = ModelWeightParameter(
             data=torch.empty(
                 layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
@@ -77,9 +82,10 @@ class PtpcFp8LinearMethod(LinearMethodBase):
             return
         self.config.report()
         self.refuse_missing(layer)
-        group = get_tp_group().device_group if self.input_is_sharded else None
+        amax = self.whole_rows.take() if self.whole_rows else None
+        group = get_tp_group().device_group if self.whole_rows else None
         codes, scale = quantize_weight(
-            layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type
+            layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type, amax
         )
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         replace_parameter(layer, "weight", codes)

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
+from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_name, global_expert
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         super().__init__(layer, prefix)
         self.config = config
         self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        # Of w2, where it is sharded.
+        self.whole_rows: WholeRows | None = None
 
     def create_weights(
         self,
@@ -52,15 +55,29 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         def name_of_tensor(weight_name: str, shard_id: str, expert_id: int, return_success: bool = False) -> str:
             return f"{expert_name(layer, self.prefix, expert_id, shard_id)}.weight"
 
+        def rows_of_tensor(
+            tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+        ) -> int | slice:
+            # Where experts are sharded, each rank has all; one tensor may, too.
+            return slice(None) if tensor.dim() == 3 else expert_id
+
+        loader = extra_weight_attrs["weight_loader"]
+        w2_loader = loader
+        if self.moe.tp_size > 1:
+            self.whole_rows = WholeRows(intermediate_size_per_partition * self.moe.tp_size)
+            w2_loader = self.whole_rows.watching(loader, rows_of_tensor)
         self.arrived: set[str] = set()
-        self.loader = refusing_other_dtypes(extra_weight_attrs["weight_loader"], name_of_tensor, self.arrived)
+        self.loaders = {
+            "w13_weight": refusing_other_dtypes(loader, name_of_tensor, self.arrived),
+            "w2_weight": refusing_other_dtypes(w2_loader, name_of_tensor, self.arrived),
+        }
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         for name, shape in shapes.items():
             weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
-            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self.loader})
+            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self.loaders[name]})
             layer.register_parameter(name, weight)
         initialize_online_processing(layer)
 
@@ -68,8 +85,9 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         self.config.report()
         self.refuse_missing(layer)
         # vLLM shards experts over data, prefill-context and tensor parallel ranks together: its expert group.
-        w2_group = get_ep_group().device_group if self.moe.tp_size > 1 else None
-        for name, group in (("w13_weight", None), ("w2_weight", w2_group)):
+        w2_amax = self.whole_rows.take() if self.whole_rows else None
+        w2_group = get_ep_group().device_group if self.whole_rows else None
+        for name, group, amax in (("w13_weight", None, None), ("w2_weight", w2_group, w2_amax)):
             weight = getattr(layer, name)
             rows = weight.shape[1]
 
@@ -79,14 +97,14 @@ class PtpcFp8MoEMethod(ExpertsMethod):
                 return f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
 
             codes, scale = quantize_weight(
-                weight, f"{self.prefix}.{name}", name_of_row, group, current_platform.device_type
+                weight, f"{self.prefix}.{name}", name_of_row, group, current_platform.device_type, amax
             )
             replace_parameter(layer, name, codes)
             replace_parameter(layer, f"{name}_scale", scale)
 
     def refuse_missing(self, layer: RoutedExperts) -> None:
         """ValueError where a tensor of one of this rank's experts never arrived."""
-        if layer.w13_weight.weight_loader is self.loader and not self.is_dummy:
+        if layer.w13_weight.weight_loader is self.loaders["w13_weight"] and not self.is_dummy:
             names = (
                 f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
                 for expert in range(layer.w13_weight.shape[0])

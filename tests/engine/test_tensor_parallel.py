@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks hold the bytes and scales of one: of linear layers, of experts, and of experts distributed whole."""
 
+import subprocess
 from pathlib import Path
 
 import engines
 import fake_quantized
+import forks
+import ports
 import pytest
 import torch
 from conftest import succeed
@@ -73,6 +76,23 @@ def test_sharded_experts(moe: engines.Result, two_ranks: engines.Result) -> None
     for rank in ranks:
         assert torch.equal(rank[f"{EXPERTS}.w2_weight_scale"], one[f"{EXPERTS}.w2_weight_scale"])
     assert torch.equal(whole([rank[f"{EXPERTS}.w2_weight"] for rank in ranks], 2), one[f"{EXPERTS}.w2_weight"])
+
+
+def test_ranks_that_load_in_opposite_orders(moe: engines.Result, moe_checkpoint: Path, tmp_path: Path) -> None:
+    """As they may where threads read the files (enable_multithread_load)."""
+    files = [tmp_path / f"{rank}.pt" for rank in range(2)]
+    program, port = str(Path(__file__).with_name("order_process.py")), str(ports.free())
+    environment = engines.environment(VLLM_DIST_IDENT=port)  # which vLLM's executor gives its workers
+    processes = [
+        subprocess.Popen([forks.python(), program, str(moe_checkpoint), str(rank), port, str(file)], env=environment)
+        for rank, file in enumerate(files)
+    ]
+    assert [process.wait(engines.LIMIT) for process in processes] == [0, 0]
+    for file in files:
+        scales = torch.load(file)
+        for name in ("self_attn.o_proj.weight_scale", "mlp.down_proj.weight_scale"):
+            assert torch.equal(scales[f"model.layers.0.{name}"], moe.weights[0][f"model.layers.0.{name}"])
+        assert torch.equal(scales[f"{EXPERTS}.w2_weight_scale"], moe.weights[0][f"{EXPERTS}.w2_weight_scale"])
 
 
 def test_experts_distributed_whole(moe: engines.Result, expert_parallel: engines.Result) -> None:
