@@ -16,7 +16,6 @@ in one of these layouts, which hold the same values:
 
 import hashlib
 import json
-import logging
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +49,8 @@ _FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 
-logger = logging.getLogger("llm_quant_rocm")
+# Models of transformers' Conv1D, whose weights are [K, N].
+_TRANSPOSED = ("gpt2", "openai-gpt")
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -95,7 +95,7 @@ def quantize_checkpoint(
     Args:
         target: a folder that is empty, does not exist, or is of the same call.
         layout: one of `SCHEMES[scheme]`.
-        ignore: patterns (`*` matches anything) of modules that stay in 16 bits.
+        ignore: patterns (`*` matches anything) of the names of modules that stay in 16 bits.
         share_global_scales: in NVFP4, layers that engines fuse (q, k, v; gate, up) share the largest of their global
             scales. This project reads each shard with its own, other engines with one for all.
         input_amax: by module, the largest magnitude of its input over some text; makes a W4A4 checkpoint.
@@ -107,9 +107,9 @@ def quantize_checkpoint(
 
     Raises:
         ValueError, TypeError: an unknown scheme or layout, a target of something else, a source that is no such
-            checkpoint, is truncated or quantized already, a weight that cannot be quantized, an `ignore` that parts
-            layers that engines fuse, an `input_amax` that lacks a module or is not positive, or none where the layout
-            has no W4A16.
+            checkpoint, is truncated or quantized already, a weight that cannot be quantized, an `ignore` that matches
+            nothing or parts layers that engines fuse, an `input_amax` that lacks a module or is not positive, or none
+            where the layout has no W4A16.
         OSError: the disk is too small.
     """
     if scheme not in SCHEMES:
@@ -121,14 +121,16 @@ def quantize_checkpoint(
     if layout == "modelopt-legacy" and input_amax is None:
         raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
     reader = Reader(source)
-    modules = [_module(name) for name in reader.tensors]
-    for pattern in ignore:
-        if pattern not in IGNORE and not any(_matches(module, [pattern]) for module in modules):
-            logger.warning("ignore names %r, which no module of %s matches", pattern, source)
+    _check_ignored(reader, ignore, source)
+    if reader.config.get("model_type") in _TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
+            "be quantized"
+        )
     chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
     if not chosen:
         raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")
-    _check_experts(reader, ignore)
+    _check_experts(reader)
     if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
         raise ValueError(
             "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
@@ -229,7 +231,7 @@ def _write_others(
         output.write_json(INDEX, _index(target, output))
     kept = {_module(name) for name in reader.weights if name not in chosen}
     # A tied output layer has no tensor, but engines build one, and it is not quantized.
-    listed = sorted(kept | {name for name in ignore if "*" not in name})
+    listed = sorted(kept | {"lm_head"}.intersection(ignore))
     for name, content in form.describe(reader.config, listed, w4a4).items():
         output.write_json(name, content)
 
@@ -259,13 +261,27 @@ def fused_with(module: str) -> tuple[str, ...]:
     return tuple(f"{parent}{dot}{member}" for member in group)
 
 
-def _check_experts(reader: Reader, ignore: Sequence[str]) -> None:
-    """Engines quantize all experts or none, so one tensor that holds all of them cannot silently stay."""
+def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:
+    """A user's pattern that matches nothing is a mistake, and engines may find something in it."""
+    modules = [_module(name) for name in reader.tensors]
+    for pattern in ignore:
+        if pattern not in IGNORE and not any(_matches(module, [pattern]) for module in modules):
+            raise ValueError(
+                f"ignore names {pattern!r}, which no module of {source} matches: it must match the whole name, as "
+                "'*.o_proj' does"
+            )
+
+
+def _check_experts(reader: Reader) -> None:
+    """One tensor that holds all experts would stay as it is, and nobody would read it so."""
     for name, tensor in reader.tensors.items():
-        if len(tensor.shape) == 3 and ".experts." in name and not _matches(_module(name), ignore):
+        # The last dimension of a convolution's weight is short, or it has one channel in each group.
+        stacked = len(tensor.shape) == 3 and tensor.shape[1] > 1 and tensor.shape[2] >= 16
+        of_experts = ".experts." in name or (name.endswith(".weight") and not _matches(_module(name), IGNORE))
+        if stacked and of_experts:
             raise ValueError(
                 f"{name} holds all experts of a layer in one tensor {list(tensor.shape)}; experts are quantized from "
-                "one tensor for each of them: save the checkpoint so, or keep them with ignore"
+                "one tensor for each of them: save the checkpoint so"
             )
 
 

@@ -2,6 +2,7 @@
 """NVFP4 checkpoints: the same values in every layout, read back by compressed-tensors and transformers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Conve
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
-from llm_quant_rocm.checkpoint import LAYOUTS, quantize_checkpoint
+from llm_quant_rocm.checkpoint import IGNORE, LAYOUTS, quantize_checkpoint
 from llm_quant_rocm.checkpoint import output as output_module
 from llm_quant_rocm.checkpoint.quantize import fused_with
 from llm_quant_rocm.formats import nvfp4
@@ -162,6 +163,31 @@ def test_ignore(tmp_path: Path) -> None:
 def test_what_always_stays(tmp_path: Path, module: str) -> None:
     tensors = tensors_of_a_model() | {f"{module}.weight": torch.ones(16, 64)}
     assert module in quantize_checkpoint(write(tmp_path / "source", tensors), tmp_path / "target").kept
+
+
+def test_an_ignored_name_that_nothing_matches(tmp_path: Path) -> None:
+    """ModelOpt's lists are matched by parts of names: o_proj among them would name layers that were quantized."""
+    source = write(tmp_path / "source", tensors_of_a_model())
+    for pattern in ("o_proj", "re:.*o_proj", "*.o_porj"):
+        with pytest.raises(ValueError, match=f"^ignore names '{re.escape(pattern)}', which no module of .* matches"):
+            quantize_checkpoint(source, tmp_path / "target", "modelopt", (*IGNORE, pattern))
+    assert not (tmp_path / "target").exists()
+
+
+def test_convolutions_stay(tmp_path: Path) -> None:
+    kernels = {
+        "model.layers.0.mamba.conv1d.weight": torch.randn(64, 1, 31),
+        "audio.conv1.weight": torch.randn(64, 32, 3),
+        "audio.pos_conv_embed.weight": torch.randn(64, 4, 128),
+    }
+    report = quantize_checkpoint(write(tmp_path / "source", tensors_of_a_model() | kernels), tmp_path / "target")
+    assert not {name.removesuffix(".weight") for name in kernels} & {*report.quantized}
+
+
+def test_transposed_weights(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model(), model_type="gpt2")
+    with pytest.raises(ValueError, match=r"source is a gpt2, whose weights are transposed in the checkpoint"):
+        quantize_checkpoint(source, tmp_path / "target")
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
@@ -331,6 +357,8 @@ def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], mess
         ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 72), "^{name} has 72 columns, no multiple of 16"),
         ("model.layers.1.mlp.down_proj.weight", torch.ones(64, 96).int(), "^{name} is I32; weights are"),
         ("model.layers.1.mlp.experts.w1", torch.ones(2, 64, 96), "^{name} holds all experts of a layer in one tensor"),
+        # GraniteMoE's
+        ("model.layers.1.moe.input_linear.weight", torch.ones(2, 64, 96), "^{name} holds all experts of a layer in"),
     ],
 )
 def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.Tensor, message: str) -> None:
