@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
@@ -87,7 +88,8 @@ def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:
     for file in filter(Path.is_file, files):
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.endswith(endings)]  # noqa: SIM118, it is no mapping
-            found |= {name: tensors.get_tensor(name).item() for name in names}
+            single = [name for name in names if prod(tensors.get_slice(name).get_shape()) == 1]
+            found |= {name: tensors.get_tensor(name).item() for name in single}
     return found
 
 

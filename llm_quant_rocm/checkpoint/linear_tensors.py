@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate
+from threading import Lock
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class LinearTensors:
         output_size: all ranks' rows together.
         loader: the engine's weight loader of the layer.
         engine: the engine's classes.
+        on_complete: called when the last tensor that must be there is.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LinearTensors:
         output_size: int,
         loader: Callable[..., Any],
         engine: EngineLayers,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self._layer = layer
         self._sizes = list(sizes)
@@ -76,6 +79,8 @@ class LinearTensors:
         self._prefix = prefix
         self._required: list[str] = []
         self._arrived: set[tuple[str, int]] = set()
+        self._on_complete = on_complete
+        self._lock = Lock()
 
     def add_matrix(self, tensor: str, dtype: torch.dtype, columns: int, whole: int) -> None:
         """A parameter [rows, `columns`] of a checkpoint tensor with `whole` columns, loaded by the engine."""
@@ -93,8 +98,9 @@ class LinearTensors:
                     f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
                     f"{expected}: the checkpoint is broken, or made for another model"
                 )
+            result = self._loader(param, loaded_weight, *args, **kwargs)
             self._note(tensor, shard)
-            return self._loader(param, loaded_weight, *args, **kwargs)
+            return result
 
         data = torch.empty(sum(self._sizes), columns, dtype=dtype)
         parameter = self._engine.parameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
@@ -108,9 +114,9 @@ class LinearTensors:
         )
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
-            param.data[shard_numbers(loaded_shard_id, len(self._sizes))] = self._scalar(
-                tensor, loaded_weight, loaded_shard_id
-            ).to(param.device)
+            scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
+            param.data[shard_numbers(loaded_shard_id, len(self._sizes))] = scalar.to(param.device)
+            self._note(tensor, loaded_shard_id)
 
         _register(self._layer, tensor, values, load)
         self._required.append(tensor)
@@ -146,22 +152,30 @@ class LinearTensors:
 
     def refuse_missing(self) -> None:
         """ValueError where a tensor of a shard never arrived."""
-        for tensor in self._required:
-            for number, shard in enumerate(self._shards):
-                if (tensor, number) not in self._arrived:
-                    raise ValueError(
-                        f"{shard}.{tensor} is missing from the checkpoint: if the layer is not quantized, the ignore "
-                        "list should name it; else fetch or export the checkpoint again"
-                    )
+        for tensor, number in self._missing():
+            raise ValueError(
+                f"{self._shards[number]}.{tensor} is missing from the checkpoint: if the layer is not quantized, the "
+                "ignore list should name it; else fetch or export the checkpoint again"
+            )
+
+    def _missing(self) -> list[tuple[str, int]]:
+        """The tensors that must still arrive, each with its shard's number."""
+        wanted = [(tensor, number) for tensor in self._required for number in range(len(self._shards))]
+        return [each for each in wanted if each not in self._arrived]
 
     def _scalar(self, tensor: str, value: torch.Tensor, shard: _Shard) -> torch.Tensor:
         if value.numel() != 1:
             raise ValueError(f"{self._name(tensor, shard)} has shape {tuple(value.shape)}; it is one value")
-        self._note(tensor, shard)
         return value.float().reshape(())
 
     def _note(self, tensor: str, shard: _Shard) -> None:
-        self._arrived.update((tensor, number) for number in shard_numbers(shard, len(self._sizes)))
+        """What has been loaded. Engines may load from several threads: one of them completes the layer."""
+        with self._lock:
+            before = len(self._arrived)
+            self._arrived.update((tensor, number) for number in shard_numbers(shard, len(self._sizes)))
+            is_last = len(self._arrived) > before and not self._missing()
+        if is_last:
+            self._on_complete()
 
     def _name(self, tensor: str, shard: _Shard) -> str:
         numbers = shard_numbers(shard, len(self._sizes))

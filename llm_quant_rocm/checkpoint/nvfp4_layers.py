@@ -51,15 +51,16 @@ class NvFp4Linear:
         loader: Callable[..., Any],
         fused: Mapping[str, Sequence[str]],
         engine: EngineLayers,
+        on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         """The parameters of `layer`: this rank's `k` input features and `sizes` of its shards, of `whole` (N, K).
 
-        `loader`, `fused` and `engine` as `LinearTensors` takes them.
+        `loader`, `fused`, `engine` and `on_complete` as `LinearTensors` takes them.
         """
         n, whole_k = whole
         refuse_ragged(self._prefix, k, whole_k)
         names = self._names
-        self.checkpoint = LinearTensors(layer, self._prefix, fused, sizes, n, loader, engine)
+        self.checkpoint = LinearTensors(layer, self._prefix, fused, sizes, n, loader, engine, on_complete)
         self.checkpoint.add_matrix(names.codes, torch.uint8, k // 2, whole_k // 2)
         self.checkpoint.add_matrix(names.scales, torch.float8_e4m3fn, k // BLOCK, whole_k // BLOCK)
         self.checkpoint.add_scalars(names.global_scale)

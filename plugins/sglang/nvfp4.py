@@ -35,6 +35,8 @@ from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fus
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
+# A layer's scales that may be one value: of NVFP4, and of FP8.
+_SCALARS = ("weight_scale_2", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 
 logger = logging.getLogger("llm_quant_rocm")
@@ -198,16 +200,17 @@ def _refuse_lost_scales(folder: Path) -> None:
     """Of q_a_proj and kv_a_proj_with_mqa SGLang's DeepSeek models make one layer, and give it the first one's scalars.
 
     Raises:
-        ValueError: ModelOpt's global scales of the two differ, so that the second one's weights would be wrong.
+        ValueError: ModelOpt's scales of the two differ, NVFP4's global ones or FP8's, so that the second one's weights
+            would be wrong.
     """
-    first, second = "q_a_proj.weight_scale_2", "kv_a_proj_with_mqa.weight_scale_2"
-    scales = read_scalars(folder, (f".{first}", f".{second}"))
+    first, second = "q_a_proj", "kv_a_proj_with_mqa"
+    scales = read_scalars(folder, tuple(f".{layer}.{scale}" for layer in (first, second) for scale in _SCALARS))
     for name, scale in scales.items():
-        read = name.removesuffix(second) + first if name.endswith(second) else name
+        read = name.replace(f".{second}.", f".{first}.")
         if scales.get(read, scale) != scale:
             raise ValueError(
                 f"{name} is {scale} and {read} is {scales[read]}, and SGLang takes the second for both: export the "
-                "model with one global scale for the two, or with self_attn in 16 bits, or serve it with vLLM"
+                "model with one scale for the two, or with self_attn in 16 bits, or serve it with vLLM"
             )
 
 

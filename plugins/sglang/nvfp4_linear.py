@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of NVFP4 checkpoints."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 class NvFp4LinearMethod(LinearMethodBase):
     """Serves one linear layer, or an output head that the checkpoint quantizes, by `NvFp4Linear`.
 
-    MLA's `kv_b_proj` is decoded when it is loaded: SGLang multiplies its weight into others', and wants it in 16 bits.
+    MLA's `kv_b_proj` is decoded as soon as its tensors are there: SGLang's models take its weight apart, in 16 bits, at
+    the end of `load_weights`, before weights are processed.
     """
 
     def __init__(self, config: NvFp4Config, prefix: str) -> None:
         self.config = config
         self.is_absorbed = prefix.rpartition(".")[2] == "kv_b_proj"
+        self.is_decoded = False
         self.linear = NvFp4Linear(
             config.tensors, prefix, config.options, is_dummy=is_dummy(), batch_invariant=batch_invariant()
         )
@@ -44,15 +47,21 @@ class NvFp4LinearMethod(LinearMethodBase):
             extra_weight_attrs["weight_loader"],
             self.config.packed_modules_mapping,
             ENGINE,
+            *([partial(self.decode, layer)] if self.is_absorbed else []),
         )
+
+    def decode(self, layer: LinearBase) -> None:
+        """Puts the weight in 16 bits in the place of what was loaded."""
+        weight = self.linear.weight(layer).dequantize(self.dtype)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.is_decoded = True
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
-        if self.is_absorbed:
-            weight = self.linear.weight(layer).dequantize(self.dtype)
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        else:
+        if not self.is_absorbed:
             self.linear.finish(layer)
+        elif not self.is_decoded:
+            self.decode(layer)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_absorbed:

@@ -59,3 +59,35 @@ def test_codes_in_signed_bytes() -> None:
     with pytest.raises(TypeError, match=r"a\.q_proj\.weight is torch\.int8 .* promises torch\.uint8"):
         layer.weight.weight_loader(layer.weight, torch.zeros(32, 16, dtype=torch.int8), "q")
     assert loaded == []
+
+
+@pytest.mark.parametrize("last", ["q", "scale"])
+def test_the_last_tensor_completes_a_layer(last: str) -> None:
+    """Once, when the engine's loader has copied it; what may lack does not count."""
+    layer, seen = Qkv(), []
+    tensors = LinearTensors(
+        layer, "a.qkv_proj", FUSED, [8, 4, 4], 64, lambda param, weight, shard: param.data.fill_(7),
+        EngineLayers(parameter, (Qkv,), Embedding), lambda: seen.append((layer.weight.max(), layer.scale.max())),
+    )  # fmt: skip
+    tensors.add_matrix("weight", torch.uint8, 16, 16)
+    tensors.add_scalars("scale")
+    tensors.add_optional_scalars("input_scale")
+
+    def load(name: str, tensor: torch.Tensor, *shard: Any) -> None:
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor, *shard)
+
+    steps = {
+        "scale": lambda: load("scale", torch.tensor(0.5)),
+        "q": lambda: load("weight", torch.zeros(32, 16, dtype=torch.uint8), "q"),
+    }
+    for shard in ("k", "v"):
+        load("weight", torch.zeros(8, 16, dtype=torch.uint8), shard)
+    steps.pop("q" if last == "scale" else "scale")()
+    load("input_scale", torch.tensor(2.0))
+    assert not seen
+    steps.pop(last)()
+    assert seen == [(7, 0.5)]
+    load("input_scale", torch.tensor(2.0))
+    load("weight", torch.zeros(8, 16, dtype=torch.uint8), "v")
+    assert len(seen) == 1

@@ -236,21 +236,21 @@ def test_a_truncated_file_is_refused_before_the_model_is_built(
 
 @pytest.mark.parametrize("is_indexed", [False, True], ids=["one file", "indexed"])
 @pytest.mark.parametrize("scale", [0.5, 0.25], ids=["one scale", "two scales"])
-def test_a_global_scale_that_sglang_would_lose(
-    scale: float, is_indexed: bool, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+@pytest.mark.parametrize("scalar", ["weight_scale_2", "weight_scale"], ids=["NVFP4", "FP8"])
+def test_a_scale_that_sglang_would_lose(
+    scalar: str, scale: float, is_indexed: bool, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
 ) -> None:
-    """SGLang makes one layer of these two, and gives it the scalars of q_a_proj."""
+    """SGLang makes one layer of these two, and gives it the scalars of q_a_proj. Scales of blocks it keeps."""
     model = nvfp4_moe.write_modelopt(tmp_path / "latent")
-    latent = "model.layers.0.self_attn.{}.weight_scale_2"
-    scales = {latent.format("q_a_proj"): 0.5, latent.format("kv_a_proj_with_mqa"): scale}
+    latent = f"model.layers.{scalar == 'weight_scale':d}.self_attn.{{}}.{scalar}"
+    scales: dict[str, Any] = {latent.format("q_a_proj"): 0.5, latent.format("kv_a_proj_with_mqa"): scale}
+    scales["model.layers.2.self_attn.q_a_proj.weight_scale"] = [[1.0, 2.0]]
     save_file({name: torch.tensor(value) for name, value in scales.items()}, model / "scales.safetensors")
     if is_indexed:
         files = dict.fromkeys(load_file(model / "model.safetensors"), "model.safetensors")
         index = {"weight_map": files | dict.fromkeys(scales, "scales.safetensors")}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    words = (
-        "kv_a_proj_with_mqa.weight_scale_2 is 0.25 and .*q_a_proj.weight_scale_2 is 0.5, and SGLang takes the second"
-    )
+    words = f"kv_a_proj_with_mqa.{scalar} is 0.25 and .*q_a_proj.{scalar} is 0.5, and SGLang takes the second"
     with pytest.raises(ValueError, match=words) if scale != 0.5 else nullcontext():
         assert method(model) == nvfp4.NAME
 

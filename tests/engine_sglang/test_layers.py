@@ -216,17 +216,34 @@ def test_what_models_fuse_is_added_to_what_all_do(config: Callable[[dict[str, li
     assert set(made.packed_modules_mapping) >= {"qkv_proj", "gate_up_proj", "in_proj", "fused_qkv_a_proj_with_mqa"}
 
 
-@pytest.mark.parametrize(("name", "is_decoded"), [("kv_b_proj", True), ("o_proj", False)])
-def test_what_mla_absorbs_is_decoded(name: str, is_decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang multiplies the weight into others'."""
-    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+@pytest.mark.parametrize("last", ["weight", "weight_scale", "weight_scale_2", None], ids=str)
+@pytest.mark.parametrize(("name", "is_absorbed"), [("kv_b_proj", True), ("o_proj", False)])
+def test_what_mla_absorbs_is_decoded(
+    name: str, is_absorbed: bool, last: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before weights are processed: by then SGLang's model has taken the weight apart. `last` is the last tensor."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: last is None)
     config = NvFp4Config.from_config({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
-    method = nvfp4_linear.NvFp4LinearMethod(config, f"model.layers.0.self_attn.{name}")
-    method.dtype, layer, weight = torch.bfloat16, torch.nn.Module(), nvfp4.quantize(torch.randn(32, 64))
-    monkeypatch.setattr(method.linear, "weight", lambda layer: weight)
+    method, layer = nvfp4_linear.NvFp4LinearMethod(config, f"model.layers.0.self_attn.{name}"), torch.nn.Module()
+    weight = nvfp4.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
+
+    def copy(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+
+    method.create_weights(layer, 64, [32], 64, 32, torch.bfloat16, weight_loader=copy)
+    tensors = {"weight": weight.codes, "weight_scale": weight.scales, "weight_scale_2": weight.global_scale[0]}
+    if last is None:
+        layer.weight.data.copy_(weight.codes)
+    else:
+        for part in sorted(tensors, key=lambda part: part == last):
+            parameter = getattr(layer, part)
+            parameter.weight_loader(parameter, tensors[part])
+        assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
     method.process_weights_after_loading(layer)
-    assert (layer.weight.dtype == torch.bfloat16) is is_decoded
-    assert not is_decoded or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
+    assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
+    if last is None:
+        return
+    assert not is_absorbed or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
     x, bias = torch.randn(3, 64).bfloat16(), torch.randn(32).bfloat16()
     expected = torch.nn.functional.linear(x.float(), weight.dequantize(torch.float32), bias.float())
     torch.testing.assert_close(method.apply(layer, x, bias).float(), expected, rtol=1e-2, atol=0.1)
