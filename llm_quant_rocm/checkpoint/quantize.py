@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized checkpoints made of 16-bit Hugging Face checkpoints, one file at a time.
 
-Every two-dimensional weight is quantized but for those of modules that `ignore` names, by one of two schemes:
+Every two-dimensional weight is quantized but for those of modules that `ignore` names and of Mamba's first kind, by one
+of two schemes:
 
     ptpc_fp8   FP8 with a scale an output channel, for activations quantized per token while serving
     nvfp4      4 bits, for 16-bit activations (W4A16), or, with the largest magnitudes that the layers' inputs reached,
@@ -18,7 +19,7 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,7 +128,8 @@ def quantize_checkpoint(
             f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
             "be quantized"
         )
-    chosen = {name for name in reader.weights if not _matches(_module(name), ignore)}
+    stay = in_mixers(map(_module, reader.weights))
+    chosen = {name for name in reader.weights if not _matches(_module(name), ignore) and _module(name) not in stay}
     if not chosen:
         raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")
     _check_experts(reader)
@@ -261,6 +263,12 @@ def fused_with(module: str) -> tuple[str, ...]:
     return tuple(f"{parent}{dot}{member}" for member in group)
 
 
+def in_mixers(modules: Iterable[str]) -> set[str]:
+    """Those of Mamba's first kind, whose layers have a dt_proj: engines know no quantization of them."""
+    names = set(modules)
+    return {name for name in names if f"{name.rpartition('.')[0]}.dt_proj" in names}
+
+
 def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:
     """A user's pattern that matches nothing is a mistake, and engines may find something in it."""
     modules = [_module(name) for name in reader.tensors]
@@ -281,7 +289,7 @@ def _check_experts(reader: Reader) -> None:
         if stacked and of_experts:
             raise ValueError(
                 f"{name} holds all experts of a layer in one tensor {list(tensor.shape)}; experts are quantized from "
-                "one tensor for each of them: save the checkpoint so"
+                "one tensor for each of them: save the checkpoint so, or serve it with --quantization ptpc_fp8"
             )
 
 

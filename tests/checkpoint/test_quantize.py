@@ -184,6 +184,17 @@ def test_convolutions_stay(tmp_path: Path) -> None:
     assert not {name.removesuffix(".weight") for name in kernels} & {*report.quantized}
 
 
+def test_mamba_stays(tmp_path: Path) -> None:
+    """Of the first kind; of the second, which has no dt_proj, engines serve quantized layers."""
+    shapes = {"in_proj": (128, 64), "x_proj": (48, 64), "dt_proj": (64, 16), "out_proj": (64, 64)}
+    tensors = {f"model.layers.0.mamba.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    second = {f"model.layers.1.mamba.{name}": torch.randn(shapes[name]) for name in ("in_proj", "out_proj")}
+    tensors |= {f"{name}.weight": tensor for name, tensor in second.items()}
+    report = quantize_checkpoint(write(tmp_path / "source", tensors), tmp_path / "target")
+    assert set(report.kept) == {f"model.layers.0.mamba.{name}" for name in shapes}
+    assert set(report.quantized) == set(second)
+
+
 def test_transposed_weights(tmp_path: Path) -> None:
     source = write(tmp_path / "source", tensors_of_a_model(), model_type="gpt2")
     with pytest.raises(ValueError, match=r"source is a gpt2, whose weights are transposed in the checkpoint"):

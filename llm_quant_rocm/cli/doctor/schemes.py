@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
-from llm_quant_rocm.checkpoint.quantize import IGNORE
+from llm_quant_rocm.checkpoint.quantize import IGNORE, in_mixers
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey
 from llm_quant_rocm.cli.doctor.engines import HOSTS
 from llm_quant_rocm.cli.doctor.packages import installed
@@ -55,8 +55,10 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
         def in_fp8(module: Module) -> str:
             return FP8 if module.is_linear and not ignored.is_ignored(module.name, {}) else HALF
 
+        mixers = in_mixers(module.name for module in found.modules)
+
         def in_nvfp4(module: Module) -> str:
-            stays = any(fnmatchcase(module.name, entry) for entry in IGNORE)
+            stays = module.name in mixers or any(fnmatchcase(module.name, entry) for entry in IGNORE)
             return NVFP4 if len(module.shape) == 2 and not stays else HALF
 
         target = f"{folder.name}-NVFP4"
