@@ -2,6 +2,7 @@
 """Accuracy of a model over a text, computed by a real vLLM."""
 
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -35,11 +36,11 @@ class Evaluation:
     @property
     def word_perplexity(self) -> float:
         """exp of the loss per word: does not depend on the tokenizer."""
-        return math.exp(self.loss / self.words)
+        return _exp(self.loss / self.words)
 
     def loss_percent(self, baseline: "Evaluation") -> float:
         """By how much the word perplexity is above the baseline's, in percent."""
-        return 100.0 * (self.word_perplexity / baseline.word_perplexity - 1.0)
+        return 100.0 * (_exp((self.loss - baseline.loss) / self.words) - 1.0)
 
     def agreement_percent(self, baseline: "Evaluation") -> float:
         """Share of the positions at which both choose the same token, in percent."""
@@ -47,6 +48,11 @@ class Evaluation:
             raise ValueError("the evaluations are of different texts")
         same = sum(a == b for a, b in zip(self.greedy, baseline.greedy, strict=True))
         return 100.0 * same / len(self.greedy)
+
+
+def _exp(x: float) -> float:
+    """exp, infinite where math.exp raises: a model may be as bad as that, and others' figures are still wanted."""
+    return math.exp(x) if x < math.log(sys.float_info.max) else math.inf
 
 
 def evaluate(

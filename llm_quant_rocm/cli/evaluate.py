@@ -21,6 +21,7 @@ from llm_quant_rocm.json_files import json_object
 
 CONTEXT = 2048  # tokens, where the model has room for as many
 GPU_MEMORY = 0.85
+_LONGEST_WORDS = 50  # characters on average, of a text that has words at all
 Tasks = dict[str, dict[str, dict[str, float]]]  # by method, task and metric
 
 
@@ -38,7 +39,7 @@ def evaluate(
     include: Annotated[Path | None, typer.Option(help="A folder of lm-eval tasks of your own.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Examples a task; all where left out.")] = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a window of the text, and of the engine.")
+        int | None, typer.Option(min=3, help="Tokens of a window of the text, and of the engine.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs the model is cut over.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 3600.0,
@@ -158,6 +159,12 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
         raise CommandError(f"{text} is no text in UTF-8 ({error.reason}): name another by --text.") from error
     if not content.strip():
         raise CommandError(f"{text} is empty: name another text file by --text.")
+    words = len(content.split())
+    if len(content) > _LONGEST_WORDS * words:
+        raise CommandError(
+            f"{text} has {words} words in {len(content)} characters, and perplexity is that of a word: name a text "
+            "with blanks between words by --text."
+        )
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise CommandError("--tasks needs lm-eval: pip install 'llm-quant-rocm[tools]'")
 

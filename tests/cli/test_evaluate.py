@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from llm_quant_rocm.cli._tasks_worker import named
 from llm_quant_rocm.cli.evaluate import columns, figures
 
 BASE = Evaluation(800.0, 100, (1, 2, 3, 4), ("A",))
+NOISE = Evaluation(1e6, 100, (5, 6, 7, 8), ("C",))
 OTHER = Evaluation(801.0, 100, (1, 2, 3, 5), ("B",))
 
 
@@ -83,6 +85,11 @@ def test_figures_compare_with_the_first() -> None:
         ({"config.json": b"{}"}, [], "heldout.txt is not there: name a text file by --text."),
         ({"config.json": b"{}", "heldout.txt": b"\n"}, [], "heldout.txt is empty: name another text file by --text."),
         (
+            {"config.json": b"{}", "heldout.txt": "\u6f22\u5b57".encode() * 200},
+            [],
+            "has 1 words in 400 characters, and perplexity is that of a word: name a text with blanks between words",
+        ),
+        (
             {"config.json": b"{}", "heldout.txt": b"\x92\xff"},
             [],
             "heldout.txt is no text in UTF-8 (invalid start byte)",
@@ -91,7 +98,7 @@ def test_figures_compare_with_the_first() -> None:
         ({"config.json": b"[1]", "heldout.txt": b"a"}, [], "config.json holds no JSON object: download"),
         ({"config.json": b"{}"}, ["--quantization", "bf16,bf16"], "--quantization names bf16 twice."),
     ],
-    ids=["model", "text", "empty", "picture", "broken", "list", "methods"],
+    ids=["model", "text", "empty", "no blanks", "picture", "broken", "list", "methods"],
 )
 def test_one_sentence_for_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], options: list[str], message: str
@@ -210,3 +217,11 @@ def test_products_in_fp8_are_not_onednns_where_cpus_have_amx(amx: bool, monkeypa
     _evaluate_worker._avoid_slow_products()
     assert torch._scaled_mm(1, bias=2) == 3
     assert seen == (["leave", False] if amx else [True]) and torch.backends.mkldnn.enabled
+
+
+def test_a_model_that_is_noise_costs_no_other_models_figures() -> None:
+    found = figures({"bf16": BASE, "broken": NOISE, "good": OTHER}, {}, Path("model"), Path("text"), 8)
+    methods = found["methods"]
+    assert math.isinf(methods["broken"]["word_perplexity"]) and math.isinf(methods["broken"]["loss_percent"])
+    assert methods["good"]["loss_percent"] == pytest.approx(100 * math.expm1(0.01))
+    assert _evaluate.table("title", {"bf16": BASE, "broken": NOISE}, "bf16").row_count == 2
