@@ -292,6 +292,15 @@ def test_a_weight_that_does_not_divide_stays_as_it_is(aiter: Any, shape: tuple[i
     assert ops.prepare_ptpc_weight(wq) == (wq, "row")
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference", "aiter"])
+def test_a_weight_is_arranged_for_the_backend_that_is_forced(
+    aiter: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLM_QUANT_ROCM_PTPC_GEMM", backend)
+    _, layout = ops.prepare_ptpc_weight(torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz))
+    assert gemm_operator._choose(gemm_call(layout=layout)).backend.name == backend
+
+
 def test_an_unshuffled_weight_passes_aiter_over(aiter: Any) -> None:
     choice = gemm_operator._choose(gemm_call())
     assert choice.backend.name == "torch"

@@ -32,12 +32,15 @@ class EngineLayers:
     """An engine's classes, by what `LinearTensors` needs of them.
 
     Attributes:
-        parameter: makes a matrix's parameter of `data`, `input_dim`, `output_dim` and `weight_loader`.
+        parameter: makes a matrix's parameter of `data`, `input_dim`, `output_dim`, `weight_loader`, and
+            `on_other_loader`, which is told of a loader that a model sets in its place.
+        scalars: makes a parameter of `data` and `weight_loader`.
         plain: linear layers whose shards hold the checkpoint's rows in their order. Others have rules of their own.
         embedding: embeddings and output heads.
     """
 
     parameter: Callable[..., torch.nn.Parameter]
+    scalars: Callable[..., torch.nn.Parameter]
     plain: tuple[type, ...]
     embedding: type[Any]
 
@@ -74,6 +77,7 @@ class LinearTensors:
         self._sizes = list(sizes)
         self._ranks = output_size // max(1, sum(sizes))
         self._loader = loader
+        self._has_own_rows = False
         self._engine = engine
         self._shards = [shard_name(prefix, shard, fused) for shard in range(len(sizes))]
         self._prefix = prefix
@@ -103,22 +107,21 @@ class LinearTensors:
             return result
 
         data = torch.empty(sum(self._sizes), columns, dtype=dtype)
-        parameter = self._engine.parameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
+        parameter = self._engine.parameter(
+            data=data, input_dim=1, output_dim=0, weight_loader=load, on_other_loader=self._use
+        )
         self._layer.register_parameter(tensor, parameter)
         self._required.append(tensor)
 
     def add_scalars(self, tensor: str) -> None:
         """A parameter, fp32 [shards], of checkpoint tensors with one value for each shard."""
-        values = torch.nn.Parameter(
-            torch.full((len(self._sizes),), torch.nan, dtype=torch.float32), requires_grad=False
-        )
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
             param.data[shard_numbers(loaded_shard_id, len(self._sizes))] = scalar.to(param.device)
             self._note(tensor, loaded_shard_id)
 
-        _register(self._layer, tensor, values, load)
+        self._register(tensor, torch.full((len(self._sizes),), torch.nan, dtype=torch.float32), load)
         self._required.append(tensor)
 
     def add_optional_scalars(self, tensor: str) -> dict[int, torch.Tensor]:
@@ -127,23 +130,21 @@ class LinearTensors:
         Their parameter is empty: vLLM insists on the checkpoint's having every other one.
         """
         values: dict[int, torch.Tensor] = {}
-        placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
             values.update(dict.fromkeys(shard_numbers(loaded_shard_id, len(self._sizes)), scalar))
 
-        _register(self._layer, tensor, placeholder, load)
+        self._register(tensor, torch.empty(0), load)
         return values
 
     def add_refused(self, tensor: str) -> None:
         """A parameter, empty, whose checkpoint tensor says that the layer is not quantized."""
-        placeholder = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
 
-        _register(self._layer, tensor, placeholder, load)
+        self._register(tensor, torch.empty(0), load)
 
     def pieces(self) -> list[tuple[str, slice]]:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
@@ -181,8 +182,17 @@ class LinearTensors:
         numbers = shard_numbers(shard, len(self._sizes))
         return f"{self._shards[numbers[0]] if len(numbers) == 1 else self._prefix}.{tensor}"
 
+    def _use(self, loader: Callable[..., Any]) -> None:
+        """A model's own loader, of one matrix and so of all: they have the same rows."""
+        self._loader, self._has_own_rows = loader, True
+
+    def _register(self, name: str, data: torch.Tensor, loader: Callable[..., Any]) -> None:
+        self._layer.register_parameter(name, self._engine.scalars(data=data, weight_loader=loader))
+
     def _rows(self, shard: _Shard) -> int | None:
         """How many rows the checkpoint tensor of `shard` has, None where the engine alone knows."""
+        if self._has_own_rows:
+            return None
         if isinstance(self._layer, self._engine.embedding):
             return self._layer.org_vocab_size
         numbers = shard_numbers(shard, len(self._sizes))
@@ -190,8 +200,3 @@ class LinearTensors:
             return None
         replicas = self._layer.num_kv_head_replicas if shard in ("k", "v") else 1
         return self._sizes[numbers[0]] * self._ranks // replicas
-
-
-def _register(layer: torch.nn.Module, name: str, parameter: torch.nn.Parameter, loader: Callable[..., Any]) -> None:
-    parameter.weight_loader = loader  # type: ignore[attr-defined]
-    layer.register_parameter(name, parameter)

@@ -36,11 +36,11 @@ from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens, and image
-# encoders stay: engines read them as they are.
+# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
+# what it says, what picks tokens for sparse attention, and image encoders stay: engines read them as they are.
 IGNORE = (
-    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*visual*",
-    "*vision*",
+    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj",
+    "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj", "*visual*", "*vision*",
 )  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 _FUSED = (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llm_quant_rocm import hardware, reference, tuning
-from llm_quant_rocm.backends import Backend, Choice, choose, missing
+from llm_quant_rocm.backends import Backend, Choice, choose, forced, missing
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops import _aiter
 from llm_quant_rocm.ops._register import register
@@ -220,10 +220,11 @@ _operator = register(
 def prepare_ptpc_weight(wq: torch.Tensor) -> tuple[torch.Tensor, str]:
     """wq [N, K] in the layout that the best GEMM of its device reads, and the layout's name for `ptpc_gemm`.
 
-    Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter.
+    Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter,
+    and where another backend is forced.
     """
     n, k = wq.shape
-    if n % 16 or k % 32 or _aiter.refusal(wq.device):
+    if forced("ptpc_gemm") not in (None, "aiter") or n % 16 or k % 32 or _aiter.refusal(wq.device):
         return wq, ROW
     return _aiter.shuffle_weight(wq), _aiter.LAYOUT
 

@@ -14,14 +14,21 @@ from sglang.srt.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from sglang.srt.layers.parameter import ModelWeightParameter
+from sglang.srt.layers.parameter import BasevLLMParameter, ModelWeightParameter
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_server_args
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 
+
+def _weight(on_other_loader: Any, **arguments: Any) -> ModelWeightParameter:
+    """SGLang's models set no loaders of their own."""
+    return ModelWeightParameter(**arguments)
+
+
 ENGINE = EngineLayers(
-    parameter=ModelWeightParameter,
+    parameter=_weight,
+    scalars=BasevLLMParameter,
     plain=(ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear),
     embedding=VocabParallelEmbedding,
 )

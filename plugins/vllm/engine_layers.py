@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's classes of layers and parameters, for the library's loaders of checkpoint tensors."""
 
+from collections.abc import Callable
+from typing import Any
+
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -9,12 +12,54 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 
+Loader = Callable[..., Any]
+
+
+class _KeepsLoader(BasevLLMParameter):
+    """A parameter that keeps its loader, which sees and checks everything, where a model sets one of its own, as
+    Mamba-2 does for groups that all ranks have. `on_other_loader` is told of that one.
+
+    vLLM's wrapper for quantization while loading comes and goes.
+    """
+
+    def __init__(self, on_other_loader: Callable[[Loader], None], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._on_other_loader = on_other_loader
+        self._own = self._last = super().weight_loader
+
+    @property
+    def weight_loader(self) -> Loader:
+        return super().weight_loader
+
+    @weight_loader.setter
+    def weight_loader(self, loader: Loader) -> None:
+        if loader is self._own or getattr(loader, "__name__", "") == "online_process_loader":
+            self._last = loader
+        else:
+            self._on_other_loader(loader)
+        self._weight_loader = self._last
+
+    @weight_loader.deleter
+    def weight_loader(self) -> None:
+        self._weight_loader = None  # models that set one delete the one before
+
+
+class Weight(_KeepsLoader, ModelWeightParameter):
+    """A matrix whose rows or columns ranks share."""
+
+
+def scalars(**arguments: Any) -> BasevLLMParameter:
+    """Values that all ranks have: a model's loader of rows is not for them."""
+    return _KeepsLoader(on_other_loader=lambda loader: None, **arguments)
+
+
 ENGINE = EngineLayers(
-    parameter=ModelWeightParameter,
+    parameter=Weight,
+    scalars=scalars,
     plain=(ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear),
     embedding=VocabParallelEmbedding,
 )

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
-from llm_quant_rocm_vllm import fusion
+from llm_quant_rocm_vllm import compile_key, fusion
 from llm_quant_rocm_vllm.engine_layers import ENGINE
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Fp8LinearMethod(LinearMethodBase):
                 "to vLLM with LLM_QUANT_ROCM_NVFP4=0"
             )
         self.config = config
-        vllm_config = get_current_vllm_config()
-        self.linear = Fp8Linear(prefix, is_dummy=vllm_config.load_config.load_format == "dummy")
-        fusion.enable(vllm_config)
+        self.vllm_config = get_current_vllm_config()
+        self.linear = Fp8Linear(prefix, is_dummy=self.vllm_config.load_config.load_format == "dummy")
+        fusion.enable(self.vllm_config)
 
     def create_weights(
         self,
@@ -66,6 +66,7 @@ class Fp8LinearMethod(LinearMethodBase):
             return
         self.config.report()
         self.linear.finish(layer)
+        compile_key.extend(self.vllm_config, layer.ptpc_layout)
         layer._already_called_process_weights_after_loading = True
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_vllm import fusion
+from llm_quant_rocm_vllm import compile_key, fusion
 from llm_quant_rocm_vllm.engine_layers import ENGINE
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
@@ -24,7 +24,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.config = config
         # MLA attention reads this layer's weight by serving it an identity matrix.
         self.options = Options() if prefix.rpartition(".")[2] == "kv_b_proj" else config.options
-        vllm_config = get_current_vllm_config()
+        self.vllm_config = vllm_config = get_current_vllm_config()
         self.linear = NvFp4Linear(
             config.tensors,
             prefix,
@@ -68,6 +68,7 @@ class NvFp4LinearMethod(LinearMethodBase):
             return
         self.config.report()
         self.linear.finish(layer)
+        compile_key.extend(self.vllm_config, f"{self.options} {layer.nvfp4}")
         layer._already_called_process_weights_after_loading = True
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of `ptpc_fp8`."""
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,6 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
@@ -16,7 +16,8 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
-from llm_quant_rocm_vllm import fusion
+from llm_quant_rocm_vllm import compile_key, fusion
+from llm_quant_rocm_vllm.engine_layers import Loader, Weight
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -38,9 +39,9 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.prefix = prefix
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None
-        vllm_config = get_current_vllm_config()
-        self.is_dummy = vllm_config.load_config.load_format == "dummy"
-        fusion.enable(vllm_config)
+        self.vllm_config = get_current_vllm_config()
+        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
+        fusion.enable(self.vllm_config)
 
     def create_weights(
         self,
@@ -58,45 +59,58 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.output_size_per_partition = sum(output_partition_sizes)
         layer.orig_dtype = params_dtype
 
-        loader = extra_weight_attrs["weight_loader"]
+        self.copy: Loader = extra_weight_attrs["weight_loader"]
         if input_size_per_partition != input_size:
             self.whole_rows = WholeRows(input_size)
-            loader = self.whole_rows.watching(loader, lambda tensor, *args, **kwargs: slice(None))
+            self.copy = self.whole_rows.watching(self.copy, lambda tensor, *args, **kwargs: slice(None))
+
+        @wraps(self.copy)  # vLLM binds arguments by the loader's signature
+        def load(*args: Any, **kwargs: Any) -> Any:
+            return self.copy(*args, **kwargs)
+
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         self.arrived: set[str] = set()
-        self.loader = refusing_other_dtypes(loader, self.names.of_shard, self.arrived)
-        weight = ModelWeightParameter(
+        loader = refusing_other_dtypes(load, self.names.of_shard, self.arrived)
+        weight = Weight(
             data=torch.empty(
                 layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
             ),
             input_dim=1,
             output_dim=0,
-            weight_loader=self.loader,
+            weight_loader=loader,
+            on_other_loader=self.use_loader,
         )
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
+
+    def use_loader(self, loader: Loader) -> None:
+        """Have a model's own loader copy the checkpoint's tensors into the weight."""
+        self.copy = loader
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         # vLLM sets this mark back when it reloads weights.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         self.config.report()
-        self.refuse_missing(layer)
+        self.refuse_missing()
         amax = self.whole_rows.take() if self.whole_rows else None
         group = get_tp_group().device_group if self.whole_rows else None
         codes, scale = quantize_weight(
             layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type, amax
         )
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        compile_key.extend(self.vllm_config, f"{layer.ptpc_layout} but {self.config.layers.ignored}")
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
+        # DeepSeek's fused_qkv_a_proj would multiply by the weight itself: it was in BF16 when that was decided.
+        if hasattr(layer, "_use_min_latency_gemm"):
+            layer._use_min_latency_gemm = False
         layer._already_called_process_weights_after_loading = True
 
-    def refuse_missing(self, layer: LinearBase) -> None:
+    def refuse_missing(self) -> None:
         """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""
-        whole = self.names.of_shard()
-        # Some models load a weight in a way of their own (Mamba), or all shards by one tensor (Phi-3).
-        if layer.weight.weight_loader is self.loader and whole not in self.arrived and not self.is_dummy:
+        # Some models load all shards by one tensor (Phi-3).
+        if self.names.of_shard() not in self.arrived and not self.is_dummy:
             refuse_missing(self.names.of_all(), self.arrived)
         self.arrived.clear()
 

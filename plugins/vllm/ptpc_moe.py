@@ -67,7 +67,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
             self.whole_rows = WholeRows(intermediate_size_per_partition * self.moe.tp_size)
             w2_loader = self.whole_rows.watching(loader, rows_of_tensor)
         self.arrived: set[str] = set()
-        self.loaders = {
+        loaders = {
             "w13_weight": refusing_other_dtypes(loader, name_of_tensor, self.arrived),
             "w2_weight": refusing_other_dtypes(w2_loader, name_of_tensor, self.arrived),
         }
@@ -77,7 +77,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         }
         for name, shape in shapes.items():
             weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
-            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self.loaders[name]})
+            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": loaders[name]})
             layer.register_parameter(name, weight)
         initialize_online_processing(layer)
 
@@ -104,7 +104,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
 
     def refuse_missing(self, layer: RoutedExperts) -> None:
         """ValueError where a tensor of one of this rank's experts never arrived."""
-        if layer.w13_weight.weight_loader is self.loaders["w13_weight"] and not self.is_dummy:
+        if not self.is_dummy:
             names = (
                 f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
                 for expert in range(layer.w13_weight.shape[0])

@@ -21,7 +21,7 @@ class Embedding(torch.nn.Module):
     pass
 
 
-def parameter(data: torch.Tensor, input_dim: int, output_dim: int, weight_loader: Any) -> torch.nn.Parameter:
+def parameter(data: torch.Tensor, weight_loader: Any, **of_a_matrix: Any) -> torch.nn.Parameter:
     made = torch.nn.Parameter(data, requires_grad=False)
     made.weight_loader = weight_loader  # type: ignore[attr-defined]
     return made
@@ -31,7 +31,7 @@ def fused(layer: Qkv, loaded: list[str]) -> LinearTensors:
     """The tensors of `layer`, NVFP4 codes of 32 columns; the engine's loader notes the shards that it is given."""
     tensors = LinearTensors(
         layer, "a.qkv_proj", FUSED, [8, 4, 4], 64,
-        lambda param, weight, shard: loaded.append(shard), EngineLayers(parameter, (Qkv,), Embedding),
+        lambda param, weight, shard: loaded.append(shard), EngineLayers(parameter, parameter, (Qkv,), Embedding),
     )  # fmt: skip
     tensors.add_matrix("weight", torch.uint8, 16, 16)
     return tensors
@@ -67,7 +67,8 @@ def test_the_last_tensor_completes_a_layer(last: str) -> None:
     layer, seen = Qkv(), []
     tensors = LinearTensors(
         layer, "a.qkv_proj", FUSED, [8, 4, 4], 64, lambda param, weight, shard: param.data.fill_(7),
-        EngineLayers(parameter, (Qkv,), Embedding), lambda: seen.append((layer.weight.max(), layer.scale.max())),
+        EngineLayers(parameter, parameter, (Qkv,), Embedding),
+        lambda: seen.append((layer.weight.max(), layer.scale.max())),
     )  # fmt: skip
     tensors.add_matrix("weight", torch.uint8, 16, 16)
     tensors.add_scalars("scale")

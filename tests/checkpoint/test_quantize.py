@@ -158,7 +158,15 @@ def test_ignore(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["transformer.wte", "transformer.wpe", "model.layers.0.mlp.gate", "model.vision_tower.0.q_proj"]
+    "module",
+    [
+        "transformer.wte",
+        "transformer.wpe",
+        "model.layers.0.mlp.gate",
+        "model.vision_tower.0.q_proj",
+        "model.layers.0.self_attn.indexer.wk",
+        "model.layers.2.shared_head.head",
+    ],
 )
 def test_what_always_stays(tmp_path: Path, module: str) -> None:
     tensors = tensors_of_a_model() | {f"{module}.weight": torch.ones(16, 64)}

@@ -5,10 +5,12 @@ import gc
 import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from llm_quant_rocm import ops
@@ -42,6 +44,41 @@ def method(prefix: str, **settings: Any) -> NvFp4LinearMethod:
 def linear_layer() -> LinearBase:
     """Enough of one to be recognized."""
     return LinearBase.__new__(LinearBase)
+
+
+@pytest.mark.parametrize("names", [("weight",), ("weight", "weight_scale", "input_scale")], ids="+".join)
+def test_a_models_own_loader_of_rows(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba-2 sets one where all ranks have its groups: of the weight, and of what it takes for scales of its rows."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+
+    def twice(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        for half in param.data.view(2, *loaded_weight.shape):
+            half.copy_(loaded_weight)
+
+    served, layer, given = method("model.layers.0.mixer.in_proj"), torch.nn.Module(), weight()
+    served.create_weights(layer, K, [2 * N], K, 2 * N, torch.bfloat16, weight_loader=MagicMock())
+    for name in names:
+        getattr(layer, name).weight_loader = twice
+    tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[0]}
+    for name, tensor in {**tensors, "input_scale": torch.tensor(1.0)}.items():
+        getattr(layer, name).weight_loader(getattr(layer, name), tensor)
+    served.process_weights_after_loading(layer)
+    half = given.dequantize(torch.bfloat16)
+    assert torch.equal(served.apply(layer, torch.eye(K, dtype=torch.bfloat16)).t(), torch.cat([half, half]))
+
+
+def test_compiled_models_are_known_by_how_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps their graphs, in which that is constants."""
+    hashes = set()
+    for settings in ({}, {"prefill": "fp8"}, {"activations": "nvfp4"}):
+        served = method("o_proj", **settings)
+        monkeypatch.setattr(served.linear, "finish", lambda layer: keep(layer, weight()))
+        served.process_weights_after_loading(torch.nn.Module())
+        served.vllm_config.model_config = MagicMock()
+        served.vllm_config.model_config.compute_hash = lambda: "model"
+        hashes.add(served.vllm_config.compute_hash())
+    assert len(hashes) == 3
 
 
 def test_any_layout_is_kept_as_it_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

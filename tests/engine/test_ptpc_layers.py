@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of `ptpc_fp8` from their checkpoint tensors on; without an engine."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.utils import set_weight_attrs
+
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
+from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
+
+N, K = 48, 32
+PREFIX = "model.layers.0.mixer.in_proj"
+
+
+@pytest.fixture(autouse=True)
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
+    """vLLM's, of one rank."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    with set_current_vllm_config(made := VllmConfig()):
+        yield made
+
+
+def declared() -> Any:
+    """A layer whose weight is declared; vLLM's loader copies."""
+    layer: Any = torch.nn.Module()
+    layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(), PREFIX)
+
+    def copy(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+
+    layer.quant_method.create_weights(layer, K, [N], K, N, torch.bfloat16, weight_loader=copy)
+    return layer
+
+
+def load(layer: Any, tensor: torch.Tensor) -> None:
+    layer.weight.weight_loader(layer.weight, tensor)
+
+
+def backwards(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    """A model's own loader."""
+    param.data[:] = loaded_weight.flip(0)
+
+
+def set_it(weight: Any) -> None:
+    weight.weight_loader = backwards
+
+
+def replace_it(weight: Any) -> None:
+    del weight.weight_loader
+    set_weight_attrs(weight, {"weight_loader": backwards})
+
+
+@pytest.mark.parametrize("change", [None, set_it, replace_it], ids=["vLLM's", "set", "replaced"])
+def test_whoever_loads_a_weight_it_is_quantized(change: Any) -> None:
+    """Mamba-2 sets a loader of its own, where all ranks have its groups."""
+    layer, tensor = declared(), torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    if change:
+        change(layer.weight)
+    with pytest.raises(TypeError, match=rf"^{PREFIX}\.weight is torch\.int8 in the checkpoint"):
+        load(layer, tensor.to(torch.int8))
+    layer = declared()
+    if change:
+        change(layer.weight)
+    load(layer, tensor)
+    codes, scale = fp8.quantize_rows((tensor.flip(0) if change else tensor).bfloat16(), fp8.OCP)
+    assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(layer.weight_scale, scale)
+
+
+def test_a_weight_that_nobody_loads_is_missing() -> None:
+    """Whatever it holds: memory as it was."""
+    layer = declared()
+    layer.weight = torch.nn.Parameter(torch.zeros(N, K, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight is missing from the checkpoint"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_compiled_models_are_known_by_how_layers_compute(config: VllmConfig) -> None:
+    """vLLM keeps their graphs, in which that is constants."""
+    config.model_config = object.__new__(ModelConfig)  # which vLLM has, and hashes
+    config.model_config.compute_hash = lambda: "model"
+    before = config.compute_hash()
+    load(declared(), torch.ones(N, K))
+    after = config.compute_hash()
+    assert after != before
+    load(declared(), torch.zeros(N, K))
+    assert config.compute_hash() == after
+
+
+def test_deepseeks_own_product_is_not_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM decides on it when the layer is made, whose weight then is in BF16."""
+    hopper = SimpleNamespace(
+        is_cuda=lambda: True, is_device_capability=lambda wanted: wanted == 90, is_device_capability_family=bool
+    )
+    monkeypatch.setattr(deepseek_v2, "current_platform", hopper)
+    monkeypatch.setattr(deepseek_v2.MergedColumnParallelLinear, "__init__", made)
+    layer = deepseek_v2.DeepSeekV2FusedQkvAProjLinear(7168, [1536, 576], PtpcFp8Config(), "fused_qkv_a_proj")
+    assert layer._use_min_latency_gemm, "vLLM has changed how it decides: look at it again"
+    layer.weight.weight_loader(layer.weight, torch.zeros(2112, 7168))
+    assert layer.weight.dtype == torch.float8_e4m3fn and not layer._use_min_latency_gemm
+
+
+def made(layer: Any, k: int, sizes: list[int], quant_config: PtpcFp8Config, prefix: str, **options: Any) -> None:
+    """As much of vLLM's constructor as makes the weight."""
+    torch.nn.Module.__init__(layer)
+    layer.quant_method = PtpcFp8LinearMethod(quant_config, prefix)
+
+    def copy(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+
+    layer.quant_method.create_weights(layer, k, [sum(sizes)], k, sum(sizes), torch.bfloat16, weight_loader=copy)
