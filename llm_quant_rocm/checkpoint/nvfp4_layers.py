@@ -23,6 +23,8 @@ from llm_quant_rocm.checkpoint.nvfp4_tensors import (
 )
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight, fake_quantize_activation
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class NvFp4Linear:
     """One linear layer, or an output head that the checkpoint quantizes.
@@ -101,6 +103,10 @@ class NvFp4Linear:
 
     def product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] by the weight, [..., N]."""
+        if x.dtype not in _HALF:
+            # Of a head that the engine computes in fp32.
+            bias = None if bias is None else bias.bfloat16()
+            return self.product(layer, x.bfloat16(), bias).to(x.dtype)
         if self._options.activations == "nvfp4":
             x = fake_quantize_activation(x, layer.input_global_scale)
         return ops.nvfp4_gemm(

@@ -52,7 +52,7 @@ class Output:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self._folder} is being written by another run: let it end, or stop it") from None
-            for left in self._folder.glob(f"*{_PART}"):
+            for left in self._folder.rglob(f"*{_PART}"):
                 left.unlink()
             self._record()
             yield
@@ -81,9 +81,11 @@ class Output:
         """Write a JSON file that people can read."""
         self._place(file, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
 
-    def copy(self, source: Path) -> None:
-        """Copy a file."""
-        self._place(source.name, lambda path: shutil.copy2(source, path))
+    def copy(self, source: Path, file: str) -> None:
+        """Copy a file, which may be in a folder of the checkpoint."""
+        with _explained(self._folder / file):
+            (self._folder / file).parent.mkdir(parents=True, exist_ok=True)
+        self._place(file, lambda path: shutil.copy2(source, path))
 
     def _place(self, file: str, write: Callable[[Path], Any]) -> None:
         part = self._folder / f"{file}{_PART}"

@@ -36,11 +36,12 @@ from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-# The output layer, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
+# Output layers, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
 # what it says, what picks tokens for sparse attention, and image encoders stay: engines read them as they are.
 IGNORE = (
-    "lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj",
-    "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj", "*visual*", "*vision*",
+    "lm_head", "score", "score.*", "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe", "*.gate",
+    "*.router*", "*.shared_expert_gate", "*.eh_proj", "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj",
+    "*visual*", "*vision*",
 )  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 _FUSED = (
@@ -54,6 +55,9 @@ _FUSED = (
 _TRANSPOSED = ("gpt2", "openai-gpt")
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+# Of folders in a checkpoint: chat templates and descriptions, and not the same weights in other formats.
+_SMALL = (".json", ".jinja", ".txt", ".py")
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def quantize_checkpoint(
         raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
     reader = Reader(source)
     _check_ignored(reader, ignore, source)
+    modules = _modules_folders(source)
     if reader.config.get("model_type") in _TRANSPOSED:
         raise ValueError(
             f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
@@ -166,7 +171,7 @@ def quantize_checkpoint(
     with output.written():
         _write_weights(reader, chosen, method, output, device, on_progress)
         if not output.complete:
-            _write_others(source, target, reader, chosen, ignore, form, output, input_amax is not None)
+            _write_others(source, target, reader, chosen, ignore, form, output, modules, input_amax is not None)
     errors = {module: error for record in output.files.values() for module, error in record["errors"].items()}
     return Report(
         tuple(sorted(map(_module, chosen))),
@@ -223,12 +228,18 @@ def _write_others(
     ignore: Sequence[str],
     form: Layout,
     output: Output,
+    modules: set[str],
     w4a4: bool,
 ) -> None:
     """All that is no weight file, what describes the checkpoint last."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in ("config.json", REPORT) and not file.name.endswith(_OTHER_WEIGHTS):
-            output.copy(file)
+            output.copy(file, file.name)
+    for file in sorted(source.glob("[!.]*/**/*")):
+        place = file.relative_to(source)
+        wanted = place.parts[0] in modules or place.suffix in _SMALL
+        if file.is_file() and wanted and not file.resolve().is_relative_to(target.resolve()):
+            output.copy(file, str(place))
     if (source / INDEX).exists():
         output.write_json(INDEX, _index(target, output))
     kept = {_module(name) for name in reader.weights if name not in chosen}
@@ -236,6 +247,16 @@ def _write_others(
     listed = sorted(kept | {"lm_head"}.intersection(ignore))
     for name, content in form.describe(reader.config, listed, w4a4).items():
         output.write_json(name, content)
+
+
+def _modules_folders(source: Path) -> set[str]:
+    """The folders of sentence-transformers' modules, which may have weights of their own."""
+    file = source / "modules.json"
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        return {Path(module["path"]).parts[0] for module in modules if module.get("path")}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no list of modules ({error}): download the checkpoint again") from error
 
 
 def _index(target: Path, output: Output) -> dict[str, Any]:

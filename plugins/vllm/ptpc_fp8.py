@@ -23,6 +23,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     ROUTERS,
     OnlineLayers,
     already_quantized,
+    is_head,
     is_router,
     read_ignored_layers,
 )
@@ -136,6 +137,9 @@ class PtpcFp8Config(QuantizationConfig):
                 return UnquantizedLinearMethod()
             if isinstance(layer, GateLinear) or is_router(prefix):
                 self.layers.note(ROUTERS, prefix)
+                return UnquantizedLinearMethod()
+            if is_head(prefix):
+                self.layers.note(EMBEDDINGS, prefix)
                 return UnquantizedLinearMethod()
             self.layers.note(LINEAR, prefix)
             return PtpcFp8LinearMethod(self, prefix)

@@ -166,6 +166,8 @@ def test_ignore(tmp_path: Path) -> None:
         "model.vision_tower.0.q_proj",
         "model.layers.0.self_attn.indexer.wk",
         "model.layers.2.shared_head.head",
+        "score",
+        "classifier.out_proj",
     ],
 )
 def test_what_always_stays(tmp_path: Path, module: str) -> None:
@@ -190,6 +192,24 @@ def test_convolutions_stay(tmp_path: Path) -> None:
     }
     report = quantize_checkpoint(write(tmp_path / "source", tensors_of_a_model() | kernels), tmp_path / "target")
     assert not {name.removesuffix(".weight") for name in kernels} & {*report.quantized}
+
+
+def test_folders_of_a_checkpoint(tmp_path: Path) -> None:
+    """Pooling and templates go along, and what sentence-transformers' modules have; not weights in other formats."""
+    source = write(tmp_path / "source", tensors_of_a_model())
+    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
+    here = ["1_Pooling/config.json", "2_Dense/model.safetensors", "additional_chat_templates/tools.jinja"]
+    for name in [*here, "onnx/model.onnx", "original/consolidated.00.pth", ".cache/huggingface/x.json"]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    target = source / "quantized"
+    quantize_checkpoint(source, target)
+    found = [str(file.relative_to(target)) for file in target.rglob("*") if file.parent != target and file.is_file()]
+    assert sorted(found) == here and all((target / name).read_text() == name for name in here)
+    (source / "modules.json").write_text('{"path": "1_Pooling"}')
+    with pytest.raises(ValueError, match=r"modules\.json is no list of modules"):
+        quantize_checkpoint(source, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_mamba_stays(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
-from llm_quant_rocm.checkpoint.online_layers import is_router
+from llm_quant_rocm.checkpoint.online_layers import is_head, is_router
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -151,6 +151,11 @@ def test_half_of_a_fused_layer_cannot_be_ignored() -> None:
     config.packed_modules_mapping = FUSED
     with pytest.raises(ValueError, match=r"some shards of model\.layers\.0\.mlp\.gate_up_proj"):
         config.layers.is_ignored("model.layers.0.mlp.gate_up_proj", FUSED)
+
+
+def test_heads_by_name() -> None:
+    assert all(is_head(name) for name in ("score", "score.2", "classifier", "classifier.out_proj", "model.score"))
+    assert not any(is_head(f"model.layers.0.{name}") for name in ("score_proj", "mlp.scorer", "score.mlp.down_proj"))
 
 
 def test_router_gates_by_name() -> None:

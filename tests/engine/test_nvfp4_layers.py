@@ -299,3 +299,14 @@ def test_input_scales_of_experts() -> None:
         tensors.input_global_scales("w2_", 2)
     with pytest.raises(ValueError, match=r"^model\.experts\.1\.up_proj\.input_scale has shape \(2,\); it is one value"):
         load(None, torch.ones(2), "input_scale", "w3", 1)
+
+
+def test_a_head_in_fp32() -> None:
+    """vLLM computes the heads of classifiers so, whatever their weights are."""
+    layer, given = torch.nn.Module(), weight()
+    keep(layer, given)
+    x, bias = torch.randn(3, K), torch.randn(N)
+    found = method("score").apply(layer, x, bias)
+    assert found.dtype == torch.float32
+    expected = method("score").apply(layer, x.bfloat16(), bias.bfloat16())
+    assert torch.equal(found, expected.float())

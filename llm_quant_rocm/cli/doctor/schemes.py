@@ -61,7 +61,7 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
             stays = module.name in mixers or any(fnmatchcase(module.name, entry) for entry in IGNORE)
             return NVFP4 if len(module.shape) == 2 and not stays else HALF
 
-        target = f"{folder.name}-NVFP4"
+        target = f"{folder.resolve().name}-NVFP4"
         quantize = shlex.join(["llm-quant-rocm", "quantize", str(folder), target, "--scheme", "nvfp4"])
         schemes = [Scheme(HALF, _serve(folder, ranks), before.served)]
         left_out = []
