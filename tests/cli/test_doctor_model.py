@@ -138,6 +138,14 @@ def test_a_16_bit_checkpoint_says_what_each_scheme_takes(tmp_path: Path) -> None
     assert rows["lm_head"].served == "16 bits"
 
 
+def test_the_folder_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "llama", llama(weight)))
+    assert plans(model.examine(Path("."), 1))["NVFP4"].command.splitlines() == [
+        "llm-quant-rocm quantize . llama-NVFP4 --scheme nvfp4",
+        "vllm serve llama-NVFP4",
+    ]
+
+
 @pytest.mark.parametrize(
     ("linear", "config"), [(modelopt, MODELOPT), (compressed, COMPRESSED)], ids=["modelopt", "compressed-tensors"]
 )
