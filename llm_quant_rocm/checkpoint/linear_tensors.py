@@ -107,10 +107,7 @@ class LinearTensors:
             return result
 
         data = torch.empty(sum(self._sizes), columns, dtype=dtype)
-        parameter = self._engine.parameter(
-            data=data, input_dim=1, output_dim=0, weight_loader=load, on_other_loader=self._use
-        )
-        self._layer.register_parameter(tensor, parameter)
+        self._register_matrix(tensor, data, load)
         self._required.append(tensor)
 
     def add_scalars(self, tensor: str) -> None:
@@ -144,7 +141,7 @@ class LinearTensors:
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
 
-        self._register(tensor, torch.empty(0), load)
+        self._register_matrix(tensor, torch.empty(0), load)
 
     def pieces(self) -> list[tuple[str, slice]]:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
@@ -185,6 +182,12 @@ class LinearTensors:
     def _use(self, loader: Callable[..., Any]) -> None:
         """A model's own loader, of one matrix and so of all: they have the same rows."""
         self._loader, self._has_own_rows = loader, True
+
+    def _register_matrix(self, name: str, data: torch.Tensor, loader: Callable[..., Any]) -> None:
+        parameter = self._engine.parameter(
+            data=data, input_dim=1, output_dim=0, weight_loader=loader, on_other_loader=self._use
+        )
+        self._layer.register_parameter(name, parameter)
 
     def _register(self, name: str, data: torch.Tensor, loader: Callable[..., Any]) -> None:
         self._layer.register_parameter(name, self._engine.scalars(data=data, weight_loader=loader))

@@ -37,7 +37,7 @@ class _KeepsLoader(BasevLLMParameter):
 
     @weight_loader.setter
     def weight_loader(self, loader: Loader) -> None:
-        if loader is self._own or getattr(loader, "__name__", "") == "online_process_loader":
+        if _is_or_wraps(loader, self._own):
             self._last = loader
         else:
             self._on_other_loader(loader)
@@ -46,6 +46,12 @@ class _KeepsLoader(BasevLLMParameter):
     @weight_loader.deleter
     def weight_loader(self) -> None:
         self._weight_loader = None  # models that set one delete the one before
+
+
+def _is_or_wraps(loader: Any, own: Loader) -> bool:
+    while loader is not None and loader is not own:
+        loader = getattr(loader, "__wrapped__", None)
+    return loader is own
 
 
 class Weight(_KeepsLoader, ModelWeightParameter):

@@ -28,6 +28,17 @@ MODELOPT = {
     "quant_algo": "NVFP4",
     "ignore": ["lm_head", "*q_a_proj", "*kv_a_proj_with_mqa"],
 }
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            "format": "nvfp4-pack-quantized",
+        }
+    },
+}
 FUSED = {"fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"], "gate_up_proj": ["gate_proj", "up_proj"]}
 N, K = 96, 128
 
@@ -46,9 +57,10 @@ def linear_layer() -> LinearBase:
     return LinearBase.__new__(LinearBase)
 
 
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("names", [("weight",), ("weight", "weight_scale", "input_scale")], ids="+".join)
-def test_a_models_own_loader_of_rows(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mamba-2 sets one where all ranks have its groups: of the weight, and of what it takes for scales of its rows."""
+def test_a_models_own_loader_of_rows(names: tuple[str, ...], layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba-2 sets one where all ranks have its groups: of what it knows for the weight and for scales of its rows."""
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
 
@@ -56,16 +68,27 @@ def test_a_models_own_loader_of_rows(names: tuple[str, ...], monkeypatch: pytest
         for half in param.data.view(2, *loaded_weight.shape):
             half.copy_(loaded_weight)
 
-    served, layer, given = method("model.layers.0.mixer.in_proj"), torch.nn.Module(), weight()
+    prefix, given = "model.layers.0.mixer.in_proj", weight()
+    if layout == "modelopt":
+        served = method(prefix)
+        scalars = {"weight_scale_2": given.global_scale[0], "input_scale": torch.tensor(1.0)}
+        tensors = {"weight": given.codes, "weight_scale": given.scales, **scalars}
+    else:
+        with set_current_vllm_config(VllmConfig()):
+            served = NvFp4LinearMethod(NvFp4Config.from_config(COMPRESSED), prefix)
+        divisor = given.global_scale[:1].reciprocal()
+        tensors = {"weight_packed": given.codes, "weight_scale": given.scales, "weight_global_scale": divisor}
+    layer = torch.nn.Module()
     served.create_weights(layer, K, [2 * N], K, 2 * N, torch.bfloat16, weight_loader=MagicMock())
     for name in names:
-        getattr(layer, name).weight_loader = twice
-    tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[0]}
-    for name, tensor in {**tensors, "input_scale": torch.tensor(1.0)}.items():
+        if hasattr(layer, name):
+            getattr(layer, name).weight_loader = twice
+    for name, tensor in tensors.items():
         getattr(layer, name).weight_loader(getattr(layer, name), tensor)
     served.process_weights_after_loading(layer)
     half = given.dequantize(torch.bfloat16)
-    assert torch.equal(served.apply(layer, torch.eye(K, dtype=torch.bfloat16)).t(), torch.cat([half, half]))
+    found = served.apply(layer, torch.eye(K, dtype=torch.bfloat16)).t()
+    torch.testing.assert_close(found, torch.cat([half, half]), rtol=2**-8, atol=0)
 
 
 def test_compiled_models_are_known_by_how_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
