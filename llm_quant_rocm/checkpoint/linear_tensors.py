@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class LinearTensors:
         self._sizes = list(sizes)
         self._ranks = output_size // max(1, sum(sizes))
         self._loader = loader
-        self._has_own_rows = False
+        self._models_loader: Callable[..., Any] | None = None
+        self._inside: set[int] = set()
         self._engine = engine
         self._shards = [shard_name(prefix, shard, fused) for shard in range(len(sizes))]
         self._prefix = prefix
@@ -91,6 +92,8 @@ class LinearTensors:
 
         @wraps(self._loader)  # vLLM binds arguments by the loader's signature
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() in self._inside:
+                return self._loader(param, loaded_weight, *args, **kwargs)
             shard: _Shard = next(iter((*args, *kwargs.values())), None)
             name = self._name(tensor, shard)
             if loaded_weight.dtype != dtype:
@@ -102,7 +105,7 @@ class LinearTensors:
                     f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
                     f"{expected}: the checkpoint is broken, or made for another model"
                 )
-            result = self._loader(param, loaded_weight, *args, **kwargs)
+            result = self._copy(param, loaded_weight, *args, **kwargs)
             self._note(tensor, shard)
             return result
 
@@ -139,6 +142,9 @@ class LinearTensors:
         """A parameter, empty, whose checkpoint tensor says that the layer is not quantized."""
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
+            if get_ident() in self._inside:
+                self._loader(param, loaded_weight, loaded_shard_id)
+                return
             raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
 
         self._register_matrix(tensor, torch.empty(0), load)
@@ -162,6 +168,9 @@ class LinearTensors:
         return [each for each in wanted if each not in self._arrived]
 
     def _scalar(self, tensor: str, value: torch.Tensor, shard: _Shard) -> torch.Tensor:
+        # SGLang's DeepSeek models give what they make one layer of the scales of both.
+        if value.numel() > 1 and bool((value == value.flatten()[0]).all()):
+            value = value.flatten()[0]
         if value.numel() != 1:
             raise ValueError(f"{self._name(tensor, shard)} has shape {tuple(value.shape)}; it is one value")
         return value.float().reshape(())
@@ -181,7 +190,18 @@ class LinearTensors:
 
     def _use(self, loader: Callable[..., Any]) -> None:
         """A model's own loader, of one matrix and so of all: they have the same rows."""
-        self._loader, self._has_own_rows = loader, True
+        self._models_loader = loader
+
+    def _copy(self, *args: Any, **kwargs: Any) -> Any:
+        """Has the engine, or the model, copy a tensor. A model's loader may leave it to the engine's: to the one that
+        it found at one of our parameters."""
+        if self._models_loader is None:
+            return self._loader(*args, **kwargs)
+        self._inside.add(get_ident())
+        try:
+            return self._models_loader(*args, **kwargs)
+        finally:
+            self._inside.discard(get_ident())
 
     def _register_matrix(self, name: str, data: torch.Tensor, loader: Callable[..., Any]) -> None:
         parameter = self._engine.parameter(
@@ -194,7 +214,7 @@ class LinearTensors:
 
     def _rows(self, shard: _Shard) -> int | None:
         """How many rows the checkpoint tensor of `shard` has, None where the engine alone knows."""
-        if self._has_own_rows:
+        if self._models_loader is not None:
             return None
         if isinstance(self._layer, self._engine.embedding):
             return self._layer.org_vocab_size

@@ -24,6 +24,7 @@ logger = logging.getLogger("llm_quant_rocm")
 # A router's logits choose experts: FP8 noise flips the choice. No model's projection (gate_proj, gate_up_proj,
 # per_layer_input_gate) matches. The names are those of the engines' models.
 _ROUTER = re.compile(r"(^|\.)(gate|(\w+_)?router|\w*experts?_gate)(\.|$)")
+_EMBEDDING = re.compile(r"(^|\.)\w*embed\w*\.")
 # Of classifiers and reward models; engines compute them in fp32. No layer within a model matches.
 _HEAD = re.compile(r"(^|\.)(score|classifier)(\.\w+)?$")
 
@@ -69,6 +70,11 @@ def already_quantized(method: str | None) -> str:
 def is_router(prefix: str) -> bool:
     """Whether a layer of this name chooses experts."""
     return _ROUTER.search(prefix) is not None
+
+
+def is_embedding(prefix: str) -> bool:
+    """Whether a layer of this name is a part of an embedding, to whose weight's dtype models convert images."""
+    return _EMBEDDING.search(prefix) is not None
 
 
 def is_head(prefix: str) -> bool:

@@ -37,11 +37,13 @@ from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
 # Output layers, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
-# what it says, what picks tokens for sparse attention, and image encoders stay: engines read them as they are.
+# what it says, what picks tokens for sparse attention, and encoders of images and sounds with what joins them to the
+# language model stay: engines read them as they are.
 IGNORE = (
-    "lm_head", "score", "score.*", "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe", "*.gate",
-    "*.router*", "*.shared_expert_gate", "*.eh_proj", "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj",
-    "*visual*", "*vision*",
+    "lm_head", "*.lm_head", "score", "score.*", "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe",
+    "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*.shared_head.head", "*.indexer.wk",
+    "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*", "*connector*", "*resampler*",
+    "*aligner*", "mlp1.*",
 )  # fmt: skip
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 _FUSED = (

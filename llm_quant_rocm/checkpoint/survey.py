@@ -13,7 +13,7 @@ from typing import Any
 
 from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
-from llm_quant_rocm.checkpoint.online_layers import is_head, is_router
+from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm.json_files import json_object
 
@@ -56,8 +56,8 @@ class Module:
     def is_linear(self) -> bool:
         """Whether it multiplies activations, and is none that engines keep in 16 bits."""
         leaf = self.name.rpartition(".")[2]
-        stays = is_router(self.name) or is_head(self.name) or any(part in leaf for part in _NO_LINEAR)
-        return len(self.shape) > 1 and not stays
+        stays = is_router(self.name) or is_head(self.name) or is_embedding(self.name)
+        return len(self.shape) > 1 and not stays and not any(part in leaf for part in _NO_LINEAR)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's classes of layers and parameters, for the library's loaders of checkpoint tensors; its groups."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -20,15 +20,41 @@ from sglang.srt.runtime_context import get_server_args
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 
+Loader = Callable[..., Any]
 
-def _weight(on_other_loader: Any, **arguments: Any) -> ModelWeightParameter:
-    """SGLang's models set no loaders of their own."""
-    return ModelWeightParameter(**arguments)
+
+class _KeepsLoader(BasevLLMParameter):
+    """A parameter that keeps its loader, which sees and checks everything, where a model sets one of its own, as
+    Qwen3-Next does for projections that its checkpoints fuse. `on_other_loader` is told of that one."""
+
+    def __init__(self, on_other_loader: Callable[[Loader], None], **arguments: Any) -> None:
+        self._on_other_loader = on_other_loader
+        super().__init__(**arguments)
+
+    @property
+    def _weight_loader(self) -> Loader:
+        return self._own
+
+    @_weight_loader.setter
+    def _weight_loader(self, loader: Loader) -> None:
+        if hasattr(self, "_own"):
+            self._on_other_loader(loader)
+        else:
+            self._own = loader
+
+
+class Weight(_KeepsLoader, ModelWeightParameter):
+    """A matrix whose rows or columns ranks share."""
+
+
+def scalars(**arguments: Any) -> BasevLLMParameter:
+    """Values that all ranks have: a model's loader of rows is not for them."""
+    return _KeepsLoader(on_other_loader=lambda loader: None, **arguments)
 
 
 ENGINE = EngineLayers(
-    parameter=_weight,
-    scalars=BasevLLMParameter,
+    parameter=Weight,
+    scalars=scalars,
     plain=(ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear),
     embedding=VocabParallelEmbedding,
 )

@@ -35,8 +35,8 @@ from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fus
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
-# A layer's scales that may be one value: of NVFP4, and of FP8.
-_SCALARS = ("weight_scale_2", "weight_scale")
+# A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
+_SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 
 logger = logging.getLogger("llm_quant_rocm")

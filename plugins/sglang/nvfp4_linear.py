@@ -60,6 +60,9 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.config.report()
         if not self.is_absorbed:
             self.linear.finish(layer)
+            if torch.version.hip:
+                # SGLang's MLA on ROCm takes a weight in uint8 for MXFP4, and would hand its layer MXFP4's codes.
+                layer.weight = torch.nn.Parameter(layer.weight.view(torch.int8), requires_grad=False)
         elif not self.is_decoded:
             self.decode(layer)
 

@@ -22,6 +22,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     ROUTERS,
     OnlineLayers,
     already_quantized,
+    is_embedding,
     is_head,
     is_router,
     read_ignored_layers,
@@ -129,7 +130,7 @@ class PtpcFp8Config(QuantizationConfig):
             for kind, holds in (
                 (IGNORED, self.layers.is_ignored(prefix, self.packed_modules_mapping)),
                 (ROUTERS, is_router(prefix)),
-                (EMBEDDINGS, is_head(prefix)),
+                (EMBEDDINGS, is_head(prefix) or is_embedding(prefix)),
                 (_ABSORBED, prefix.rpartition(".")[2] == "kv_b_proj"),
             ):
                 if holds:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of `ptpc_fp8`."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.linear import LinearBase
-from sglang.srt.layers.parameter import ModelWeightParameter
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm import ops
@@ -14,7 +12,7 @@ from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import device_type, group_of, loads_tensors
+from llm_quant_rocm_sglang.engine_layers import Loader, Weight, device_type, group_of, loads_tensors
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -47,17 +45,20 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.ranks = input_size // input_size_per_partition
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         shape, loader = (sum(output_partition_sizes), input_size_per_partition), extra_weight_attrs["weight_loader"]
+        self.copy: Loader = loader
         device, count = torch.get_default_device(), len(output_partition_sizes)
 
-        def make(device: torch.device, loader: Callable[..., Any]) -> ModelWeightParameter:
+        def make(device: torch.device, loader: Loader) -> Weight:
             data = torch.empty(shape, dtype=params_dtype, device=device)
-            return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+            return Weight(data=data, input_dim=1, output_dim=0, weight_loader=loader, on_other_loader=self.use_loader)
 
         def load(param: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             assert self.arriving is not None
+            if not param.is_meta:  # by a model's own loader, which left it to the one that it found here
+                return loader(param, tensor, *args, **kwargs)
             shard = next(iter((*args, *kwargs.values())), None)
             return self.arriving.load(
-                lambda weight, tensor: loader(weight, tensor, *args, **kwargs),
+                lambda weight, tensor: self.copy(weight, tensor, *args, **kwargs),
                 tensor,
                 shard_numbers(shard, count),
                 slice(None),
@@ -75,6 +76,10 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         else:
             weight = make(device, refusing_other_dtypes(loader, self.names.of_shard))
         layer.register_parameter("weight", weight)
+
+    def use_loader(self, loader: Loader) -> None:
+        """Have a model's own loader copy the checkpoint's tensors into the weight."""
+        self.copy = loader
 
     def quantize(self, layer: LinearBase, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts `weight` in FP8 in its place. `amax` as `quantize_weight` takes it."""

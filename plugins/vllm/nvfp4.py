@@ -127,10 +127,12 @@ class NvFp4Config(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+        from llm_quant_rocm_vllm import compile_key
         from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
+        compile_key.begin()
         if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, RoutedExperts)

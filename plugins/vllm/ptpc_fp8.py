@@ -23,6 +23,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     ROUTERS,
     OnlineLayers,
     already_quantized,
+    is_embedding,
     is_head,
     is_router,
     read_ignored_layers,
@@ -128,9 +129,11 @@ class PtpcFp8Config(QuantizationConfig):
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+        from llm_quant_rocm_vllm import compile_key
         from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
         from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
+        compile_key.begin()
         if isinstance(layer, LinearBase):
             if self.layers.is_ignored(prefix, self.packed_modules_mapping):
                 self.layers.note(IGNORED, prefix)
@@ -138,7 +141,7 @@ class PtpcFp8Config(QuantizationConfig):
             if isinstance(layer, GateLinear) or is_router(prefix):
                 self.layers.note(ROUTERS, prefix)
                 return UnquantizedLinearMethod()
-            if is_head(prefix):
+            if is_head(prefix) or is_embedding(prefix):
                 self.layers.note(EMBEDDINGS, prefix)
                 return UnquantizedLinearMethod()
             self.layers.note(LINEAR, prefix)

@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 import llm_quant_rocm_vllm
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.online import quantize_weight, refusing_other_dtypes
-from llm_quant_rocm.checkpoint.online_layers import is_head, is_router
+from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -151,6 +151,17 @@ def test_half_of_a_fused_layer_cannot_be_ignored() -> None:
     config.packed_modules_mapping = FUSED
     with pytest.raises(ValueError, match=r"some shards of model\.layers\.0\.mlp\.gate_up_proj"):
         config.layers.is_ignored("model.layers.0.mlp.gate_up_proj", FUSED)
+
+
+def test_embeddings_by_name() -> None:
+    """Models convert images to the dtype of their weights, and would to FP8."""
+    layers = (
+        "vision_tower.patch_embedder.input_proj",
+        "embed_vision.embedding_projection",
+        "vision_embedding.linear_fc1",
+    )
+    assert all(is_embedding(name) for name in layers)
+    assert not any(is_embedding(f"model.layers.0.{name}") for name in ("self_attn.q_proj", "per_layer_input_gate"))
 
 
 def test_heads_by_name() -> None:

@@ -96,6 +96,15 @@ def test_compiled_models_are_known_by_how_layers_compute(config: VllmConfig) -> 
     assert config.compute_hash() == after
 
 
+def test_parts_of_models_share_what_they_are_known_by(config: VllmConfig) -> None:
+    """Qwen3-VL's language model is compiled with a copy of vLLM's configuration, made before it has layers."""
+    PtpcFp8Config().get_quant_method(torch.nn.Module(), "visual.pos")
+    copy = VllmConfig(additional_config=config.additional_config)
+    assert copy.additional_config is not config.additional_config
+    load(declared(), torch.ones(N, K))
+    assert copy.additional_config == config.additional_config != {}
+
+
 def test_deepseeks_own_product_is_not_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM decides on it when the layer is made, whose weight then is in BF16."""
     hopper = SimpleNamespace(

@@ -249,6 +249,60 @@ def test_what_mla_absorbs_is_decoded(
     torch.testing.assert_close(method.apply(layer, x, bias).float(), expected, rtol=1e-2, atol=0.1)
 
 
+@pytest.mark.parametrize("hip", [None, "7.1"])
+def test_codes_on_rocm_are_no_uint8(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's MLA takes those for MXFP4 there."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    method = nvfp4_linear.NvFp4LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.self_attn.o_proj")
+    layer, weight = torch.nn.Module(), nvfp4.quantize(torch.randn(32, 64))
+    monkeypatch.setattr(method.linear, "weight", lambda layer: weight)
+    method.process_weights_after_loading(layer)
+    assert layer.weight.dtype == (torch.int8 if hip else torch.uint8)
+    assert torch.equal(
+        method.linear.product(layer, torch.eye(64).bfloat16(), None).t(), weight.dequantize(torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_models_own_loader(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-Next sets one that copies what its checkpoint fuses, and leaves shards to the one that it found."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    method = nvfp4_linear.NvFp4LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.linear_attn.in_proj_ba")
+    method.config.packed_modules_mapping["in_proj_ba"] = ["in_proj_b", "in_proj_a"]
+    layer, weight = torch.nn.Module(), nvfp4.quantize(torch.randn(32, 64))
+
+    def engines(param: torch.nn.Parameter, loaded_weight: torch.Tensor, shard: int) -> None:
+        param.data[shard * 16 : shard * 16 + 16] = loaded_weight
+
+    method.create_weights(layer, 64, [16, 16], 64, 32, torch.bfloat16, weight_loader=engines)
+    own = layer.weight.weight_loader
+
+    def models(param: torch.nn.Parameter, loaded_weight: torch.Tensor, shard: int | None = None) -> None:
+        if shard is None:
+            param.data.copy_(loaded_weight)
+        else:
+            own(param, loaded_weight, shard)
+
+    for name in ("weight", "weight_scale", "input_scale"):
+        getattr(layer, name)._weight_loader = models
+
+    def load(name: str, tensor: torch.Tensor, *shard: int) -> None:
+        getattr(layer, name).weight_loader(getattr(layer, name), tensor, *shard)
+
+    for shard in (None,) if fused else (1, 0):
+        rows, given = slice(None) if shard is None else slice(shard * 16, shard * 16 + 16), () if fused else (shard,)
+        load("weight", weight.codes[rows], *given)
+        load("weight_scale", weight.scales[rows], *given)
+        load("weight_scale_2", weight.global_scale[0], *given)
+    with pytest.raises(TypeError, match=r"in_proj_ba\.weight is torch\.bfloat16 in the checkpoint"):
+        load("weight", torch.zeros(32, 64, dtype=torch.bfloat16))
+    method.process_weights_after_loading(layer)
+    assert torch.equal(
+        method.linear.product(layer, torch.eye(64).bfloat16(), None).t(), weight.dequantize(torch.bfloat16)
+    )
+
+
 @pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])
 def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | None) -> None:
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
