@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the methods for mixture-of-experts layers share."""
 
+from functools import cache
 from typing import Any
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
-from sglang.srt.utils import is_cuda
+from sglang.srt.utils import get_bool_env_var, is_cuda, is_hip
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 from llm_quant_rocm_sglang.engine_layers import batch_invariant
@@ -16,6 +18,10 @@ from llm_quant_rocm_sglang.engine_layers import batch_invariant
 _ACTIVATIONS = ("silu", "gelu")
 # SGLang does not tell a layer what the checkpoint calls its projections; almost all call them so.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+# Models that leave the routed scaling factor to the experts on every platform. DeepSeek's and GLM's multiply by it
+# themselves where there is no CUDA.
+_LEAVE_THE_FACTOR = ("Bailing", "KimiLinear", "LLaDA2")
 
 
 def lacking(layer: FusedMoE) -> str | None:
@@ -70,8 +76,19 @@ def routing(layer: FusedMoE, dispatched: Any) -> dict[str, Any]:
 
 
 def combined(layer: FusedMoE, output: torch.Tensor) -> StandardCombineInput:
-    """`output` [T, H] as SGLang's models expect it. On CUDA they leave the routed scaling factor to the experts."""
+    """`output` [T, H] as SGLang's models expect it: times the routed scaling factor where they leave that to us."""
     factor = layer.moe_runner_config.routed_scaling_factor
-    if is_cuda() and factor not in (None, 1.0):
+    if factor not in (None, 1.0) and _is_left_to_experts():
         output *= factor
     return StandardCombineInput(hidden_states=output)
+
+
+@cache
+def _is_left_to_experts() -> bool:
+    """Whether the model leaves the routed scaling factor to the experts, as all do on CUDA. AITER, which chooses
+    experts on ROCm where it is switched on, has it in their weights."""
+    if is_cuda() or (is_hip() and get_bool_env_var("SGLANG_USE_AITER")):
+        return is_cuda()
+    config = getattr(runtime_context, "process_model_config", lambda: None)()
+    names = getattr(getattr(config, "hf_config", None), "architectures", None) or ()
+    return any(name.startswith(_LEAVE_THE_FACTOR) for name in names)

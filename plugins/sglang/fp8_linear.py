@@ -29,6 +29,7 @@ class Fp8LinearMethod(LinearMethodBase):
                 "checkpoint to SGLang with LLM_QUANT_ROCM_NVFP4=0"
             )
         self.config = config
+        self.quant_config = config  # whose weight_block_size SGLang's models ask for
         self.linear = Fp8Linear(prefix, is_dummy=is_dummy())
 
     def create_weights(

@@ -79,6 +79,8 @@ class NvFp4Config(QuantizationConfig):
 
     options = Options()
     packed_modules_mapping: dict[str, list[str]]
+    # SGLang's models ask for it where a layer is FP8, which has no blocks here.
+    weight_block_size: list[int] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

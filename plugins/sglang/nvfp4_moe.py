@@ -4,9 +4,11 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.layers.linear import MergedColumnParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
+from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
 from llm_quant_rocm_sglang.engine_layers import is_dummy
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
@@ -43,6 +45,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        self._refuse_others_among_experts(layer)
         inner = intermediate_size_per_partition
         self.experts.declare(
             layer,
@@ -53,6 +56,16 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
             extra_weight_attrs["weight_loader"],
             {},
         )
+
+    def _refuse_others_among_experts(self, layer: FusedMoE) -> None:
+        """ValueError where SGLang makes experts of the shared ones, and those are not NVFP4."""
+        shared = f"{self.prefix.removesuffix('experts')}shared_experts.gate_up_proj"
+        algorithm = self.config.algorithm(object.__new__(MergedColumnParallelLinear), shared)
+        if getattr(layer, "num_fused_shared_experts", 0) and algorithm not in MODELOPT_ALGORITHMS:
+            raise ValueError(
+                f"{shared} is not NVFP4, and SGLang makes it one of the routed experts, which are: serve with "
+                "--disable-shared-experts-fusion"
+            )
 
     def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
         """None is made: our operator runs."""

@@ -115,7 +115,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     ),
     "global scale with several values": (
         "modelopt",
-        replace(f"{ATTENTION}.o_proj.weight_scale_2", lambda scale: scale.repeat(4)),
+        replace(f"{ATTENTION}.o_proj.weight_scale_2", lambda scale: scale * torch.arange(1, 5)),
         f"{ATTENTION}.o_proj.weight_scale_2 has shape (4,)",
     ),
     "negative scale of an expert": (

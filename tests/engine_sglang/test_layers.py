@@ -21,7 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.models.utils import WeightsMapper
 
 from llm_quant_rocm.formats import nvfp4
-from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear
+from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear, nvfp4_moe
 from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -77,12 +77,38 @@ def test_kernels_that_the_user_asks_for_are_not_ours(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.5])
-@pytest.mark.parametrize("cuda", [False, True], ids=["others", "cuda"])
-def test_the_routed_scaling_factor(factor: float | None, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's models multiply by it themselves everywhere but on CUDA."""
-    monkeypatch.setattr(experts, "is_cuda", lambda: cuda)
+@pytest.mark.parametrize("model", ["DeepseekV3ForCausalLM", "BailingMoeV2ForCausalLM"])
+@pytest.mark.parametrize("platform", ["cuda", "aiter", "rocm", "cpu"])
+def test_the_routed_scaling_factor(
+    platform: str, model: str, factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is left to the experts: everywhere by some models, on CUDA by all; AITER's weights have it."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[model]))
+    monkeypatch.setattr(experts.runtime_context, "process_model_config", lambda: config, raising=False)
+    monkeypatch.setattr(experts, "is_cuda", lambda: platform == "cuda")
+    monkeypatch.setattr(experts, "is_hip", lambda: platform in ("aiter", "rocm"))
+    monkeypatch.setenv("SGLANG_USE_AITER", str(int(platform == "aiter")))
+    experts._is_left_to_experts.cache_clear()
     found = experts.combined(routed(routed_scaling_factor=factor), torch.ones(2, 4))
-    assert (found.hidden_states == (factor or 1.0 if cuda else 1.0)).all()
+    experts._is_left_to_experts.cache_clear()
+    is_ours = platform == "cuda" or (platform != "aiter" and model.startswith("Bailing"))
+    assert (found.hidden_states == (factor or 1.0 if is_ours else 1.0)).all()
+
+
+@pytest.mark.parametrize(("shared", "fused"), [("NVFP4", 1), ("FP8", 1), (None, 1), (None, 0)])
+def test_shared_experts_among_the_routed_ones(shared: str | None, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang puts them there for GLM-4.5 whatever their precision is."""
+    monkeypatch.setattr(nvfp4_moe, "is_dummy", lambda: True)
+    config = NvFp4Config.from_config(_W4A16)
+    monkeypatch.setattr(type(config), "algorithm", lambda self, layer, prefix: shared)
+    layer = routed()
+    layer.num_fused_shared_experts = fused
+    method = nvfp4_moe.NvFp4MoEMethod(config, layer, "model.layers.1.mlp.experts")
+    refuse = pytest.raises(
+        ValueError, match=r"mlp\.shared_experts\.gate_up_proj is not NVFP4, and SGLang makes it one of"
+    )
+    with refuse if fused and shared != "NVFP4" else nullcontext():
+        method._refuse_others_among_experts(layer)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["weighted after", "weighted before"])
