@@ -35,8 +35,7 @@ from benchmarks import _engines as engines  # noqa: E402
 
 ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the workers
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a Python object to the engine's process
 }
 # Their weights, caches and graphs share the GPUs' memory.
 AT_ONCE, DEEP_AT_ONCE = 4, 2
