@@ -21,10 +21,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm.comm.policy import cached_crossovers
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.measure import all_reduce
 from llm_quant_rocm.tune import quick_reduce as tuner
+from llm_quant_rocm.tuning import cache_file
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     left = len(all_reduce.SIZES) - len(found["rows"])
     if args.crossovers and found["rows"]:
         folder = os.environ.get("OUT")
-        file = Path(folder) / "quick_reduce" / f"{arch}.json" if folder else cached_crossovers(arch)
+        file = Path(folder) / "quick_reduce" / f"{arch}.json" if folder else cache_file("quick_reduce", arch)
         tuner.write(file, all_reduce.entries(found), harness.environment(args.world))
         print("crossovers written to", file)
     if left:

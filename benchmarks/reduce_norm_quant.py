@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from llm_quant_rocm import hardware
-from llm_quant_rocm.comm.policy import cached_crossovers
 from llm_quant_rocm.comm.reduce_norm_quant import OPERATOR
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.measure import reduce_norm_quant
 from llm_quant_rocm.tune.quick_reduce import write
+from llm_quant_rocm.tuning import cache_file
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     )  # fmt: skip
     if args.sweep and result["rows"]:
         folder = os.environ.get("OUT")
-        file = Path(folder) / OPERATOR / f"{arch}.json" if folder else cached_crossovers(arch, operator=OPERATOR)
+        file = Path(folder) / OPERATOR / f"{arch}.json" if folder else cache_file(OPERATOR, arch)
         write(file, reduce_norm_quant.entries(result, args.codec), harness.environment(args.world))
         print("crossovers written to", file)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm import provenance
+from llm_quant_rocm.environment import read
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -87,7 +88,7 @@ Shape = Measured | MeasuredExperts
 
 def cache_file(operator: str, arch: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Where what was measured of `operator` on this machine is kept."""
-    folder = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = read("XDG_CACHE_HOME", environment) or os.path.expanduser("~/.cache")  # Path.home() wants a user to exist
     return Path(folder) / "llm-quant-rocm" / operator / f"{arch}.json"
 
 

@@ -175,12 +175,12 @@ def _tune_all_reduce(
     messages: Console,
 ) -> dict[str, Any]:
     """Measure the crossovers between `tp` GPUs, within the budget. What the file then says."""
-    from llm_quant_rocm.comm.policy import cached_crossovers
+    from llm_quant_rocm import tuning
     from llm_quant_rocm.measure.all_reduce import SIZES
     from llm_quant_rocm.tune import QUICK_REDUCE
     from llm_quant_rocm.tune.quick_reduce import tune
 
-    file = out / QUICK_REDUCE / f"{device.arch}.json" if out else cached_crossovers(device.arch)
+    file = out / QUICK_REDUCE / f"{device.arch}.json" if out else tuning.cache_file(QUICK_REDUCE, device.arch)
     with ranks_reported(), _progress(messages) as progress:
         task = progress.add_task(f"{QUICK_REDUCE}: compiling", total=len(SIZES))
 

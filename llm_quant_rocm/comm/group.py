@@ -78,14 +78,18 @@ class GroupReduce:
         return self._choice(inp) is not ENGINE
 
     def quick_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, a new tensor, on every rank with the same bits.
+        """The sum over the group, a new tensor, on every rank with the same bits; of any size, also one that is better
+        left to the engine.
 
         Raises:
+            TypeError: neither bf16 nor fp16.
             RuntimeError: a rank was lost, in this call or an earlier one.
         """
         if self._watch is not None:
             self._watch.raise_if_lost()
         choice = self._choice(inp)
+        if choice is ENGINE:
+            choice = self.policy.forced(inp.numel() * inp.element_size())
         assert choice.codec is not None
         return self.transport.all_reduce(
             inp, choice.codec, choice.algorithm, cast_bf16_to_fp16=self.policy.settings.cast_bf16_to_fp16
@@ -113,27 +117,29 @@ def connect(
     logs one line that says what serves, and why.
 
     Args:
-        refuse: why the engine's own serves, or None. The same on all ranks.
+        refuse: why the engine's own serves, or None.
 
     Raises:
         ValueError: a file of measured crossovers is broken.
     """
     group, device = members.cpu_group, members.device
     log = logger.info if dist.get_rank(group) == 0 else logger.debug
-    refusal = _refusal(members)
+    hosts = hosts_of(group, members.same_host)
+    peers = device.type == "cuda" and len(hosts) == 1
+    refusal, steps = _refusal(members), None
     if refusal is None:
-        hosts = hosts_of(group, members.same_host)
-        peers = device.type == "cuda" and len(hosts) == 1
         policy = Policy(settings, dist.get_world_size(group), detect(device).arch, peers, len(hosts))
         refusal = policy.refusal or refuse(policy)
+        steps = None if refusal else [policy.steps(dtype) for dtype in DTYPES]
+    facts = (os.environ.get(members.visible_devices), device.index)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (refusal, settings, steps, facts), group)
+    refusal = next((said for said, *_ in everyone if said is not None), None)
     if refusal is None:
-        facts = (os.environ.get(members.visible_devices), device.index) if peers else None
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (facts, [policy.steps(dtype) for dtype in DTYPES]), group)
-        if any(steps != everyone[0][1] for _, steps in everyone):
+        if any(answer[1:3] != everyone[0][1:3] for answer in everyone):
             refusal = "the ranks have different settings or measured crossovers"
         elif peers:
-            refusal = unreachable(device, members.visible_devices, [facts for facts, _ in everyone])
+            refusal = unreachable(device, members.visible_devices, [facts for *_, facts in everyone])
         refusal = first_refusal(refusal, group)
     transport: Transport | None = None
     if refusal is None:

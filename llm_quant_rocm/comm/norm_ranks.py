@@ -3,6 +3,7 @@
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm import reduce_norm_quant
 from llm_quant_rocm.comm.group import Members, hosts_of, unreachable
-from llm_quant_rocm.comm.policy import WORLD_SIZES, Settings
+from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Settings
 from llm_quant_rocm.comm.setup_errors import first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
+
+_watches: dict[str, Watch] = {}
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -36,7 +39,7 @@ def connect(
         all_reduce: the engine's own, which gives a new tensor, for the sizes at which it was measured to be faster.
     """
     group, device, name = members.cpu_group, members.device, members.name
-    reduce_norm_quant.disconnect(name)
+    disconnect(name)
     found = _refusal(members)
     refusal = first_refusal(refusal or found, group)
     if refusal is None:
@@ -49,12 +52,31 @@ def connect(
         refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
         if refusal is None:
             if ranks.memory is not None and shared is None:
-                Watch(ranks.memory.check)
+                _watches[name] = Watch(ranks.memory.check)
             return name
-        reduce_norm_quant.disconnect(name)
+        disconnect(name)
     if dist.get_rank(group) == 0:
         logger.info("norm fusion: %s's all-reduce of the group %s stays apart; %s", members.engine, name, refusal)
     return None
+
+
+def disconnect(name: str) -> None:
+    """Forgets a group, with the memory and the watch that it had of its own."""
+    reduce_norm_quant.disconnect(name)
+    watch = _watches.pop(name, None)
+    if watch is not None:
+        watch.stop()
+
+
+def disconnect_with(owner: Any, name: str) -> None:
+    """Does so once `owner`, the engine's object of the group, is gone, unless the name is another group's by then."""
+    ranks = reduce_norm_quant.ranks_named(name)
+
+    def forget() -> None:
+        if reduce_norm_quant.is_named(name, ranks):
+            disconnect(name)
+
+    weakref.finalize(owner, forget).atexit = False
 
 
 def _refusal(members: Members) -> str | None:
@@ -65,7 +87,7 @@ def _refusal(members: Members) -> str | None:
     dist.all_gather_object(everyone, facts, members.cpu_group)
     hosts = hosts_of(members.cpu_group, members.same_host)
     if world not in WORLD_SIZES:
-        return f"it has {world} ranks, and up to {WORLD_SIZES.stop - 1} are served"
+        return f"it has {world} ranks, and up to {MAX_WORLD_SIZE} are served"
     if len(hosts) > 1:
         return "its ranks are on several hosts"
     if members.device.type == "cpu":

@@ -2,7 +2,7 @@
 """Which all-reduce serves a message: by its bytes, its type and the number of ranks.
 
 Crossovers are measured: configs/quick_reduce/<architecture>.json ships what was measured where, and a file of the same
-form in the user's cache (`cached_crossovers`) comes before it:
+form in the user's cache (`tuning.cache_file`) comes before it:
 
     {"crossovers": [
         {"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": [
@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -45,10 +44,12 @@ import torch
 from llm_quant_rocm.environment import QUICK_REDUCE as _PREFIX
 from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
+from llm_quant_rocm.tuning import cache_file
 
 _KIB, _MIB = 1024, 1024 * 1024
 _KERNELS_MAX_BYTES = 2048 * _MIB  # they count values in 32 bits
-WORLD_SIZES = range(2, 9)
+MAX_WORLD_SIZE = 8
+WORLD_SIZES = range(2, MAX_WORLD_SIZE + 1)
 # Upstream's thresholds for fp16, MiB.
 _UPSTREAM_MIN_MIB = {
     2: {"FP": 1, "INT8": 2, "INT6": 2, "INT4": 1, "INT3": 1},
@@ -188,6 +189,11 @@ class Policy:
             codec = CODECS["FP"]
         return Choice(algorithm, codec)
 
+    def forced(self, nbytes: int) -> Choice:
+        """What serves a message that `choose` leaves to the engine, where somebody wants it from us all the same."""
+        codec = CODECS["FP"] if nbytes < self.settings.quantization_min_bytes else self.settings.codec
+        return Choice(self._instead or Algorithm.TWO_SHOT, codec)
+
     def steps(self, dtype: torch.dtype) -> Steps:
         """What `choose` says for `dtype`, from 0 to the largest size that is served: where it changes, and to what."""
         settings = self.settings
@@ -212,21 +218,15 @@ class Policy:
         return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
 
 
-def cached_crossovers(arch: str, environment: Mapping[str, str] = os.environ, operator: str = "quick_reduce") -> Path:
-    """Where the crossovers of an operator measured on this machine are kept."""
-    cache = read("XDG_CACHE_HOME", environment) or os.path.expanduser("~/.cache")  # Path.home() wants a user to exist
-    return Path(cache) / "llm-quant-rocm" / operator / f"{arch}.json"
-
-
 def _refusal(settings: Settings, world_size: int, hosts: int) -> str | None:
     """Why no message can be served, or None."""
     if settings.codec is None:
         return f"{_PREFIX}QUANTIZATION is NONE"
-    most = WORLD_SIZES.stop - 1
     if hosts == 1 and world_size not in WORLD_SIZES:
-        return f"the group has {world_size} ranks; it serves {WORLD_SIZES.start} to {most}"
-    if hosts > most or world_size > hosts * most:
-        return f"the group has {world_size} ranks on {hosts} hosts; it serves up to {most} ranks on each of {most}"
+        return f"the group has {world_size} ranks; it serves {WORLD_SIZES.start} to {MAX_WORLD_SIZE}"
+    if hosts > MAX_WORLD_SIZE or world_size > hosts * MAX_WORLD_SIZE:
+        most = f"up to {MAX_WORLD_SIZE} ranks on each of {MAX_WORLD_SIZE}"
+        return f"the group has {world_size} ranks on {hosts} hosts; it serves {most}"
     return None
 
 
@@ -257,7 +257,7 @@ def known(arch: str, operator: str = "quick_reduce") -> set[tuple[int, str]]:
 def _files(arch: str, operator: str) -> list[Traversable]:
     """The user's file and the one that ships, of those that are there."""
     shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
-    return [file for file in (cached_crossovers(arch, operator=operator), shipped) if file.is_file()]
+    return [file for file in (cache_file(operator, arch), shipped) if file.is_file()]
 
 
 def _read(file: Traversable, wanted: Set[tuple[int, str]]) -> dict[tuple[int, str], dict[torch.dtype, Steps]]:

@@ -11,13 +11,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from llm_quant_rocm.comm.policy import Algorithm
+from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, Algorithm
+from llm_quant_rocm.comm.roll_call import RollCall
 from llm_quant_rocm.formats.wire import DTYPES, Codec, decode, encode
 from llm_quant_rocm.reference.quick_reduce import add, carried, join, split
-
-MAX_WORLD_SIZE = 8
 
 
 def all_reduce(
@@ -148,7 +146,7 @@ def _gathered(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 class ProcessGroupReduce:
     """The all-reduces of one group of ranks: `comm.quick_reduce.QuickReduce` where ranks do not share memory.
 
-    All ranks make the same calls in the same order. An error names the call and who had not begun it.
+    All ranks make the same calls in the same order. An error names the call and who is missing (`RollCall`).
     """
 
     def __init__(
@@ -167,10 +165,9 @@ class ProcessGroupReduce:
         Raises:
             ValueError: hosts that `two_level_groups` refuses.
         """
-        self._group, self._rank = group, dist.get_rank(group)
+        self._group = group
         self._levels = two_level_groups(hosts, dist.get_backend(group), timeout) if len(hosts) > 1 else None
-        self._calls = 0
-        self._begun = dist.PrefixStore(f"llm_quant_rocm/quick_reduce/{group.group_name}", _get_default_store())
+        self._roll_call = RollCall(group, "quantized all-reduce")
 
     def all_reduce(
         self,
@@ -189,26 +186,10 @@ class ProcessGroupReduce:
         serves = Algorithm.TWO_LEVEL if self._levels else Algorithm.PROCESS_GROUP
         if algorithm is not serves:
             raise ValueError(f"this process group serves {serves}, not {algorithm}")
-        self._calls += 1
-        try:
-            self._begun.set(str(self._rank), str(self._calls))
+        with self._roll_call.call():
             if self._levels:
                 return two_level_all_reduce(x, codec, *self._levels, cast_bf16_to_fp16)
             return all_reduce(x, codec, self._group, cast_bf16_to_fp16)
-        except RuntimeError as error:
-            raise RuntimeError(f"quantized all-reduce: {self._missing()} in call {self._calls}: {error}") from error
 
     def check(self) -> None:
         """Nothing: a lost rank is an error of the call."""
-
-    def _missing(self) -> str:
-        """Who did not arrive in this call."""
-        try:
-            others = [rank for rank in range(dist.get_world_size(self._group)) if rank != self._rank]
-            begun = [int(self._begun.get(str(rank))) if self._begun.check([str(rank)]) else 0 for rank in others]
-        except RuntimeError:
-            return "rank 0 of the default group, which keeps its store, does not answer"
-        late = [str(rank) for rank, calls in zip(others, begun, strict=True) if calls < self._calls]
-        if not late:
-            return "a rank of the group ended"
-        return f"rank{'s' * (len(late) > 1)} {', '.join(late)} of the group did not arrive"

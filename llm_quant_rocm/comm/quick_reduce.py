@@ -7,7 +7,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm.policy import WORLD_SIZES, Algorithm
+from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Algorithm
 from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line, first_refusal
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import detect
@@ -73,9 +73,7 @@ class QuickReduce:
 
         world = dist.get_world_size(group)
         if world not in WORLD_SIZES:
-            raise ValueError(
-                f"the quantized all-reduce serves 2 to {WORLD_SIZES.stop - 1} ranks, the group has {world}"
-            )
+            raise ValueError(f"the quantized all-reduce serves 2 to {MAX_WORLD_SIZE} ranks, the group has {world}")
         size = kernels.region_bytes(world, inbox_bytes, MAX_TILES, LAMPORT_BYTES)
         refusal = None
         try:

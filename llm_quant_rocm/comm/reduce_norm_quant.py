@@ -9,6 +9,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import process_group
-from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, measured
+from llm_quant_rocm.comm.policy import ENGINE, MAX_WORLD_SIZE, Algorithm, Choice, measured
+from llm_quant_rocm.comm.roll_call import RollCall
 from llm_quant_rocm.comm.setup_errors import refusal_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
@@ -131,6 +133,7 @@ class Ranks:
         obstacle: why there is no peer memory.
         engine: the sum of a tensor over the ranks, a new tensor, as the engine would make it; or None.
         config: how the fused kernels share out rows; None for the default.
+        roll_call: of the group's calls.
     """
 
     world: int
@@ -140,14 +143,20 @@ class Ranks:
     obstacle: str | None = None
     engine: Callable[[torch.Tensor], torch.Tensor] | None = None
     config: "Config | None" = None
+    roll_call: RollCall | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x [M, K] over the ranks by the process group, with the bits that the fused kernels give it."""
+        """The sum of x [M, K] over the ranks by the process group, with the bits that the fused kernels give it.
+
+        Raises:
+            RuntimeError: a rank did not arrive within the timeout of the group, or ended.
+        """
         if self.world == 1:
             return x
         choice = self.plan.choose(x.numel() * x.element_size())
         reduce = process_group.one_shot if choice.algorithm is Algorithm.ONE_SHOT else process_group.all_reduce
-        return reduce(padded(x), choice.codec or FP, self.group)[:, : x.shape[1]]
+        with nullcontext() if self.roll_call is None else self.roll_call.call():
+            return reduce(padded(x), choice.codec or FP, self.group)[:, : x.shape[1]]
 
     def reduce_norm_quant(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
         """The fused kernels over peer memory, of rows whose last dimension is contiguous; or the engine's all-reduce
@@ -184,8 +193,7 @@ class Ranks:
                 f"flags of {memory.mailbox.max_tiles} tiles do not serve {target.layout.tile_rows} rows: give it more"
             )
         for start in range(0, x.shape[0], step):
-            # Rows that pad scales belong to the last part.
-            part = slice(start, start + step if start + step < x.shape[0] else None)
+            part = slice(start, start + step)
             normed, codes, scales = (None if tensor is None else tensor[part] for tensor in out[1:])
             pieces = Result(out.residual[part], normed, codes, scales)
             added = None if residual is None else residual[part]
@@ -223,15 +231,16 @@ def connect(
     if name in _NAMED:
         raise ValueError(f"ranks are registered under {name!r} already: disconnect it first")
     world = 1 if group is None else dist.get_world_size(group)
-    if world > process_group.MAX_WORLD_SIZE:
-        raise ValueError(f"{name!r} has {world} ranks; reduce_norm_quant serves up to {process_group.MAX_WORLD_SIZE}")
+    if world > MAX_WORLD_SIZE:
+        raise ValueError(f"{name!r} has {world} ranks; reduce_norm_quant serves up to {MAX_WORLD_SIZE}")
     obstacle = None
     if memory is None and world > 1:
         memory, obstacle = _peer_memory(group, device)
     plan = Plan.of(world, codec, detect(device).arch, engine is not None)
     if codec_sizes is not None and codec.quantizes:
         plan = plan.between(codec_sizes, Plan.of(world, FP, detect(device).arch, engine is not None))
-    ranks = Ranks(world, plan, group, memory, obstacle, engine)
+    roll_call = None if group is None or memory else RollCall(group, OPERATOR)
+    ranks = Ranks(world, plan, group, memory, obstacle, engine, roll_call=roll_call)
     how = obstacle and f"the process group, as {obstacle}" or ("peer memory" if memory else "one rank")
     logger.info("reduce_norm_quant over %r, %d ranks: %s; %s", name, world, how, plan.describe())
     _NAMED[name] = ranks
@@ -241,6 +250,11 @@ def connect(
 def disconnect(name: str) -> None:
     """Forgets `name`."""
     _NAMED.pop(name, None)
+
+
+def is_named(name: str, ranks: Ranks) -> bool:
+    """Whether `ranks` are registered under `name`."""
+    return _NAMED.get(name) is ranks
 
 
 def ranks_named(name: str) -> Ranks:

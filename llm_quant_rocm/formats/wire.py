@@ -29,7 +29,7 @@ product x * e is taken as (x * 2^64) * (1 / (scale * 2^64)) where |scale| < 2^-6
 
 FP4's scale may be rounded up by 1/128 in bf16 and 1/1024 in fp16, and its errors with it. A group in which amax / limit
 is subnormal in T has a scale up to one step of T's subnormals larger, which adds at most that step to its errors; those
-of FP8 remain within 1/16 of the value.
+of FP8 remain within 1/16 of the value, or amax / 2^18, half of its smallest code, where that is more.
 
 **NaN and infinity.** A group that holds one has the scale +infinity. Infinities get the largest code of their sign, NaN
 and the group's finite values the code of 0, so `code * scale` makes infinity, -infinity and NaN of them: a broken group
@@ -149,7 +149,7 @@ def decode(wire: torch.Tensor, codec: Codec, dtype: torch.dtype) -> torch.Tensor
     """
     _check(dtype, wire.shape[-1], BLOCK // GROUP * codec.group_bytes, f"bytes of {codec.name}")
     if not codec.quantizes:
-        return wire.contiguous().view(dtype).float()
+        return _values(wire, dtype)
     rows = wire.reshape(prod(wire.shape[:-1]), wire.shape[-1])
     *planes, scales = _parts(rows, codec)
     out = torch.empty((rows.shape[0], scales.shape[1], GROUP), dtype=torch.float32, device=wire.device)
@@ -157,10 +157,18 @@ def decode(wire: torch.Tensor, codec: Codec, dtype: torch.dtype) -> torch.Tensor
         codes = torch.zeros_like(out[:, chunk], dtype=torch.uint8)
         for plane, bits, shift in zip(planes, codec.planes, _shifts(codec), strict=True):
             codes |= _unpack(plane[:, chunk], bits) << shift
-        out[:, chunk] = _numbers(codes, codec) * scales[:, chunk].contiguous().view(dtype).float()
+        out[:, chunk] = _numbers(codes, codec) * _values(scales[:, chunk], dtype)
     if codec.integer:
         out += 0.0  # the code 0 under a negative scale
     return out.view(*wire.shape[:-1], scales.shape[1] * GROUP)
+
+
+def _values(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as `dtype`, in fp32."""
+    values = values.contiguous()
+    if values.storage_offset() % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype).float()
 
 
 def _check(dtype: torch.dtype, count: int, multiple: int, what: str) -> None:

@@ -9,9 +9,9 @@ to all. Every rank decodes the same bytes, so all end with the same bits:
 
 As owners quantize their own values too, a result depends on the 32 values of its group alone: not on how many values
 there are, nor on who owns which. Finite values give finite results: a sum beyond the largest value of the type arrives
-as that value, in the codec FP as well. A plain all-reduce makes it infinite. NaN and infinities arrive where they were,
-and the finite values of their groups as NaN (FP: as sums); so an infinity arrives as NaN where another rank's group
-held one elsewhere.
+as that value, in the codec FP as well, and so does one that passes fp32's range on its way. A plain all-reduce makes
+them infinite. NaN and infinities arrive where they were, and the finite values of their groups as NaN (FP: as sums); so
+an infinity arrives as NaN where another rank's group held one elsewhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,6 +31,8 @@ def two_shot(inputs: Sequence[torch.Tensor], codec: Codec, cast_bf16_to_fp16: bo
 
 def one_shot(inputs: Sequence[torch.Tensor], codec: Codec, cast_bf16_to_fp16: bool = False) -> torch.Tensor:
     """The same where everybody sends to everybody and adds for itself: nothing is encoded a second time."""
+    if len(inputs) == 1:
+        return inputs[0].clone()
     values = [carried(x, cast_bf16_to_fp16) for x in inputs]
     dtype = values[0].dtype
     return join(add([decode(encode(split(x, 1), codec), codec, dtype) for x in values], dtype), inputs[0])

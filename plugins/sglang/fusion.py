@@ -232,15 +232,18 @@ def _group_name(group: Any) -> str | None:
     if group not in _connected:
         transport = getattr(group.qr_comm, "transport", None)
         members, settings = communicator.members(group), communicator.settings()
-        _connected[group] = norm_ranks.connect(members, settings, _refusal(), transport, _all_reduce_of(group))
+        name = norm_ranks.connect(members, settings, _refusal(), transport, _all_reduce_of(weakref.ref(group)))
+        _connected[group] = name
+        if name is not None:
+            norm_ranks.disconnect_with(group, name)
     return _connected[group]
 
 
-def _all_reduce_of(group: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _all_reduce_of(group: "weakref.ref[Any]") -> Callable[[torch.Tensor], torch.Tensor]:
     """The group's own, in new tensors: on CPUs, and where none of SGLang's kernels serves, it adds in place."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        return group.all_reduce(x.clone())
+        return group().all_reduce(x.clone())  # type: ignore[union-attr]  # who calls has the group
 
     return all_reduce
 

@@ -178,6 +178,8 @@ class _Norm:
         result is the norm's new residual, and may be read later."""
         if x.target is not torch.ops.vllm.all_reduce.default or _arguments(x)["group_name"] != group:
             return False
+        if x is self.residual:
+            return False
         return all(user is self.node or (self.residual is None and self.node < user) for user in x.users)
 
     @property
@@ -188,6 +190,8 @@ class _Norm:
     def is_fusible(self) -> bool:
         """Whether there is something to fuse the norm with, and our operators compute it."""
         if not (self.quantizations or self.reduction) or self.variance_size is not None or self.weight is None:
+            return False
+        if not (self.quantizations or self.others):  # its sum alone is read
             return False
         x, weight = self.x.meta["val"], self.weight.meta["val"]
         if weight.dtype not in _FLOATS or not _same(weight.shape, x.shape[-1:]):

@@ -14,8 +14,7 @@ from llm_quant_rocm.comm import norm_ranks
 from llm_quant_rocm.comm.group import Members
 from llm_quant_rocm.comm.policy import Settings
 
-# By group, the name under which it is connected, or None. An engine that follows another one in this process has other
-# groups of the same names.
+# By group, the name under which it is connected, or None.
 _connected: "weakref.WeakKeyDictionary[GroupCoordinator, str | None]" = weakref.WeakKeyDictionary()
 
 
@@ -41,7 +40,10 @@ def _connect(group: GroupCoordinator, vllm_config: VllmConfig) -> str | None:
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
     all_reduce = getattr(group.device_communicator, "all_reduce", None)
     refusal = _refusal(vllm_config, transport)
-    return norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)
+    name = norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)
+    if name is not None:
+        norm_ranks.disconnect_with(group, name)
+    return name
 
 
 def _refusal(vllm_config: VllmConfig, transport: Any) -> str | None:

@@ -205,7 +205,6 @@ def test_a_dense_model_has_no_experts_to_tune(
 
 def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from llm_quant_rocm.comm.policy import cached_crossovers
     from llm_quant_rocm.measure import all_reduce
 
     def measure(world: int, heard: Any, sizes: tuple[int, ...], seconds: float) -> None:
@@ -222,7 +221,7 @@ def test_the_all_reduce_is_measured_between_as_many_gpus(timed: list[int], monke
     (entry,) = json.loads(result.stdout)["quick_reduce"]["crossovers"]
     assert (entry["world_size"], entry["codec"], len(entry["steps"])) == (2, "INT4", 1)
     assert entry["measured_on"]["device"] == "2 GPUs"
-    assert cached_crossovers("sm_90").is_file()
+    assert tuning.cache_file("quick_reduce", "sm_90").is_file()
 
 
 @pytest.mark.parametrize(

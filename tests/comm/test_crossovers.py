@@ -47,7 +47,7 @@ def test_what_changes_less_may_be_three_percent_slower(ours: float, algorithm: s
 def test_the_policy_serves_by_them(codec: str, tmp_path: Path) -> None:
     file = tmp_path / "sm_90.json"
     file.write_text(json.dumps(merged(None, [crossovers(ROWS, 2, name) for name in ("FP4", "INT8")], ENVIRONMENT)))
-    with patch.object(policy, "cached_crossovers", return_value=file):
+    with patch.object(policy, "cache_file", return_value=file):
         found = Policy(Settings(codec_named(codec)), 2, "sm_90")
     assert found.measured
     assert found.choose(65536, torch.bfloat16).algorithm is Algorithm.ONE_SHOT

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's group, made known to `ops.reduce_norm_quant`, between gloo processes: connected by all ranks or none."""
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def who_refuses_does_so_for_all(rank: int) -> None:
     assert_refused("its ranks are on several hosts", same_host=on_hosts_of_their_own)
     assert_refused("there are no kernels for meta", device="meta")
     with mock.patch.object(norm_ranks, "WORLD_SIZES", range(2, WORLD)):
-        assert_refused("it has 2 ranks, and up to 1 are served")
+        assert_refused("it has 2 ranks, and up to 8 are served")
     # The devices' facts of every rank are those of its own process.
     own = {"CUDA_VISIBLE_DEVICES": f"{rank + 4}"}
 
@@ -182,7 +183,24 @@ def memory_is_shared_or_watched(rank: int) -> None:
             assert ranks_named(NAME).memory is shared
 
 
+def a_group_goes_with_its_owner(rank: int) -> None:
+    """Name, memory and watch; but not where another group has taken the name."""
+    watches = [mock.Mock(), mock.Mock()]
+    owners = [mock.Mock(), mock.Mock()]
+    for owner, watch in zip(owners, watches, strict=True):
+        with on_gpus(None), mock.patch.object(norm_ranks, "Watch", return_value=watch):
+            assert connect(device="cuda") == NAME
+        norm_ranks.disconnect_with(owner, NAME)
+    del owner
+    for left in (True, False):
+        owners.pop(0)
+        gc.collect()
+        assert is_known() == left
+        assert [watch.stop.called for watch in watches] == [True, not left]
+
+
 CASES = (
+    a_group_goes_with_its_owner,
     sums_of_a_connected_group,
     the_codec_keeps_to_its_sizes,
     who_refuses_does_so_for_all,

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from llm_quant_rocm.comm import policy as policy_module
-from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings, cached_crossovers
+from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.tuning import cache_file
 
 MIB = 1024 * 1024
 PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
@@ -39,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(arch: str, **changes: Any) -> None:
     """Writes crossovers of INT4 on 4 ranks in bf16 into the cache."""
     entry = {"world_size": 4, "dtype": "bfloat16", "codec": "INT4", "steps": STEPS, "measured_on": {}} | changes
-    file = cached_crossovers(arch)
+    file = cache_file("quick_reduce", arch)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"crossovers": [entry]}))
 
@@ -103,7 +104,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.delenv("HOME", raising=False)
-    assert cached_crossovers("gfx942", {}).parts[-3:] == ("llm-quant-rocm", "quick_reduce", "gfx942.json")
+    assert cache_file("quick_reduce", "gfx942", {}).parts[-3:] == ("llm-quant-rocm", "quick_reduce", "gfx942.json")
 
 
 # --- where nobody measured
@@ -186,7 +187,7 @@ def test_measured_steps(dtype: torch.dtype) -> None:
         assert policy.choose(nbytes, dtype) == expected
     assert policy.describe() == (
         "quantized all-reduce: engine from 0 bytes, one_shot FP from 1000 bytes, two_shot INT4 from 5000 bytes, "
-        f"engine from 2097152 bytes, engine above 2147483648 bytes (measured: {cached_crossovers('sm_90')})"
+        f"engine from 2097152 bytes, engine above 2147483648 bytes (measured: {cache_file('quick_reduce', 'sm_90')})"
     )
 
 
@@ -194,7 +195,7 @@ def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path, mon
     measured("sm_90", steps=[{"from_bytes": 0, "algorithm": "two_shot", "codec": "INT4"}])
     shipped = tmp_path / "package" / "configs" / "quick_reduce" / "sm_90.json"
     shipped.parent.mkdir(parents=True)
-    cached_crossovers("sm_90").rename(shipped)
+    cache_file("quick_reduce", "sm_90").rename(shipped)
     monkeypatch.setattr(policy_module.resources, "files", lambda package: tmp_path / "package")
     assert Policy(settings(QUANTIZATION="INT4"), 4, "sm_90").choose(2, torch.bfloat16).codec == INT4
     measured("sm_90", steps=[{"from_bytes": 0, "algorithm": "engine"}])
@@ -211,7 +212,7 @@ def test_what_was_not_measured_follows_upstream() -> None:
 
 def test_a_dtype_of_its_own_comes_before_the_other() -> None:
     measured("sm_90")
-    file = cached_crossovers("sm_90")
+    file = cache_file("quick_reduce", "sm_90")
     content = json.loads(file.read_text())
     content["crossovers"].append(
         content["crossovers"][0]
@@ -278,7 +279,7 @@ def test_a_broken_file_is_named(changes: dict[str, Any]) -> None:
     measured("sm_90", **changes)
     with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers .* measure them again, or delete it"):
         Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
-    cached_crossovers("sm_90").write_text("{")
+    cache_file("quick_reduce", "sm_90").write_text("{")
     with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers"):
         Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
 

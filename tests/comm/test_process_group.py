@@ -3,6 +3,7 @@
 
 import itertools
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llm_quant_rocm import ops
 from llm_quant_rocm.comm.policy import Algorithm
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce, all_reduce, two_level_all_reduce, two_level_groups
+from llm_quant_rocm.comm.reduce_norm_quant import connect
+from llm_quant_rocm.comm.roll_call import RollCall
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, GROUP, Codec
 from llm_quant_rocm.reference import quick_reduce
 from tests.comm.processes import run_ranks
@@ -181,50 +185,75 @@ def test_groups_of_groups() -> None:
     run_ranks(8, reduce_as_other_groups_do)
 
 
-class BegunTogether:
-    """The store in which ranks note their calls: none of `ranks` goes on before all of them have noted theirs."""
-
-    def __init__(self, store: dist.Store, ranks: list[int]) -> None:
-        self._store, self._ranks = store, ranks
-        self.get, self.check = store.get, store.check
-
-    def set(self, rank: str, calls: str) -> None:
-        self._store.set(rank, calls)
-        meet(self._store, rank, calls, self._ranks)
-
-
-def meet(store: dist.Store, rank: int | str, where: str, ranks: list[int]) -> None:
+def meet(store: dist.Store, rank: int, where: str, ranks: list[int]) -> None:
     """Returns when all of `ranks` are there. Unlike a barrier it needs nobody who is lost."""
     store.set(f"{where}: {rank}", "")
     store.wait([f"{where}: {other}" for other in ranks])
 
 
-def lose_a_rank(rank: int, lost: int, dies: bool) -> None:
-    """A rank dies, or is late for longer than the group waits, in its third call; the others say so."""
+def lose_a_rank(rank: int, lost: int, how: str) -> None:
+    """A rank does not take part in the third call; the others, of which one comes later than the error, say so."""
     group = dist.new_group()
-    member = ProcessGroupReduce(group)
-    x = torch.ones(1000, dtype=torch.bfloat16)
-    assert_same(member.all_reduce(x, CODECS["FP4"]), x * 3)
-    assert_same(member.all_reduce(x, CODECS["FP4"], cast_bf16_to_fp16=True), x * 3)
+    if how == "norm":
+        connect("tp:0", group, torch.device("cpu"))
+        ones = torch.ones(2, 512, dtype=torch.bfloat16)
+        operator, call = "reduce_norm_quant", partial(ops.reduce_norm_quant, ones, ones[0], ones, group="tp:0")
+    else:
+        ProcessGroupReduce(group).all_reduce(torch.ones(1, dtype=torch.bfloat16), CODECS["FP"])  # counts apart
+        x = torch.ones(1000, dtype=torch.bfloat16)
+        operator, call = "quantized all-reduce", partial(ProcessGroupReduce(group).all_reduce, x, CODECS["FP4"])
+        assert_same(call(), x * 3)
+        assert_same(call(cast_bf16_to_fp16=True), x * 3)
     # Torch's store of files, which outlives every rank, knows what rank 0 did too.
     others, store = [other for other in range(3) if other != lost], dist.distributed_c10d._get_default_store()
     dist.barrier()
-    if rank == lost:
-        if dies:
-            os._exit(0)
+    if rank == lost and how == "dies before":
+        os._exit(0)
+    if rank == lost and how == "dies inside":
+        for at_once in ("all_to_all_single", "all_gather"):
+            setattr(dist, at_once, lambda *args, **kwargs: os._exit(0))
+    if rank == lost and how in ("is late", "norm"):
         store.wait([f"noticed: {other}" for other in others])
         return
-    member._begun = BegunTogether(member._begun, others)  # type: ignore[assignment]
-    if not dies:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
-    with pytest.raises(RuntimeError, match=f"quantized all-reduce: rank {lost} of the group did not arrive in call 3"):
-        member.all_reduce(x, CODECS["FP4"])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+    if rank == others[-1]:
+        time.sleep(1)
+    does = "ended" if how == "dies inside" else "did not arrive"
+    calls = 1 if how == "norm" else 3
+    with pytest.raises(RuntimeError, match=f"^{operator}: rank {lost} of the group {does} in call {calls}: "):
+        call()
     meet(store, rank, "noticed", others)  # nobody leaves before
 
 
-@pytest.mark.parametrize(("lost", "dies"), [(0, True), (1, True), (2, False)], ids=["0_dies", "1_dies", "2_is_late"])
-def test_a_lost_rank_is_named_with_the_call(lost: int, dies: bool) -> None:
-    run_ranks(3, lose_a_rank, lost, dies)
+@pytest.mark.parametrize(
+    ("lost", "how"), [(0, "dies before"), (1, "dies before"), (1, "dies inside"), (2, "is late"), (1, "norm")]
+)
+def test_a_lost_rank_is_named_with_the_call(lost: int, how: str) -> None:
+    run_ranks(3, lose_a_rank, lost, how)
+
+
+class FrozenStore(dist.HashStore):
+    """Of a rank that hangs: it takes what it is told, and answers never."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return True
+
+
+def lose_the_store(rank: int) -> None:
+    roll_call = RollCall(dist.group.WORLD, "quantized all-reduce")
+    roll_call._store = FrozenStore()  # type: ignore[assignment]
+    begin = time.monotonic()
+    what = "rank 0 of the default group, which keeps its store, does not answer in call 1: timed out"
+    with pytest.raises(RuntimeError, match=what), roll_call.call():
+        raise RuntimeError("timed out")
+    assert time.monotonic() - begin < 30
+    with pytest.raises(torch.OutOfMemoryError, match="^no room$"), roll_call.call():  # nobody is asked
+        raise torch.OutOfMemoryError("no room")
+
+
+def test_the_rank_that_keeps_the_store_may_be_the_lost_one() -> None:
+    run_ranks(2, lose_the_store)
 
 
 def expect_errors(rank: int) -> None:

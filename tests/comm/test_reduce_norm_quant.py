@@ -95,6 +95,7 @@ def test_why_there_is_no_peer_memory(error: Exception, obstacle: str, forgotten:
         patch.object(ranks_of, "detect", lambda device: nvidia(9, 0)),
         patch.object(quick_reduce.QuickReduce, "over", side_effect=error),
         patch.object(dist, "get_world_size", lambda group: 2),
+        patch.object(ranks_of, "RollCall"),
     ):
         ranks = connect("tp:0", MagicMock(), torch.device("cuda", 0))
     assert (ranks.memory, ranks.obstacle) == (None, obstacle)

@@ -22,10 +22,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.comm import group as group_module
-from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings, cached_crossovers
+from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings
 from llm_quant_rocm.comm.quick_reduce import TIMEOUT_SECONDS, QuickReduce
 from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce as reference
+from llm_quant_rocm.tuning import cache_file
 from llm_quant_rocm_vllm import communicator, patches
 from tests.comm import processes
 from tests.inputs import assert_same, random_rows
@@ -151,6 +152,22 @@ def test_several_hosts(hosts: list[list[int]]) -> None:
     run_ranks(sum(map(len, hosts)), reduce_on_hosts, hosts)
 
 
+def reduce_what_is_left_to_vllm(rank: int) -> None:
+    """Who calls `quick_all_reduce` by itself, as upstream's tests do, is served at every size."""
+    tp, _ = group(2, QUANTIZATION="INT8", QUANTIZATION_MIN_SIZE_KB="1")
+    ours = tp.device_communicator.quantized
+    for count, codec in ((80_008, "INT8"), (40, "FP"), (0, "FP")):
+        xs = [x.half().flatten().repeat(1 + count // x.numel())[:count] for x in inputs(2)]
+        assert not ours.should_quick_allreduce(xs[rank])
+        assert_same(ours.quick_all_reduce(xs[rank]), reference.two_shot(xs, CODECS[codec]))
+    with pytest.raises(TypeError, match=r"takes bf16 or fp16, not torch\.float32"):
+        ours.quick_all_reduce(torch.ones(64))
+
+
+def test_what_is_left_to_vllm_is_served_too() -> None:
+    run_ranks(2, reduce_what_is_left_to_vllm)
+
+
 def step_aside(rank: int) -> None:
     """Where it cannot serve, one line says why, and vLLM adds."""
     fp32 = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
@@ -175,10 +192,19 @@ def step_aside(rank: int) -> None:
             (line,) = said
             assert line.startswith(f"quantized all-reduce: vLLM's own serves the group {tp.unique_name}; {reason}")
             assert "\n" not in line
-    # Ranks that would choose differently would wait for each other.
-    tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB=str(rank))
+    # Ranks that would choose differently would wait for each other, or read one another's bytes as another type's.
+    for variable, value in (
+        ("MIN_SIZE_BYTES_MB", rank),
+        ("MAX_SIZE_BYTES_MB", 7 + rank),
+        ("CAST_BF16_TO_FP16", int(rank == 1)),
+    ):
+        tp, said = group(3, **{"QUANTIZATION": "FP4", variable: str(value)})
+        assert tp.device_communicator.quantized is None
+        assert rank or "the ranks have different settings" in said[0]
+    with patch.object(communicator.envs, "VLLM_BATCH_INVARIANT", rank == 1, create=True):
+        tp, said = group(3, QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="0")
     assert tp.device_communicator.quantized is None
-    assert rank or "the ranks have different settings" in said[0]
+    assert rank or "VLLM_BATCH_INVARIANT is set" in said[0]
 
 
 def test_stepping_aside() -> None:
@@ -255,7 +281,7 @@ def test_everything_that_may_serve_is_called_before_a_graph_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = cached_crossovers("gfx942")
+    file = cache_file("quick_reduce", "gfx942")
     file.parent.mkdir(parents=True)
     steps = [
         {"from_bytes": 0, "algorithm": "engine"},

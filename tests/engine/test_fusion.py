@@ -277,6 +277,22 @@ def test_an_all_reduce_that_others_read_stays(group: str) -> None:
     assert calls(module) == {REDUCE: 2, FUSED: 1, ADD_FUSED: 1}
 
 
+def whose_sum_alone_is_read(x: torch.Tensor, a: Weights) -> torch.Tensor:
+    return ADD_NORM(REDUCE(x + 1, "tp:0"), x, a.norm, EPS)[1]
+
+
+def of_a_sum_with_itself(x: torch.Tensor, a: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    total = REDUCE(x + 1, "tp:0")
+    return ADD_NORM(total, total, a.norm, EPS)
+
+
+@pytest.mark.parametrize("function", [whose_sum_alone_is_read, of_a_sum_with_itself], ids=lambda each: each.__name__)
+def test_norms_that_stay_behind_their_all_reduce(function: Callable[..., Any], group: str) -> None:
+    module = trace(function, *given(rows(5), MODEL[:1]))
+    assert fuse(module, group) == []
+    assert calls(module) == {REDUCE: 1, ADD_NORM: 1}
+
+
 def of_a_part_of_the_row(x: torch.Tensor, a: Weights) -> torch.Tensor:
     return a.linear(NORM(x, a.norm, EPS, K // 2))
 
@@ -476,7 +492,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def connect(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
         given.append(memory)
-        return Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+        ranks = Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
+        monkeypatch.setitem(norm_ranks.reduce_norm_quant._NAMED, name, ranks)
+        return ranks
 
     monkeypatch.setattr(norm_ranks.reduce_norm_quant, "connect", connect)
     monkeypatch.setattr(norm_ranks, "hosts_of", lambda group, same_host: [[0, 1]])

@@ -163,6 +163,8 @@ def test_buffers_are_rows_whatever_their_number_and_length(
     assert_same(wire.decode(whole, codec, dtype), torch.stack([wire.decode(row, codec, dtype) for row in whole]))
     assert torch.equal(wire.encode(x.t().contiguous().t(), codec), whole)
     assert wire.decode(wire.encode(x[:, :0], codec), codec, dtype).shape == (3, 0)
+    at_an_odd_address = torch.cat([torch.zeros(1, dtype=torch.uint8), whole[1]])[1:]
+    assert_same(wire.decode(at_an_odd_address, codec, dtype), wire.decode(whole[1], codec, dtype))
 
 
 # --- numbers

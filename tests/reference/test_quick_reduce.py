@@ -96,6 +96,14 @@ def test_finite_values_give_finite_results(dtype: torch.dtype, codec: Codec, wor
     assert two_shot([half, half], codec).isfinite().all()
 
 
+def test_one_rank_keeps_its_own() -> None:
+    x = random_rows(1, 100, torch.bfloat16)
+    for algorithm in (two_shot, one_shot):
+        found = algorithm([x], CODECS["INT4"])
+        assert_same(found, x)
+        assert found.data_ptr() != x.data_ptr()
+
+
 @BOTH
 @EVERY
 def test_small_values_are_not_lost(dtype: torch.dtype, codec: Codec) -> None:

@@ -52,7 +52,7 @@ def test_it_goes_on_behind_what_was_measured_and_the_policy_serves_by_it(
         pass
     assert [len(each) for each in sizes] == [len(all_reduce.SIZES) - 8 * turn for turn in range(len(sizes))]
     assert sorted(file.parent.iterdir()) == [file], "nothing half-done stays"
-    with patch.object(policy, "cached_crossovers", return_value=file):
+    with patch.object(policy, "cache_file", return_value=file):
         found = Policy(Settings(codec_named("FP4")), 2, "sm_90")
     assert found.measured
     assert found.choose(1 << 19, torch.bfloat16).algorithm is Algorithm.ENGINE
