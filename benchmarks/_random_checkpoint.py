@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from llm_quant_rocm.checkpoint import LAYOUTS
+from llm_quant_rocm.checkpoint.layouts import LAYOUTS
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")

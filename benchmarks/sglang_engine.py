@@ -176,7 +176,7 @@ def write_checkpoints(task: str, layouts: Collection[str], folder: Path) -> None
     import torch
 
     from benchmarks import _random_checkpoint
-    from llm_quant_rocm.checkpoint import quantize_checkpoint
+    from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 
     for layout in layouts:
         path = checkpoint(task, layout, folder)

@@ -107,12 +107,12 @@ def read(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def switched_on(name: str) -> bool:
-    """Whether variable `name` is 1, which it is where it is not set.
+    """Whether variable `name` is 1, which it is where it is not set, or empty.
 
     Raises:
         ValueError: it is neither 0 nor 1.
     """
-    switch = read(name)
-    if switch not in (None, "0", "1"):
+    switch = read(name) or "1"
+    if switch not in ("0", "1"):
         raise ValueError(f"{name} is 0 or 1, not {switch!r}")
     return switch != "0"

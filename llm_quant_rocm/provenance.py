@@ -79,4 +79,7 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # there is no git
+        return None

@@ -36,7 +36,6 @@ KEPT = 4096
 # How far a weight may be from the one that was measured: all its sizes together larger or smaller by so much. A
 # configuration is cut for how many tiles fill the GPU, of which a weight further off has too few or too many.
 FARTHEST = 4
-_SAME = ("llm-quant-rocm", "triton")
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,12 @@ def shapes(operator: str, arch: str) -> tuple[Shape, ...]:
         ValueError: the user's file is broken; the message names it.
     """
     shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
-    known = {(shape.weight, shape.rows): shape for shape in _read(shipped)[1]}
+    known = {(shape.weight, shape.rows): shape for shape in measured(operator, shipped)}
     mine = cache_file(operator, arch)
-    measured_on, found = _read(mine)
+    found = measured(operator, mine, {"llm-quant-rocm": provenance.__version__, "triton": provenance.triton_version()})
     if found:
-        here = {"llm-quant-rocm": provenance.__version__, "triton": provenance.triton_version()}
-        other = [f"{name} {measured_on.get(name)}" for name in _SAME if measured_on.get(name) != here[name]]
-        if other:
-            logger.warning("%s was measured with %s: run llm-quant-rocm tune again", mine, " and ".join(other))
-        else:
-            logger.info("%s: %d shapes from %s", operator, len(found), mine)
-            known |= {(shape.weight, shape.rows): shape for shape in found}
-    return tuple(known.values())
+        logger.info("%s: %d shapes from %s", operator, len(found), mine)
+    return tuple((known | {(shape.weight, shape.rows): shape for shape in found}).values())
 
 
 @lru_cache(KEPT)
@@ -139,15 +132,51 @@ def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
     return min((shape for shape in same_weight if shape.rows >= covered), key=lambda shape: shape.rows)
 
 
-def _read(file: Traversable) -> tuple[dict[str, str], list[Shape]]:
-    """Where a file was measured, and its shapes; nothing where there is none."""
-    if not file.is_file():
-        return {}, []
+def text_of(file: Traversable) -> str | None:
+    """What a file of measurements holds; None where there is none, and, with a warning, where it may not be read, as in
+    containers whose user has no right to HOME."""
     try:
-        content = json.loads(file.read_text())
-        found = [MeasuredExperts(**shape) if "experts" in shape else Measured(**shape) for shape in content["shapes"]]
-        return content["measured_on"], found
-    except (KeyError, TypeError, ValueError) as error:
+        return file.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read (%s): nothing measured here is used", file, error)
+        return None
+
+
+def measured(operator: str, file: Traversable, here: Mapping[str, str | None] | None = None) -> list[Shape]:
+    """The shapes of a file; none where there is no file, or it was measured with other versions than `here`.
+
+    Raises:
+        ValueError: the file is broken; the message names it.
+    """
+    text = text_of(file)
+    if text is None:
+        return []
+    try:
+        content = json.loads(text)
+        measured_on, entries = dict(content["measured_on"]), content["shapes"]
+        other = [
+            f"{name} {measured_on.get(name)}"
+            for name, version in (here or {}).items()
+            if measured_on.get(name) != version
+        ]
+        if other:
+            logger.warning("%s was measured with %s: run llm-quant-rocm tune again", file, " and ".join(other))
+            return []
+        kind: type[Shape] = MeasuredExperts if operator.endswith("_moe") else Measured
+        found = [kind(**entry) for entry in entries]
+        broken = next((shape for shape in found if not _is_sound(shape)), None)
+        if broken is not None:
+            raise ValueError(broken)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is no file of measured configurations ({error!r}): delete it, and run llm-quant-rocm tune again"
         ) from error
+    return found
+
+
+def _is_sound(shape: Shape) -> bool:
+    sizes = [value for value in vars(shape).values() if value not in (shape.backend, shape.config)]
+    are_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    return are_sizes and isinstance(shape.backend, str) and isinstance(shape.config, dict)

@@ -88,15 +88,15 @@ def test_read_gives_what_is_set() -> None:
     assert environment.read(name, {}) is None
 
 
-@pytest.mark.parametrize(("value", "on"), [(None, True), ("1", True), ("0", False)])
+@pytest.mark.parametrize(("value", "on"), [(None, True), ("", True), ("1", True), ("0", False)])
 def test_a_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
     monkeypatch.delenv(environment.NVFP4, raising=False)
-    if value:
+    if value is not None:
         monkeypatch.setenv(environment.NVFP4, value)
     assert environment.switched_on(environment.NVFP4) is on
 
 
-@pytest.mark.parametrize("value", ["", "off", "true"])
+@pytest.mark.parametrize("value", ["off", "true"])
 def test_a_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(environment.NVFP4, value)
     with pytest.raises(ValueError, match="LLM_QUANT_ROCM_NVFP4 is 0 or 1, not"):

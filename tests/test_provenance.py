@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands beside figures says how many GPUs gave them."""
 
-from unittest.mock import patch
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from llm_quant_rocm import provenance
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance.subprocess, "run", git := Mock(side_effect=FileNotFoundError("git")))
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert "commit" not in provenance.environment()
+    assert git.called == (ROOT / ".git").exists()
 
 
 @pytest.mark.parametrize(

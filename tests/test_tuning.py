@@ -176,7 +176,46 @@ def test_measurements_of_other_versions_are_left(name: str, caplog: pytest.LogCa
     assert f"was measured with {name} 0.0.1: run llm-quant-rocm tune again" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"measured_on": {}, "shapes": [{"n": 1}]}'])
+def test_another_versions_file_may_have_another_form(caplog: pytest.LogCaptureFixture) -> None:
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": HERE | {"llm-quant-rocm": "9.0"}, "shapes": [{"of": "another form"}]}))
+    assert tuning.shapes("ptpc_gemm", "sm_90") == tuple(tuning.measured("ptpc_gemm", *shipped("ptpc_gemm")))
+    assert "was measured with llm-quant-rocm 9.0" in caplog.text
+
+
+def test_a_cache_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As in containers that run under a number of their own with HOME=/root."""
+    cached(HERE)
+
+    def refuse(file: Path, *args: Any, **kwargs: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    shipped_alone = tuning.measured("ptpc_gemm", *shipped("ptpc_gemm"))
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    monkeypatch.setattr(type(file), "read_text", refuse)
+    assert tuning.text_of(file) is None
+    assert f"{file} cannot be read ([Errno 13] Permission denied" in caplog.text
+    monkeypatch.setattr(tuning, "measured", lambda operator, file, here=None: [] if here else shipped_alone)
+    assert tuning.shapes("ptpc_gemm", "sm_90") == tuple(shipped_alone)
+
+
+SHAPE = {"n": 32, "k": 32, "m": 4, "backend": "triton", "config": {}}
+BROKEN = [
+    *({**SHAPE, **change} for change in ({"n": "32"}, {"n": 0}, {"m": None}, {"m": 4.5}, {"config": []}, {"more": 1})),
+    {"experts": 4, "hidden": 32, "inner": 32, "slots": 4, "backend": "triton", "config": {}},
+    {"n": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "null", '{"a":' * 100_000),
+        *(json.dumps({"measured_on": HERE, "shapes": [shape]}) for shape in BROKEN),
+        json.dumps({"measured_on": "here", "shapes": [SHAPE]}),
+    ],
+)
 def test_a_broken_file_of_the_cache(text: str) -> None:
     file = tuning.cache_file("ptpc_gemm", "sm_90")
     file.parent.mkdir(parents=True)

@@ -2,6 +2,8 @@
 """The headers of a checkpoint's files: what tensors they hold, and whether the files are whole."""
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 INDEX = "model.safetensors.index.json"
 
 _CURE = "copy or download the file again"
+_NUMBERED = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.safetensors)")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def refuse_broken_files(folder: Path) -> None:
         files = sorted({folder / name for name in read_index(index).values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
+        refuse_missing_parts(files)
     absent = [file for file in files if not file.is_file()]
     if len(absent) == len(files):
         return
@@ -73,6 +77,23 @@ def refuse_broken_files(folder: Path) -> None:
         raise ValueError(f"{absent[0]} is missing, but {INDEX} names it: download it")
     for file in files:
         read_header(file)
+
+
+def refuse_missing_parts(files: Iterable[Path]) -> None:
+    """Files of a checkpoint without an index say by their names how many they are: model-00001-of-00002.safetensors.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    there = {file.name: file for file in files}
+    for name, file in there.items():
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is None:
+            continue
+        for number in range(1, int(numbered[4]) + 1):
+            part = f"{numbered[1]}{number:05}{numbered[3]}"
+            if part not in there:
+                raise ValueError(f"{file.with_name(part)} is missing, by the name of {name}: download it")
 
 
 def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:
@@ -97,10 +118,14 @@ def read_index(index: Path) -> dict[str, str]:
     """The file of every tensor, by the index of a checkpoint.
 
     Raises:
-        ValueError: it is no such index.
+        ValueError: it is no such index, or names files out of its folder, which would be read, and written, there.
     """
     try:
-        files = json.loads(index.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in files.items()}
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{index} has no weight_map: download it again") from error
+    outside = next((file for file in files.values() if Path(file).is_absolute() or ".." in Path(file).parts), None)
+    if outside is not None:
+        raise ValueError(f"{index} names {outside}, which is out of its folder: put the files, or links, beside it")
+    return files

@@ -90,10 +90,10 @@ def check(config: Mapping[str, Any]) -> str:
     """
     kind = checkpoint_kind(config)
     if kind == "compressed-tensors":
-        for name, group in config["config_groups"].items():
+        for name, group in (config.get("config_groups") or {}).items():
             if (group.get("format") or config.get("format")) == COMPRESSED_TENSORS_FORMAT:
                 weights = group.get("weights") or {}  # a group of attention's inputs has none
-                _refuse_group_size(weights.get("group_size"), f"{name} ({', '.join(group['targets'])})")
+                _refuse_group_size(weights.get("group_size"), f"{name} ({', '.join(group.get('targets') or ())})")
         return kind
     settings = modelopt_settings(config) or {}
     if kind == "modelopt":

@@ -130,8 +130,8 @@ class OnlineLayers:
         quantized = [f"{len(self._layers[kind])} {kind}" for kind in (LINEAR, EXPERTS) if self._layers[kind]]
         left = [
             f"{len(names)} {kind} ({_abbreviate(names)})"
-            for kind in (IGNORED, ROUTERS, EMBEDDINGS)
-            if (names := self._layers[kind])
+            for kind, names in self._layers.items()
+            if names and kind not in (LINEAR, EXPERTS)
         ]
         logger.info(
             "%s: quantizing %s to E4M3, one scale an output channel; left as they are: %s",

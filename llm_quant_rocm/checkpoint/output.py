@@ -82,14 +82,14 @@ class Output:
         self._place(file, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
 
     def copy(self, source: Path, file: str) -> None:
-        """Copy a file, which may be in a folder of the checkpoint."""
-        with _explained(self._folder / file):
-            (self._folder / file).parent.mkdir(parents=True, exist_ok=True)
+        """Copy a file."""
         self._place(file, lambda path: shutil.copy2(source, path))
 
     def _place(self, file: str, write: Callable[[Path], Any]) -> None:
+        """`file` may be in a folder of the checkpoint."""
         part = self._folder / f"{file}{_PART}"
         with _explained(part):
+            part.parent.mkdir(parents=True, exist_ok=True)
             write(part)
             with part.open("rb") as written:
                 os.fsync(written.fileno())

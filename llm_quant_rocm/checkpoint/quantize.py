@@ -19,7 +19,7 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,28 +30,13 @@ from safetensors import safe_open
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.checkpoint.files import INDEX
+from llm_quant_rocm.checkpoint.kept import IGNORE, fused_with, in_mixers
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-# Output layers, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
-# what it says, what picks tokens for sparse attention, and encoders of images and sounds with what joins them to the
-# language model stay: engines read them as they are.
-IGNORE = (
-    "lm_head", "*.lm_head", "score", "score.*", "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe",
-    "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*.shared_head.head", "*.indexer.wk",
-    "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*", "*connector*", "*resampler*",
-    "*aligner*", "mlp1.*",
-)  # fmt: skip
-# Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 # Models of transformers' Conv1D, whose weights are [K, N].
 _TRANSPOSED = ("gpt2", "openai-gpt")
@@ -240,7 +225,8 @@ def _write_others(
     for file in sorted(source.glob("[!.]*/**/*")):
         place = file.relative_to(source)
         wanted = place.parts[0] in modules or place.suffix in _SMALL
-        if file.is_file() and wanted and not file.resolve().is_relative_to(target.resolve()):
+        of_another_run = any((source / folder / REPORT).is_file() for folder in place.parents[:-1])
+        if file.is_file() and wanted and not of_another_run and not file.resolve().is_relative_to(target.resolve()):
             output.copy(file, str(place))
     if (source / INDEX).exists():
         output.write_json(INDEX, _index(target, output))
@@ -277,19 +263,6 @@ def _module(name: str) -> str:
 
 def _matches(module: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(module, pattern) for pattern in patterns)
-
-
-def fused_with(module: str) -> tuple[str, ...]:
-    """The names of the modules that engines fuse with `module`, itself included, in the order of their rows."""
-    parent, dot, last = module.rpartition(".")
-    group = next((group for group in _FUSED if last in group), (last,))
-    return tuple(f"{parent}{dot}{member}" for member in group)
-
-
-def in_mixers(modules: Iterable[str]) -> set[str]:
-    """Those of Mamba's first kind, whose layers have a dt_proj: engines know no quantization of them."""
-    names = set(modules)
-    return {name for name in names if f"{name.rpartition('.')[0]}.dt_proj" in names}
 
 
 def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llm_quant_rocm.checkpoint.files import INDEX, read_index
+from llm_quant_rocm.checkpoint.files import INDEX, read_index, refuse_missing_parts
 from llm_quant_rocm.json_files import json_object
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
@@ -88,6 +88,7 @@ class Reader:
         names = sorted(file.name for file in self._folder.glob("*.safetensors"))
         if not names:
             raise ValueError(f"{self._folder} has no safetensors files: convert the checkpoint first")
+        refuse_missing_parts(self._folder / name for name in names)
         return names
 
     def _opened(self, file: str) -> Any:

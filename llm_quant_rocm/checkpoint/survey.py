@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index
+from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index, refuse_missing_parts
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
@@ -123,7 +123,13 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
             promised = read_index(index)
         except ValueError as error:
             faults.append(str(error))
-    names = sorted(set(promised.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
+    names = sorted(set(promised.values()))
+    if not names:
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+        try:
+            refuse_missing_parts(folder / name for name in names)
+        except ValueError as error:
+            faults.append(str(error))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
     tensors: dict[str, Tensor] = {}

@@ -38,6 +38,6 @@ def draw(errors: Mapping[str, float], path: Path, title: str) -> None:
     axis.set_ylabel("relative error of the weight, %")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.3)
-    axis.set_title(title, fontsize=10)
+    axis.set_title(title, fontsize=10, parse_math=False)
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=110)

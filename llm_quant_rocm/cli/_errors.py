@@ -23,7 +23,8 @@ def reported(command: str, messages: Console, goes_on: bool = False) -> Iterator
     try:
         yield
     except CommandError as error:
-        messages.print(f"[red]{command}: FAILED[/red]. {escape(str(error))}", soft_wrap=True, highlight=False)
+        line = f"[red]{command}: FAILED[/red]. {escape(str(error))}"
+        messages.print(line, markup=True, soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         messages.print(f"{command}: stopped" + ("; the same command goes on." if goes_on else "."), highlight=False)

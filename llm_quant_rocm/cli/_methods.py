@@ -42,7 +42,7 @@ class Method:
             return self.folder
         if self.layout is None:
             return model
-        from llm_quant_rocm.checkpoint import quantize_checkpoint
+        from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 
         try:
             quantize_checkpoint(model, scratch / self.layout, self.layout, search=True)

@@ -46,7 +46,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Measure the word perplexity of a text, and lm-eval's tasks, under several quantizations, in vLLM."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("eval", messages):
         methods = methods_named(quantization)
         document = text or model / "heldout.txt"
@@ -175,4 +175,5 @@ def _longest(model: Path) -> int:
         config = json_object(model / "config.json")
     except ValueError as error:
         raise CommandError(f"{error}.") from error
-    return (config | (config.get("text_config") or {})).get("max_position_embeddings", CONTEXT)
+    found = (config | (config.get("text_config") or {})).get("max_position_embeddings")
+    return found if isinstance(found, int) else CONTEXT

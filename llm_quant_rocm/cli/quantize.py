@@ -15,7 +15,7 @@ from rich.table import Table
 from llm_quant_rocm.cli._errors import CommandError, reported
 
 if TYPE_CHECKING:
-    from llm_quant_rocm.checkpoint import Report
+    from llm_quant_rocm.checkpoint.quantize import Report
 
 WORST = 10  # layers in the table
 PLOT = "quantization_error.png"
@@ -60,7 +60,7 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Write a quantized checkpoint that vLLM and SGLang load. When it is stopped, the same command goes on."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("quantize", messages, goes_on=True):
         report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
         plot = _plot(report, out, f"{model.name}: {scheme}, {format}", messages)
@@ -93,9 +93,10 @@ def _run(
     _check_device(device)
     import torch
 
-    from llm_quant_rocm.checkpoint import IGNORE, quantize_checkpoint
+    from llm_quant_rocm.checkpoint.kept import IGNORE
+    from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     try:
         with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
             task = progress.add_task(f"quantizing {model.name}", total=None)

@@ -89,7 +89,7 @@ def tune(
     """Measure which launch configurations and all-reduces are fastest on this machine. The library then uses them.
 
     What was measured is kept after every shape, and the same command goes on behind it."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("tune", messages, goes_on=True):
         from llm_quant_rocm.tune import QUICK_REDUCE
 

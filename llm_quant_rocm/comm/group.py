@@ -58,6 +58,11 @@ class Members:
     dtype: torch.dtype | None = None
     timeout: timedelta | None = None
 
+    @property
+    def seconds(self) -> float | None:
+        """The timeout."""
+        return self.timeout.total_seconds() if self.timeout else None
+
 
 class GroupReduce:
     """The quantized all-reduce of one group, with the methods that engines ask their own QuickReduce for.
@@ -220,8 +225,7 @@ def unreachable(device: torch.device, variable: str, facts: Sequence[tuple[str |
 def _transport(members: Members, peers: bool, hosts: list[list[int]]) -> Transport:
     if peers:
         # Here, not above: it imports Triton, which an engine on a CPU may be without.
-        from llm_quant_rocm.comm.quick_reduce import TIMEOUT_SECONDS, QuickReduce
+        from llm_quant_rocm.comm.quick_reduce import QuickReduce
 
-        timeout = members.timeout.total_seconds() if members.timeout else TIMEOUT_SECONDS
-        return QuickReduce.over(members.cpu_group, members.device, timeout=timeout)
+        return QuickReduce.over(members.cpu_group, members.device, timeout=members.seconds)
     return ProcessGroupReduce(members.device_group, hosts, members.timeout)

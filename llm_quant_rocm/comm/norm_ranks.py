@@ -16,6 +16,7 @@ from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Settings
 from llm_quant_rocm.comm.setup_errors import first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.hardware import detect
 
 _watches: dict[str, Watch] = {}
 
@@ -47,7 +48,10 @@ def connect(
         codec = settings.codec or CODECS["FP"]
         # As for the quantized all-reduce: smaller messages are not for the codec, nor are larger ones.
         sizes = range(max(settings.min_bytes or 0, settings.quantization_min_bytes), settings.max_bytes + 1)
-        ranks = reduce_norm_quant.connect(name, group, device, codec, shared, all_reduce, sizes)
+        always = settings.min_bytes is not None
+        ranks = reduce_norm_quant.connect(
+            name, group, device, codec, shared, all_reduce, sizes, always, members.seconds
+        )
         # A CPU has no peer memory, and nothing better than the process group either.
         refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
         if refusal is None:
@@ -94,4 +98,6 @@ def _refusal(members: Members) -> str | None:
         return None
     if members.device.type != "cuda":
         return f"there are no kernels for {members.device.type}"
+    if not detect(members.device).fp8_cast:
+        return f"Triton has no conversion to FP8 for {detect(members.device).arch}"
     return unreachable(members.device, members.visible_devices, everyone)

@@ -44,7 +44,7 @@ import torch
 from llm_quant_rocm.environment import QUICK_REDUCE as _PREFIX
 from llm_quant_rocm.environment import read
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
-from llm_quant_rocm.tuning import cache_file
+from llm_quant_rocm.tuning import cache_file, text_of
 
 _KIB, _MIB = 1024, 1024 * 1024
 _KERNELS_MAX_BYTES = 2048 * _MIB  # they count values in 32 bits
@@ -103,7 +103,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """The settings of upstream's variables.
+        """The settings of upstream's variables, of which the others are not read where no codec is set.
 
         Raises:
             ValueError: an unknown codec, a size that is no number or negative, or a minimum above the maximum.
@@ -120,6 +120,8 @@ class Settings:
         name = read(f"{_PREFIX}QUANTIZATION", environment) or "NONE"
         if name != "NONE" and name not in CODECS:
             raise ValueError(f"{_PREFIX}QUANTIZATION={name}: it must be one of {', '.join(CODECS)}, NONE")
+        if name == "NONE":
+            return cls()
         min_bytes, max_bytes = size("MIN_SIZE_BYTES_MB", _MIB, None), size("MAX_SIZE_BYTES_MB", _MIB, cls.max_bytes)
         assert max_bytes is not None
         if min_bytes is not None and min_bytes > max_bytes:
@@ -128,7 +130,7 @@ class Settings:
                 f"it, or raise {_PREFIX}MAX_SIZE_BYTES_MB"
             )
         return cls(
-            None if name == "NONE" else codec_named(name),
+            codec_named(name),
             min_bytes,
             max_bytes,
             size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0) or 0,
@@ -255,23 +257,25 @@ def known(arch: str, operator: str = "quick_reduce") -> set[tuple[int, str]]:
 
 
 def _files(arch: str, operator: str) -> list[Traversable]:
-    """The user's file and the one that ships, of those that are there."""
-    shipped = resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"
-    return [file for file in (cache_file(operator, arch), shipped) if file.is_file()]
+    """The user's file and the one that ships, which need not be there."""
+    return [cache_file(operator, arch), resources.files("llm_quant_rocm") / "configs" / operator / f"{arch}.json"]
 
 
 def _read(file: Traversable, wanted: Set[tuple[int, str]]) -> dict[tuple[int, str], dict[torch.dtype, Steps]]:
     """The steps of one file by number of ranks and name of codec, of those that are wanted, and by dtype."""
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     found: dict[tuple[int, str], dict[torch.dtype, Steps]] = {}
+    text = text_of(file)
+    if text is None:
+        return found
     try:
-        for entry in json.loads(file.read_text())["crossovers"]:
+        for entry in json.loads(text)["crossovers"]:
             pair = entry["world_size"], entry["codec"]
             if pair in wanted:
                 steps = _steps(entry["steps"], codec_named(entry["codec"]))
                 found.setdefault(pair, {})[names[entry["dtype"]]] = steps
         return found
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no file of crossovers ({error!r}): measure them again, or delete it") from error
 
 

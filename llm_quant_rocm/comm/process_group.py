@@ -6,8 +6,10 @@ by one all-gather. Every rank of a group calls with a tensor of the same shape a
 torch.distributed.all_reduce, and gets a new tensor.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -60,14 +62,17 @@ def two_level_groups(
         backend, timeout: of the new groups; torch's defaults where None.
 
     Raises:
-        ValueError: hosts of different size, or none; this process on none of them; or hosts of which now one, now
-            another has the lower rank, as [0, 3] and [1, 2]: groups add in the order of their ranks.
+        ValueError: hosts of different size, or none; a rank on two of them; this process on none of them; or hosts of
+            which now one, now another has the lower rank, as [0, 3] and [1, 2]: groups add in the order of their ranks.
     """
     if len({len(host) for host in hosts}) != 1:
         raise ValueError(
             f"hosts of {', '.join(str(len(host)) for host in hosts) or 'no'} ranks: a two-level all-reduce needs as "
             "many ranks on every host"
         )
+    twice = [rank for rank, hosted in Counter(chain.from_iterable(hosts)).items() if hosted > 1]
+    if twice:
+        raise ValueError(f"rank {twice[0]} is named twice by the hosts {[list(host) for host in hosts]}")
     rows = sorted(sorted(host) for host in hosts)
     columns = [list(peers) for peers in zip(*rows, strict=True)]
     if any(sorted(column) != column for column in columns):

@@ -49,7 +49,7 @@ class QuickReduce:
         group: dist.ProcessGroup,
         device: torch.device,
         inbox_bytes: int = INBOX_BYTES,
-        timeout: float = TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> Self:
         """For the ranks of `group`, which all call, over NCCL with `device` as their current one.
 
@@ -61,8 +61,9 @@ class QuickReduce:
         Args:
             inbox_bytes: room for encoded values on their way, a multiple of 16. With less, pieces of the largest
                 messages are smaller: 128 MiB of values fill 36 MiB in FP4.
-            timeout: seconds that a call's kernel waits for a rank until it counts as lost; longer, never shorter, where
-                many flags are looked at, as how long a look takes is measured here, on this GPU, for one.
+            timeout: seconds that a call's kernel waits for a rank until it counts as lost, at most 2**31 looks; longer,
+                never shorter, where many flags are looked at, as how long a look takes is measured here, on this GPU,
+                for one. None: TIMEOUT_SECONDS.
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
@@ -71,6 +72,7 @@ class QuickReduce:
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
+        timeout = TIMEOUT_SECONDS if timeout is None else timeout
         world = dist.get_world_size(group)
         if world not in WORLD_SIZES:
             raise ValueError(f"the quantized all-reduce serves 2 to {MAX_WORLD_SIZE} ranks, the group has {world}")
@@ -87,7 +89,10 @@ class QuickReduce:
         try:
             handle = symmetric_memory.rendezvous(region, group)
         except RuntimeError as error:
-            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {first_line(error)}") from error
+            refusal = first_line(error)
+        refusal = first_refusal(refusal, group)  # nor would the others end at the barrier
+        if refusal is not None:
+            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {refusal}")
         region.zero_()
         # Nobody sets a flag that somebody clears afterwards. Without a limit a rank that died would be waited for.
         handle.barrier(timeout_ms=int(timeout * 1000))

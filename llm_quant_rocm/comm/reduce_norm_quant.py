@@ -19,7 +19,7 @@ import torch.distributed as dist
 from llm_quant_rocm.comm import process_group
 from llm_quant_rocm.comm.policy import ENGINE, MAX_WORLD_SIZE, Algorithm, Choice, measured
 from llm_quant_rocm.comm.roll_call import RollCall
-from llm_quant_rocm.comm.setup_errors import refusal_of
+from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import detect
@@ -92,6 +92,16 @@ class Plan:
             if not steps or choice != steps[-1][1]:
                 steps.append((start, choice))
         return Plan(tuple(steps), self.source)
+
+    def by(self, codec: Codec) -> "Plan":
+        """This plan with `codec` at every size, whatever was measured; two shots in the place of the engine's."""
+        return Plan(
+            tuple(
+                (start, Choice(Algorithm.TWO_SHOT if step == ENGINE else step.algorithm, codec))
+                for start, step in self.steps
+            ),
+            self.source,
+        )
 
     def describe(self) -> str:
         """For a log."""
@@ -213,6 +223,8 @@ def connect(
     memory: "QuickReduce | None" = None,
     engine: Callable[[torch.Tensor], torch.Tensor] | None = None,
     codec_sizes: range | None = None,
+    codec_always: bool = False,
+    timeout: float | None = None,
 ) -> Ranks:
     """Registers the ranks of `group` under `name`, on all of them.
 
@@ -224,6 +236,8 @@ def connect(
         engine: the engine's own all-reduce, which gives a new tensor; it serves the sizes at which it was measured to
             be faster.
         codec_sizes: the bytes of x that may travel by `codec`; others are exact. None: the plan alone says.
+        codec_always: whether all of those do, measured or not.
+        timeout: seconds that a kernel waits for a rank, as `QuickReduce.over` has them.
 
     Raises:
         ValueError: the name is taken, or the group has more than 8 ranks, or a file of crossovers is broken.
@@ -234,10 +248,13 @@ def connect(
     if world > MAX_WORLD_SIZE:
         raise ValueError(f"{name!r} has {world} ranks; reduce_norm_quant serves up to {MAX_WORLD_SIZE}")
     obstacle = None
-    if memory is None and world > 1:
-        memory, obstacle = _peer_memory(group, device)
+    if memory is None and group is not None and world > 1:
+        memory, obstacle = _peer_memory(group, device, timeout)
+        obstacle = first_refusal(obstacle, group)  # a rank's kernels would wait for another one's process group
+        memory = memory if obstacle is None else None
     plan = Plan.of(world, codec, detect(device).arch, engine is not None)
     if codec_sizes is not None and codec.quantizes:
+        plan = plan.by(codec) if codec_always else plan
         plan = plan.between(codec_sizes, Plan.of(world, FP, detect(device).arch, engine is not None))
     roll_call = None if group is None or memory else RollCall(group, OPERATOR)
     ranks = Ranks(world, plan, group, memory, obstacle, engine, roll_call=roll_call)
@@ -280,14 +297,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if starts % _ALIGNMENT else x
 
 
-def _peer_memory(group: dist.ProcessGroup | None, device: torch.device) -> "tuple[QuickReduce | None, str | None]":
+def _peer_memory(
+    group: dist.ProcessGroup, device: torch.device, timeout: float | None
+) -> "tuple[QuickReduce | None, str | None]":
     """The all-reduce over peer memory, or why there is none."""
     if not detect(device).gpu:
         return None, f"{device} has no peer memory"
-    assert group is not None
     try:
         from llm_quant_rocm.comm.quick_reduce import QuickReduce
 
-        return QuickReduce.over(group, device, INBOX_BYTES), None
+        return QuickReduce.over(group, device, INBOX_BYTES, timeout), None
     except Exception as error:  # who raised it here would leave the other ranks waiting
         return None, refusal_of(error)

@@ -253,11 +253,12 @@ def quantize(
 def quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] as hardware with NVFP4 units wants it: bytes [..., K/2] and block scales, float8_e4m3fn [..., K/16].
 
-        SF   = e4m3(min(input_global * (amax of 16 / 6), 448))
+        SF   = e4m3(input_global * (amax of 16 / 6)), at most 448, never -0
         code = e2m1(x * (input_global / SF))                                 +-0 where SF is 0
 
     `input_global` is one fp32 value, the ENCODING scale 2688 / amax: compressed-tensors' `input_global_scale` as it
-    is, ModelOpt's `input_scale` inverted. A NaN makes the scale of its block NaN, and all its codes 6.
+    is, ModelOpt's `input_scale` inverted. Under a negative one block scales are negative. A NaN makes the scale of its
+    block NaN, and all its codes 6.
 
     Raises:
         ValueError: K is no multiple of 16.
@@ -266,9 +267,9 @@ def quantize_activation(x: torch.Tensor, input_global: torch.Tensor) -> tuple[to
     blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     # Division by a Python number becomes a multiplication by its reciprocal on some devices; by a tensor it does not.
     largest_code = torch.full((), E2M1_MAX, dtype=torch.float32, device=x.device)
-    scale = (input_global * (blocks.abs().amax(-1, keepdim=True) / largest_code)).clamp(max=E4M3_MAX)
+    scale = (input_global * (blocks.abs().amax(-1, keepdim=True) / largest_code)).clamp(-E4M3_MAX, E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn).float() + 0.0
     scales = scale.to(torch.float8_e4m3fn)
-    scale = scales.float()
     encode = torch.where(scale == 0, 0.0, input_global / scale)
     codes = torch.where(scale.isnan(), 7, e2m1_encode(blocks * encode))
     return pack(codes.flatten(-2)), scales.squeeze(-1)
@@ -297,8 +298,8 @@ def to_fp8(weight: NvFp4Weight, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch
 
     The factor is the one that 2688 wants, whatever a row holds. Under it the codes 1.5, 3 and 6 stay exact, because
     they are a power of two times 6, and most of a block's magnitude is in them: the error is half of what it is under
-    a scale from the row's largest magnitude. Products below 6 * 2^-6 become denormal: all that belong to block scales
-    that are denormals of E4M3 themselves.
+    a scale from the row's largest magnitude. Products below 6 * 2^-6 become denormal and may be rounded: of these codes
+    some under block scales below 2^-4.
     """
     factor = RANGE / fmt.max
     count = prod(weight.codes.shape[:-1])

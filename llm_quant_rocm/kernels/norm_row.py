@@ -110,11 +110,12 @@ def store_nvfp4(
     """
     wide = tl.reshape(widen(value), (BLOCK // 16, 16))
     amax = tl.reduce(tl.abs(wide), 1, larger)
-    size = tl.minimum(given * tl.math.div_rn(amax, 6.0), 448.0, propagate_nan=tl.PropagateNan.ALL)
+    size = tl.clamp(given * tl.math.div_rn(amax, 6.0), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     broken = size != size
     scale_codes = tl.where(broken, 127, e4m3_codes(size))
     # The fp16 with these bits is the number / 2**8.
-    scale = (scale_codes << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    bits = ((scale_codes & 127) << 7) | ((scale_codes & 128) << 8)
+    scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     encode = tl.where(scale == 0.0, 0.0, tl.math.div_rn(given, scale))
     product = wide * encode[:, None]
     # Bits of the sign on those of the size: a NaN becomes 6, and all of a block with the scale NaN does.

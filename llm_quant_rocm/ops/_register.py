@@ -18,14 +18,17 @@ def register(
     the others; inside the operator, so that torch.compile does not trace it. `fake` gives outputs of the right shape,
     dtype and device without data. The operator stays one node of a traced graph; but for the experts' references,
     nothing in it synchronizes, so it can be captured in a CUDA graph. The first argument is a tensor, and its GPU is
-    the current one meanwhile: Triton launches on the current device and its stream, wherever the tensors are.
+    the current one meanwhile: Triton launches on the current device and its stream, wherever the tensors are. It has no
+    gradient, and torch.autocast, which would multiply in 16 bits what is to be summed in fp32, does not reach into it.
     """
 
     def checked(*args: Any) -> Any:
         validate(*args)
-        if not _elsewhere(args[0]):
+        x = args[0]
+        # To ask costs less than to switch off what is off, or to make the current GPU current.
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or _elsewhere(x)):
             return implementation(*args)
-        with torch.cuda.device_of(args[0]):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
             return implementation(*args)
 
     def checked_fake(*args: Any) -> Any:
@@ -40,5 +43,5 @@ def register(
 
 
 def _elsewhere(x: torch.Tensor) -> bool:
-    """Whether x is on a GPU that is not the current one. To ask costs less than to make the current one current."""
+    """Whether x is on a GPU that is not the current one."""
     return x.is_cuda and x.get_device() != torch.cuda.current_device()

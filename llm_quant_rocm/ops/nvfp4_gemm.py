@@ -267,8 +267,9 @@ def nvfp4_gemm(
         batch_invariant: a row's bits do not depend on the rows beside it.
 
     Raises:
-        TypeError: a dtype.
-        ValueError: shapes, devices, strides, an unknown layout or prefill, or prefill="fp8" with batch_invariant.
+        TypeError: the dtype of x or of the weight.
+        ValueError: shapes, devices, strides, the bias's dtype, an unknown layout or prefill, or prefill="fp8" with
+            batch_invariant.
     """
     if isinstance(weight, nvfp4.NvFp4Weight):
         weight = PreparedNvFp4Weight.in_rows(weight)

@@ -8,6 +8,7 @@ import torch
 
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
+from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF, kernels_of
@@ -173,8 +174,8 @@ _operator = register(
 
 def nvfp4_moe(
     x: torch.Tensor,
-    w13: PreparedNvFp4Weight,
-    w2: PreparedNvFp4Weight,
+    w13: PreparedNvFp4Weight | NvFp4Weight,
+    w2: PreparedNvFp4Weight | NvFp4Weight,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -186,9 +187,9 @@ def nvfp4_moe(
     """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
 
     Expert e computes (activation(gate) * up) . w2[e]^T with [gate, up] = x . w13[e]^T. x [T, H] is bf16 or fp16;
-    w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I] are what `prepare_nvfp4_weight` made at load; H and I are
-    multiples of 16; topk_weights and topk_ids [T, k]. Any number of tokens, none included; experts may have none.
-    Every expert, and within it gate and up, keeps its own global scale.
+    w13 [E, 2I, H] (gate rows, then up rows) and w2 [E, H, I] are what `prepare_nvfp4_weight` made at load, or
+    `NvFp4Weight`s, which kernels refuse; H and I are multiples of 16; topk_weights and topk_ids [T, k]. Any number of
+    tokens, none included; experts may have none. Every expert, and within it gate and up, keeps its own global scale.
 
     `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
     and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
@@ -200,6 +201,7 @@ def nvfp4_moe(
         TypeError: a dtype.
         ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
     """
+    w13, w2 = (PreparedNvFp4Weight.in_rows(w) if isinstance(w, NvFp4Weight) else w for w in (w13, w2))
     experts, hidden = (w13.global_scale.shape[0], x.shape[-1]) if x.dim() else (0, 0)
     if not (w13.k == w2.n == hidden and w13.n == 2 * w2.k and w2.global_scale.shape[:-1] == (experts,)):
         raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
+from llm_quant_rocm.ops.nvfp4_gemm import HALF
 
 NAME = "nvfp4_moe_w4a4"
 
@@ -29,18 +30,24 @@ def nvfp4_moe_w4a4(
     The reference runs it: slow, and not for CUDA graphs, as the host reads which experts have tokens.
 
     Raises:
-        TypeError: a dtype.
+        TypeError: x is neither bf16 nor fp16, or input_scales are not fp32.
         ValueError: shapes, devices, the activation, or a router weight on the input with k > 1.
     """
+    if x.dtype not in HALF:
+        raise TypeError(f"{NAME}: x must be bf16 or fp16, not {x.dtype}")
     experts = w13.codes.shape[0]
     if not (x.dim() == 2 and w13.k == w2.n == x.shape[1] and w13.n == 2 * w2.k and w2.codes.shape[0] == experts):
         raise ValueError(
             f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.codes.shape)} and w2 {tuple(w2.codes.shape)} do not fit"
         )
     for scale in input_scales:
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{NAME}: input_scales must be fp32, not {scale.dtype}")
         if scale.shape != (experts,):
             raise ValueError(f"{NAME}: input_scales must be [{experts}] each")
         check_device(NAME, "input_scales", scale, x)
+    for label, weight in (("w13", w13), ("w2", w2)):
+        check_device(NAME, label, weight.codes, x)
     check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
     x, weights, ids, expert_map, padding = routed(
         x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding

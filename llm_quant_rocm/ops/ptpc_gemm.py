@@ -177,7 +177,7 @@ def _validate(
             raise ValueError(f"{name}: {label} is on {tensor.device}, xq on {device}; move them to one device")
     if layout not in LAYOUTS:
         raise ValueError(f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
-    if layout == ROW and wq.stride(1) != 1 and wq.numel() > 0:
+    if layout == ROW and wq.stride(1) != 1 and wq.numel() > 0 and w_shape[1] > 1:
         raise ValueError(f"{name}: wq must have contiguous rows; it has strides {wq.stride()}")
 
 
@@ -245,8 +245,8 @@ def ptpc_gemm(
     On Hopper the matrix units add FP8 products with fewer bits than fp32 ("fast accumulation"), in every backend.
 
     Raises:
-        TypeError: a dtype, or an FP8 flavour that the device does not compute in.
-        ValueError: shapes or devices do not fit, or an unknown layout.
+        TypeError: the dtype of codes, scales or result, or an FP8 flavour that the device does not compute in.
+        ValueError: shapes, strides or devices do not fit, a bias of another dtype, or an unknown layout.
     """
     return _operator(xq, xscale, wq, wscale, bias, out_dtype, layout)
 

@@ -197,7 +197,8 @@ def reduce_norm_quant(
         normed: whether n is wanted too.
 
     Raises:
-        TypeError: a dtype.
-        ValueError: shapes, devices or options that do not fit, or a group that nobody registered.
+        TypeError: the dtype of x or of the weight.
+        ValueError: shapes, devices, options, or the dtype of residual or scale, that do not fit, or a group that nobody
+            registered.
     """
     return Result(*_operator(x, residual, weight, scale, eps, weight_bias, group, quantization, layout, normed))

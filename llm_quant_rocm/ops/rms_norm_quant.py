@@ -95,7 +95,7 @@ def rms_norm_quant_fp8(
     1 + weight. x is bf16, fp16 or fp32; weight [K] has any of these dtypes; the residual has x's dtype and shape.
 
     Raises:
-        TypeError: a dtype is another one.
-        ValueError: shapes or devices do not fit.
+        TypeError: the dtype of x or of the weight is another one.
+        ValueError: shapes or devices do not fit, or the residual's dtype.
     """
     return _norm(x, weight, eps) if residual is None else _add_norm(x, weight, eps, residual)

@@ -24,8 +24,8 @@ class Record:
             try:
                 content = json.loads(path.read_text())
                 if same_but_date(content["measured_on"], measured_on):
-                    self.shapes = list(content["shapes"])
-            except (KeyError, TypeError, ValueError):
+                    self.shapes = [dict(shape) for shape in content["shapes"]]
+            except (KeyError, TypeError, ValueError, RecursionError):
                 self.shapes = []  # a broken file is measured anew
 
     def holds(self, key: Mapping[str, int]) -> bool:

@@ -8,6 +8,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator, in_the_same_node_as
+from vllm.distributed.utils import get_distributed_timeout_or_none
 from vllm.platforms import current_platform
 
 from llm_quant_rocm.comm import norm_ranks
@@ -36,6 +37,7 @@ def _connect(group: GroupCoordinator, vllm_config: VllmConfig) -> str | None:
         device=group.device,
         same_host=in_the_same_node_as,
         visible_devices=current_platform.device_control_env_var,
+        timeout=get_distributed_timeout_or_none(),
     )
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
     all_reduce = getattr(group.device_communicator, "all_reduce", None)

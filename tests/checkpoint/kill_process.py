@@ -16,7 +16,8 @@ import compressed_tensors.quantization.quant_scheme  # noqa: F401  # once, for a
 import torch
 from safetensors import safe_open
 
-from llm_quant_rocm.checkpoint import output, quantize_checkpoint
+from llm_quant_rocm.checkpoint import output
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 
 
 def quantize(source: Path, target: Path) -> None:

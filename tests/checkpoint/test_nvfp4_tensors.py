@@ -14,6 +14,7 @@ from llm_quant_rocm.checkpoint.nvfp4_tensors import (
     Piece,
     TensorNames,
     assemble,
+    input_global_scale,
     keep,
     kept,
 )
@@ -85,3 +86,9 @@ def test_prepared_weights_can_be_copied() -> None:
     for name in ("codes", "scales", "global_scale"):
         assert_same(getattr(copied, name), getattr(prepared, name))
     assert isinstance(copy.copy(nvfp4.quantize(torch.ones(2, 16))), nvfp4.NvFp4Weight)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
+def test_input_scales_are_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match="is not positive and finite"):
+        input_global_scale(COMPRESSED_TENSORS, "a.q_proj", [torch.tensor(1.0), torch.tensor(scale)])

@@ -3,7 +3,7 @@
 
 import pytest
 
-from llm_quant_rocm.checkpoint.online_layers import OnlineLayers
+from llm_quant_rocm.checkpoint.online_layers import LINEAR, OnlineLayers
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,12 @@ from llm_quant_rocm.checkpoint.online_layers import OnlineLayers
 )
 def test_entries_name_whole_parts(entry: str, layer: str, named: bool) -> None:
     assert OnlineLayers([entry]).is_ignored(layer, {}) is named
+
+
+def test_every_kind_that_stays_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    layers = OnlineLayers()
+    layers.note(LINEAR, "a")
+    layers.note("layers of another kind", "b")
+    with caplog.at_level("INFO"):
+        layers.report({})
+    assert "quantizing 1 linear layers to" in caplog.text and "1 layers of another kind (b)" in caplog.text

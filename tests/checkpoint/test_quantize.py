@@ -13,9 +13,12 @@ from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Conve
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
-from llm_quant_rocm.checkpoint import IGNORE, LAYOUTS, quantize_checkpoint
 from llm_quant_rocm.checkpoint import output as output_module
-from llm_quant_rocm.checkpoint.quantize import fused_with
+from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.kept import IGNORE, fused_with
+from llm_quant_rocm.checkpoint.layouts import LAYOUTS
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
+from llm_quant_rocm.checkpoint.survey import survey
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from tests.inputs import assert_same
@@ -137,6 +140,7 @@ def test_layers_that_engines_fuse_share_the_largest_global_scale(tmp_path: Path)
     "group",
     [
         ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
         ("o_proj",), ("w2",), ("down_proj",),
     ],
     ids="-".join,
@@ -195,6 +199,53 @@ def test_convolutions_stay(tmp_path: Path) -> None:
     }
     report = quantize_checkpoint(write(tmp_path / "source", tensors_of_a_model() | kernels), tmp_path / "target")
     assert not {name.removesuffix(".weight") for name in kernels} & {*report.quantized}
+
+
+@pytest.mark.parametrize("outside", ["../store/model.safetensors", "/store/model.safetensors"])
+def test_files_out_of_the_folder_are_not_read_or_written(tmp_path: Path, outside: str) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model(), 2)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = outside
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"names {outside}, which is out of its folder: put the files, or links,"):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_part_without_the_others(tmp_path: Path) -> None:
+    """Names say how many there are where no index does."""
+    source = write(tmp_path / "source", tensors_of_a_model(), 3)
+    (source / "model.safetensors.index.json").unlink()
+    quantize_checkpoint(source, tmp_path / "whole", "modelopt")
+    (source / "model-00002-of-00003.safetensors").unlink()
+    missing = "model-00002-of-00003.safetensors is missing, by the name of model-00001-of-00003.safetensors: download"
+    with pytest.raises(ValueError, match=missing):
+        quantize_checkpoint(source, tmp_path / "target", "modelopt")
+    with pytest.raises(ValueError, match=missing):
+        refuse_broken_files(source)
+    assert missing in survey(source).faults[0]
+
+
+def test_weights_in_a_folder_of_the_checkpoint(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model(), 2)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    (source / "weights").mkdir()
+    for file in set(index["weight_map"].values()):
+        (source / file).rename(source / "weights" / file)
+    index["weight_map"] = {name: f"weights/{file}" for name, file in index["weight_map"].items()}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantize_checkpoint(source, tmp_path / "target", "modelopt")
+    assert set(read(tmp_path / "target" / "weights")) == set(
+        json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())["weight_map"]
+    )
+
+
+def test_an_earlier_output_in_the_checkpoint_is_not_copied(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    quantize_checkpoint(source, source / "earlier", "modelopt")
+    quantize_checkpoint(source, tmp_path / "target", "modelopt")
+    assert (source / "earlier" / "config.json").is_file()
+    assert not (tmp_path / "target" / "earlier").exists()
 
 
 def test_folders_of_a_checkpoint(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from llm_quant_rocm.checkpoint import output, quantize_checkpoint
+from llm_quant_rocm.checkpoint import output
 from llm_quant_rocm.checkpoint.output import Output
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 from tests.checkpoint.test_quantize import tensors_of_a_model, write
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +170,7 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     handle = os.open(target, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
+    fcntl.flock(handle, fcntl.LOCK_SH)  # which two runs that shared would both get
     with pytest.raises(ValueError, match="target is being written by another run: let it end, or stop it"):
         quantize_checkpoint(source, target)
     os.close(handle)

@@ -13,8 +13,8 @@ import torch
 from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig
 
-from llm_quant_rocm.checkpoint import LAYOUTS, PTPC_LAYOUTS, quantize_checkpoint
-from llm_quant_rocm.checkpoint.layouts import Layout
+from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 from llm_quant_rocm.checkpoint.reader import TensorInfo
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, relative_error
 from llm_quant_rocm.formats import fp8
@@ -177,7 +177,7 @@ def test_memory_holds_the_output_of_one_file(tmp_path: Path) -> None:
     program = (
         "import re, sys; from pathlib import Path\n"
         "import compressed_tensors\n"
-        "from llm_quant_rocm.checkpoint import quantize_checkpoint\n"
+        "from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint\n"
         "held = lambda: int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "source, target = map(Path, sys.argv[1:])\n"
         "seen = []\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from llm_quant_rocm.checkpoint import quantize_checkpoint
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 from llm_quant_rocm.cli import app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor import model, schemes
@@ -144,6 +144,28 @@ def test_the_folder_that_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "llm-quant-rocm quantize . llama-NVFP4 --scheme nvfp4",
         "vllm serve llama-NVFP4",
     ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        COMPRESSED | {"ignore": ["re:*lm_head"]},
+        COMPRESSED | {"config_groups": ["group_0"]},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": ["a"]},
+    ],
+    ids=["expression", "groups", "layers"],
+)
+def test_a_description_that_cannot_be_understood(tmp_path: Path, config: Any) -> None:
+    write(tmp_path, llama(compressed), config)
+    with pytest.raises(CommandError, match="cannot be understood .*: download the checkpoint again, or correct"):
+        model.examine(tmp_path, 1)
+
+
+@pytest.mark.parametrize("without", ["config_groups", "targets"])
+def test_a_description_that_leaves_something_out(tmp_path: Path, without: str) -> None:
+    config = json.loads(json.dumps(COMPRESSED))
+    (config if without in config else config["config_groups"]["group_0"]).pop(without)
+    assert model.examine(write(tmp_path, llama(compressed), config), 1)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,14 @@ def test_columns_that_are_no_blocks(tmp_path: Path) -> None:
     assert run(odd(tmp_path / "again"), tmp_path / "out", "--scheme", "ptpc_fp8").exit_code == 0
 
 
+def test_folders_whose_names_look_like_markup(tmp_path: Path) -> None:
+    """Of rich's, and of matplotlib's mathematics."""
+    source = write(tmp_path / "m[b]$^$", tensors_of_a_model())
+    result = run(source, tmp_path / "[b]out[/i]", "--scheme", "nvfp4")
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / '[b]out[/i]' / 'quantization_error.png'}" in result.output
+
+
 def test_a_plot_without_room_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError("No space left on device")
@@ -151,7 +159,7 @@ def test_a_gpu_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def full(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("llm_quant_rocm.checkpoint.quantize_checkpoint", full)
+    monkeypatch.setattr("llm_quant_rocm.checkpoint.quantize.quantize_checkpoint", full)
     result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "nvfp4")
     assert result.exit_code == 1
     assert result.stderr.startswith("quantize: FAILED. cpu is out of memory: end what fills it")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a group's ranks say of each other: who is on whose host, and whose memory a GPU reaches."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm.group import hosts_of, unreachable
+from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
 
 GROUP: Any = None
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -36,3 +37,10 @@ def test_only_of_gpus_that_this_rank_sees_is_the_driver_asked(monkeypatch: pytes
     assert unreachable(here, VISIBLE, facts) is None
     assert asked == [1]
     assert unreachable(here, VISIBLE, [*facts, ("0,1,2", 2)]) == "GPU 0 does not reach the memory of GPU 2"
+
+
+@pytest.mark.parametrize(("measured", "least", "ours"), [(False, None, False), (True, None, True), (False, 0, True)])
+def test_an_engines_own_serves_until_somebody_measured(measured: bool, least: int | None, ours: bool) -> None:
+    policy: Any = SimpleNamespace(measured=measured, settings=SimpleNamespace(min_bytes=least))
+    assert (better_left_to(SimpleNamespace(disabled=False), policy, "X") is None) == ours
+    assert better_left_to(None, policy, "X") is None

@@ -20,6 +20,7 @@ from llm_quant_rocm.comm.policy import Settings
 from llm_quant_rocm.comm.reduce_norm_quant import Ranks, predicted, ranks_named
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Target
 from llm_quant_rocm.formats.wire import CODECS
+from llm_quant_rocm.hardware import nvidia
 from tests.comm.processes import run_ranks
 from tests.inputs import random_rows
 
@@ -115,6 +116,9 @@ def the_codec_keeps_to_its_sizes(rank: int) -> None:
         choose = ranks_named(NAME).plan.choose
         assert {choose(size).codec for size in (0, *small, 32 * MIB + 1)} == {exact}
         assert {choose(size).codec for size in large} == {quantized}
+    everything = Settings(quantized, min_bytes=0)
+    assert norm_ranks.connect(members(), everything, None, None, None) == NAME
+    assert {ranks_named(NAME).plan.choose(size).codec for size in (16, *small, *large)} == {quantized}
 
 
 def who_refuses_does_so_for_all(rank: int) -> None:
@@ -142,7 +146,10 @@ def who_refuses_does_so_for_all(rank: int) -> None:
         return "GPU 1 does not reach the memory of GPU 0" if last else None
 
     with mock.patch.dict("os.environ", own), mock.patch.object(norm_ranks, "unreachable", unreachable):
-        assert_refused("GPU 1 does not reach the memory of GPU 0", device="cuda")
+        with mock.patch.object(norm_ranks, "detect", lambda device: nvidia(9, 0)):
+            assert_refused("GPU 1 does not reach the memory of GPU 0", device="cuda")
+        with mock.patch.object(norm_ranks, "detect", lambda device: nvidia(8, 0)):
+            assert_refused("Triton has no conversion to FP8 for sm_80", device="cuda")
 
 
 @contextmanager
@@ -150,7 +157,7 @@ def on_gpus(obstacle: str | None) -> Iterator[list[Any]]:
     """GPUs that reach each other, whose peer memory `obstacle` may forbid; gives the checks that are watched."""
     watched: list[Any] = []
 
-    def register(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
+    def register(name: str, group: Any, device: Any, codec: Any, memory: Any, *others: Any) -> Ranks:
         assert device == torch.device("cuda", dist.get_rank(group))
         own = memory or (None if obstacle else SimpleNamespace(check=f"the check of {NAME}"))
         reduce_norm_quant._NAMED[name] = Ranks(WORLD, predicted(WORLD), group, own, obstacle)
@@ -160,6 +167,7 @@ def on_gpus(obstacle: str | None) -> Iterator[list[Any]]:
         mock.patch.object(norm_ranks.reduce_norm_quant, "connect", register),
         mock.patch.object(norm_ranks, "unreachable", lambda *facts: None),
         mock.patch.object(norm_ranks, "Watch", watched.append),
+        mock.patch.object(norm_ranks, "detect", lambda device: nvidia(9, 0)),
     ):
         yield watched
 

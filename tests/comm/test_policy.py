@@ -73,9 +73,11 @@ def test_all_variables() -> None:
         CAST_BF16_TO_FP16="True",
     )
     assert found == Settings(FP4, 3 * MIB, 64 * MIB, 512 * 1024, True)
-    assert not settings(CAST_BF16_TO_FP16="0").cast_bf16_to_fp16
-    assert settings(CAST_BF16_TO_FP16="1").cast_bf16_to_fp16
-    assert settings(MIN_SIZE_BYTES_MB="8", MAX_SIZE_BYTES_MB="8") == Settings(None, 8 * MIB, 8 * MIB)
+    assert not settings(QUANTIZATION="FP4", CAST_BF16_TO_FP16="0").cast_bf16_to_fp16
+    assert settings(QUANTIZATION="FP4", CAST_BF16_TO_FP16="1").cast_bf16_to_fp16
+    as_large = settings(QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="8", MAX_SIZE_BYTES_MB="8")
+    assert as_large == Settings(FP4, 8 * MIB, 8 * MIB)
+    assert settings(MIN_SIZE_BYTES_MB="4096", MAX_SIZE_BYTES_MB="x") == Settings(), "upstream's, without a codec"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_all_variables() -> None:
 )
 def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        settings(**variables)
+        settings(**{"QUANTIZATION": "FP4"} | variables)
     assert "\n" not in str(raised.value)
 
 

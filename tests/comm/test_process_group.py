@@ -268,6 +268,8 @@ def expect_errors(rank: int) -> None:
             all_reduce(x, CODECS["FP4"], pair)
     with pytest.raises(ValueError, match="hosts of 5, 4 ranks: .* as many ranks on every host"):
         two_level_groups([[0, 1, 2, 3, 4], [5, 6, 7, 8]])
+    with pytest.raises(ValueError, match=r"rank 1 is named twice by the hosts \[\[0, 1\], \[1, 2\]\]"):
+        two_level_groups([[0, 1], [1, 2]])
     with pytest.raises(ValueError, match="hosts of no ranks"):
         two_level_groups([])
     with pytest.raises(ValueError, match=r"\[\[0, 3\], \[1, 2\]\] interleave; number them host by host"):

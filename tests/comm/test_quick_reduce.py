@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's side of the all-reduce over peer memory: several ranks on a virtual GPU, and how memory is set up."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -287,7 +287,7 @@ def test_errors() -> None:
     refused = RuntimeError("CUDA driver error: invalid device\nand a trace")
     with (
         patch.object(dist, "get_world_size", return_value=2),
-        patch.object(comm, "first_refusal", return_value=None),
+        patch.object(comm, "first_refusal", lambda refusal, group: refusal),
         patch.object(symmetric_memory, "empty"),
         patch.object(symmetric_memory, "rendezvous", side_effect=refused),
         pytest.raises(NoPeerMemory, match="^torch's symmetric memory does not connect the GPUs: .* invalid device$"),
@@ -306,5 +306,17 @@ def full_on_one_gpu(rank: int) -> None:
     assert not met.called
 
 
-def test_nobody_waits_for_a_rank_without_memory() -> None:
-    run_ranks(2, full_on_one_gpu)
+def not_connected_on_one_gpu(rank: int) -> None:
+    refused = RuntimeError("CUDA driver error: invalid device")
+    with (
+        patch.object(symmetric_memory, "empty"),
+        patch.object(symmetric_memory, "rendezvous", side_effect=refused if rank else None) as met,
+        pytest.raises(NoPeerMemory, match="does not connect the GPUs: CUDA driver error: invalid device$"),
+    ):
+        QuickReduce.over(dist.group.WORLD, torch.device("cpu"))
+    assert not met.return_value.barrier.called
+
+
+@pytest.mark.parametrize("case", [full_on_one_gpu, not_connected_on_one_gpu], ids=lambda case: case.__name__)
+def test_nobody_waits_for_a_rank_without_memory(case: Callable[[int], None]) -> None:
+    run_ranks(2, case)

@@ -25,7 +25,7 @@ from llm_quant_rocm.hardware import nvidia
 from tests.amd import tritons
 from tests.amd.isolated import call
 from tests.comm.processes import run_ranks
-from tests.inputs import nasty_rows, random_rows
+from tests.inputs import assert_same, nasty_rows, random_rows
 
 CPU = torch.device("cpu")
 INT4 = CODECS["INT4"]
@@ -96,6 +96,7 @@ def test_why_there_is_no_peer_memory(error: Exception, obstacle: str, forgotten:
         patch.object(quick_reduce.QuickReduce, "over", side_effect=error),
         patch.object(dist, "get_world_size", lambda group: 2),
         patch.object(ranks_of, "RollCall"),
+        patch.object(ranks_of, "first_refusal", lambda refusal, group: refusal),
     ):
         ranks = connect("tp:0", MagicMock(), torch.device("cuda", 0))
     assert (ranks.memory, ranks.obstacle) == (None, obstacle)
@@ -293,3 +294,12 @@ def test_too_many_ranks(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="'all' has 9 ranks; reduce_norm_quant serves up to 8"):
         connect("all", MagicMock(), CPU)
     assert "all" not in ranks_of._NAMED
+
+
+@pytest.mark.parametrize("view", [(0, 64), (4, 68)], ids=["stride", "start"])
+def test_rows_begin_at_lines_of_16_bytes(view: tuple[int, int]) -> None:
+    x = random_rows(5, 68, torch.bfloat16, 1)[:, slice(*view)]
+    copy = ranks_of._aligned(x)
+    assert copy.data_ptr() % 16 == 0 and copy.stride(0) * 2 % 16 == 0
+    assert_same(copy, x)
+    assert ranks_of._aligned(copy) is copy

@@ -23,7 +23,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from llm_quant_rocm import hardware
 from llm_quant_rocm.comm import group as group_module
 from llm_quant_rocm.comm.policy import Algorithm, Policy, Settings
-from llm_quant_rocm.comm.quick_reduce import TIMEOUT_SECONDS, QuickReduce
+from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce as reference
 from llm_quant_rocm.tuning import cache_file
@@ -239,7 +239,7 @@ class OnGpus:
 def connect_gpus(rank: int) -> None:
     gpus = OnGpus(rank)
     found, said = gpus.connect(QUANTIZATION="FP4")
-    gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device, timeout=TIMEOUT_SECONDS)
+    gpus.over.assert_called_once_with(gpus.cpu_group, gpus.device, timeout=None)
     transport = gpus.over.return_value
     assert gpus.warm_up.call_args.args[:3] == (transport, found.policy, gpus.device)
     gpus.watch.assert_called_once_with(transport.check)

@@ -23,6 +23,7 @@ from vllm.ir import ops as ir
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks
 from llm_quant_rocm.comm.reduce_norm_quant import Ranks, connect, disconnect, predicted
+from llm_quant_rocm.hardware import nvidia
 from llm_quant_rocm.reference.rms_norm_quant import rms_norm
 from llm_quant_rocm_vllm import fusion, reduce_norm
 from llm_quant_rocm_vllm.fusion import HOOK, SWITCH, NormQuantFusion
@@ -490,7 +491,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     host, and one rank that speaks for all."""
     given: list[Any] = []
 
-    def connect(name: str, group: Any, device: Any, codec: Any, memory: Any, engine: Any, sizes: range) -> Ranks:
+    def connect(name: str, group: Any, device: Any, codec: Any, memory: Any, *others: Any) -> Ranks:
         given.append(memory)
         ranks = Ranks(2, predicted(2), memory=memory, obstacle=getattr(connect, "obstacle", None))
         monkeypatch.setitem(norm_ranks.reduce_norm_quant._NAMED, name, ranks)
@@ -500,6 +501,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(norm_ranks, "hosts_of", lambda group, same_host: [[0, 1]])
     monkeypatch.setattr(norm_ranks, "first_refusal", lambda refusal, group: refusal)
     monkeypatch.setattr(norm_ranks, "unreachable", lambda *facts: None)
+    monkeypatch.setattr(norm_ranks, "detect", lambda device: nvidia(9, 0))
     monkeypatch.setattr(norm_ranks.dist, "all_gather_object", lambda everyone, fact, group: None)
     monkeypatch.setattr(norm_ranks.dist, "get_rank", lambda group: 0)
     return given

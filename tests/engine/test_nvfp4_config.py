@@ -251,7 +251,7 @@ def test_names_of_shards() -> None:
 
 def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> None:
     refuse_broken_files(tmp_path / "absent")
-    file = tmp_path / "model-00001-of-00002.safetensors"
+    file = tmp_path / "model-00001-of-00001.safetensors"
     save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, file)
     refuse_broken_files(tmp_path)
     whole = file.read_bytes()

@@ -9,7 +9,7 @@ import engines
 import forks
 import pytest
 
-from llm_quant_rocm.checkpoint import quantize_checkpoint
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 from llm_quant_rocm.cli._evaluate import Evaluation, evaluate
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"

@@ -189,7 +189,11 @@ def test_a_codec_that_sglang_does_not_know_is_hidden_from_it(monkeypatch: pytest
             "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB=x",
         ),
         (
-            {"ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2", "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "1"},
+            {
+                "ROCM_QUICK_REDUCE_QUANTIZATION": "FP4",
+                "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2",
+                "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "1",
+            },
             "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
         ),
     ],

@@ -11,7 +11,7 @@ import torch
 from conftest import DEMO
 from transformers import AutoTokenizer
 
-from llm_quant_rocm.checkpoint import quantize_checkpoint
+from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 from llm_quant_rocm.formats import fp8
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a CPU, or two GPUs")

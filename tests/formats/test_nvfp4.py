@@ -494,7 +494,9 @@ def test_the_object_checks_its_shapes(changes: dict[str, Any], error: type[Excep
 def quantized32(x: torch.Tensor, input_global: float) -> tuple[np.ndarray, np.ndarray]:
     """Codes [M, K/16, 16] and scales [M, K/16, 1] by the formulas in numpy's fp32, with ml_dtypes' roundings."""
     blocks, given = x.float().numpy().reshape(len(x), -1, 16), np.float32(input_global)
-    scale = np.minimum(given * (np.abs(blocks).max(-1, keepdims=True) / np.float32(6)), np.float32(448)).astype(E4M3)
+    exact = given * (np.abs(blocks).max(-1, keepdims=True) / np.float32(6))
+    scale = np.clip(exact, np.float32(-448), np.float32(448)).astype(E4M3)
+    scale = np.where(scale == 0, np.float32(0), scale).astype(E4M3)  # not -0
     size = scale.astype(np.float32)
     encode = np.divide(given, size, out=np.zeros_like(size), where=size != 0)
     return np.clip(blocks * encode, -6, 6).astype(E2M1), scale
@@ -512,7 +514,7 @@ def assert_quantizes(x: torch.Tensor, input_global: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("input_global", [2.0**-6, 1.0, 2.0**9, 0.37, 2688 / 7])
+@pytest.mark.parametrize("input_global", [2.0**-6, 1.0, 2.0**9, 0.37, 2688 / 7, -0.37, -1000.0])
 def test_activations_are_quantized_by_the_formulas(dtype: torch.dtype, input_global: float) -> None:
     assert_quantizes(torch.cat([random_rows(60, 64, dtype), rows_of_weights(dtype)]), input_global)
 

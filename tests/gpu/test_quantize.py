@@ -47,7 +47,7 @@ def test_ptpc_bytes_do_not_depend_on_the_device() -> None:
 
 def test_the_command_computes_on_the_gpu(tmp_path) -> None:  # type: ignore[no-untyped-def]
     save = pytest.importorskip("safetensors.torch")
-    from llm_quant_rocm.checkpoint import quantize_checkpoint
+    from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
 
     source = tmp_path / "source"
     source.mkdir()

@@ -2,12 +2,13 @@
 """ops.nvfp4_moe on the CPU against float64."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from llm_quant_rocm import ops
+from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from tests.inputs import assert_same
 from tests.moe_inputs import relative_error
@@ -209,6 +210,13 @@ def test_activations_in_nvfp4() -> None:
     assert relative_error(exact, expected) > 0.02
 
 
+def test_a_weight_that_is_not_prepared_is_read_as_it_is() -> None:
+    arguments = w4a4_arguments()
+    del arguments["input_scales"]
+    prepared = {name: ops.prepare_nvfp4_weight(arguments[name]) for name in ("w13", "w2")}
+    assert_same(ops.nvfp4_moe(**arguments), ops.nvfp4_moe(**arguments | prepared))
+
+
 def test_activations_in_nvfp4_of_experts_elsewhere() -> None:
     arguments = w4a4_arguments()
     chosen = torch.tensor([1, 3])
@@ -239,3 +247,18 @@ def test_activations_in_nvfp4_of_experts_elsewhere() -> None:
 def test_refusals_of_activations_in_nvfp4(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"nvfp4_moe_w4a4: .*{message}"):
         ops.nvfp4_moe_w4a4(**w4a4_arguments() | changes)
+
+
+def test_dtypes_of_activations_in_nvfp4() -> None:
+    for changes, message in (
+        ({"x": torch.zeros(9, 64, dtype=torch.float64)}, r"x must be bf16 or fp16, not torch\.float64"),
+        ({"input_scales": (torch.ones(4).half(), torch.ones(4))}, r"input_scales must be fp32, not torch\.float16"),
+    ):
+        with pytest.raises(TypeError, match=f"nvfp4_moe_w4a4: {message}"):
+            ops.nvfp4_moe_w4a4(**w4a4_arguments() | changes)
+
+
+def test_kernels_take_no_weight_of_another_layout() -> None:
+    module = import_module("llm_quant_rocm.ops.nvfp4_moe")
+    call = module.MoeCall(hardware.amd("gfx942"), 4, 64, 64, ("mfma_gate_up", "row"))
+    assert "not row" in module._triton_refusal(call)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llm_quant_rocm import ops
+from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.ops import _register
 
 
@@ -44,6 +46,23 @@ def test_the_operator_runs_on_the_device_of_its_first_argument(monkeypatch: pyte
     assert torch.equal(operator(x, y), x + y)
     assert len(seen) == 1 and seen[0].data_ptr() == x.data_ptr()
     assert not current
+
+
+def test_autocast_and_gradients_stay_outside() -> None:
+    """Sums are in fp32, and the references write into what they have made."""
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = ops.prepare_nvfp4_weight(nvfp4.quantize(x.float().repeat(4, 1)))
+    xq, xscale = ops.per_token_quant_fp8(x)
+    calls = (
+        lambda x: ops.nvfp4_gemm(x, weight, batch_invariant=True),
+        lambda x: ops.nvfp4_gemm(x, weight),
+        lambda x: ops.ptpc_gemm(xq, xscale, xq, xscale, out_dtype=torch.float32),
+    )
+    for call in calls:
+        expected = call(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(call(x), expected)
+        assert torch.equal(call(x.clone().requires_grad_()), expected)
 
 
 @pytest.mark.parametrize(("index", "elsewhere"), [(-1, False), (0, True), (1, False)], ids=["cpu", "other", "current"])

@@ -60,7 +60,8 @@ def test_a_candidate_comes_back_from_its_file(operator: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_shipped_winners_are_candidates(operator: str) -> None:
     method = tuner(operator)
-    for shape in tuning._read(tuning.resources.files("llm_quant_rocm") / "configs" / operator / "sm_90.json")[1]:
+    shipped = tuning.resources.files("llm_quant_rocm") / "configs" / operator / "sm_90.json"
+    for shape in tuning.measured(operator, shipped):
         # A number of slots is that of as many tokens with one expert each.
         dims = (
             (shape.slots, shape.experts, 1, shape.hidden, shape.inner) if method.experts else (shape.m, *shape.weight)

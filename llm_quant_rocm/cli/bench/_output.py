@@ -79,7 +79,7 @@ def head(figure: "Figure", title: str) -> None:
     measured, and nothing of that may be cut off."""
     characters = int(figure.get_figwidth() * 72 / (0.6 * _TITLE_POINTS))
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, characters)]
-    figure.suptitle("\n".join(lines), fontsize=_TITLE_POINTS)
+    figure.suptitle("\n".join(lines), fontsize=_TITLE_POINTS, parse_math=False)
 
 
 def times(title: str, keys: Mapping[str, str], rows: Sequence[Mapping[str, Any]], base: str) -> Table:

@@ -32,7 +32,7 @@ def all_reduce(
     as_json: Json = False,
 ) -> None:
     """Time the quantized all-reduce by size against NCCL (RCCL) and torch symmetric memory, in bf16."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench all_reduce", messages):
         _check(tp, plot)
         from llm_quant_rocm import provenance
@@ -64,7 +64,7 @@ def reduce_norm_quant(
     as_json: Json = False,
 ) -> None:
     """Time all-reduce, residual, RMSNorm and per-token FP8 in one kernel against the separate operators."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench reduce_norm_quant", messages):
         _check(tp, plot)
         widths, tokens = numbers("--columns", columns), numbers("--ms", ms)

@@ -39,7 +39,7 @@ def gemm(
     """Time linear layers in bf16 (cuBLAS, hipBLASLt), PTPC FP8 and NVFP4, and by vLLM's FP8 where it is installed.
 
     Results are checked before they are timed."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench gemm", messages):
         check_plot(plot)
         require_gpu()

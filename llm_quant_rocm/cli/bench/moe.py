@@ -28,7 +28,7 @@ def moe(
     """Time routed experts in bf16 (torch's grouped product), PTPC FP8 and NVFP4, and by vLLM's where it is installed.
 
     Results are checked before they are timed."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench moe", messages):
         check_plot(plot)
         require_gpu()

@@ -22,7 +22,7 @@ def rows(
     """Time per-token FP8 quantization, alone and with RMSNorm and residual, beside memory traffic and vLLM's kernels.
 
     The traffic is that of every operand once, at the bandwidth of a large copy."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench rows", messages):
         check_plot(plot)
         require_gpu()

@@ -67,7 +67,7 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Serve a model under several quantizations, one after the other, and measure latency and throughput."""
-    output, messages = Console(), Console(stderr=True)
+    output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench serve", messages):
         methods, counts = methods_named(quantization), list(numbers("--prompts", prompts))
         _check(model, plot)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds
-from llm_quant_rocm.checkpoint.quantize import fused_with
+from llm_quant_rocm.checkpoint.kept import fused_with
 from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey, one_of_each
 from llm_quant_rocm.cli.doctor.schemes import HALF
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
-from llm_quant_rocm.checkpoint.quantize import IGNORE, in_mixers
+from llm_quant_rocm.checkpoint.kept import IGNORE, in_mixers
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey
 from llm_quant_rocm.cli.doctor.engines import HOSTS
 from llm_quant_rocm.cli.doctor.packages import installed

@@ -373,7 +373,10 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         norm = norm_of(width, torch.float32, target.quantization, bias=bias)
         wide = nasty_rows(width + 16, dtype)[::2]
         x, residual = wide[:, :width], wide.flip(0)[:, 16:]
-        for added in (None, residual):
+        norms = [norm]
+        if target.quantization == Quantization.NVFP4:  # a negative scale, and one so large that it is clamped
+            norms += [replace(norm, scale=torch.tensor([scale])) for scale in (-2.0, -5000.0)]
+        for added, norm in itertools.product((None, residual), norms):
             out = target.empty(x)
             reduce_norm_quant.norm_quant(x, added, norm, target, out)
             assert_results(out, reference.norm_quant(x, added, norm, target))

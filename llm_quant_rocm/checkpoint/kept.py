@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a 16-bit checkpoint stay as they are, and which engines fuse, by their names."""
+
+from collections.abc import Iterable
+
+# Output layers, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
+# what it says, what picks tokens for sparse attention, and encoders of images and sounds with what joins them to the
+# language model stay: engines read them as they are.
+IGNORE = (
+    "lm_head", "*.lm_head", "score", "score.*", "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe",
+    "*.gate", "*.router*", "*.shared_expert_gate", "*.eh_proj", "*.shared_head.head", "*.indexer.wk",
+    "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*", "*connector*", "*resampler*",
+    "*aligner*", "mlp1.*",
+)  # fmt: skip
+# Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+)
+
+
+def fused_with(module: str) -> tuple[str, ...]:
+    """The names of the modules that engines fuse with `module`, itself included, in the order of their rows."""
+    parent, dot, last = module.rpartition(".")
+    group = next((group for group in _FUSED if last in group), (last,))
+    return tuple(f"{parent}{dot}{member}" for member in group)
+
+
+def in_mixers(modules: Iterable[str]) -> set[str]:
+    """Those of Mamba's first kind, whose layers have a dt_proj: engines know no quantization of them."""
+    names = set(modules)
+    return {name for name in names if f"{name.rpartition('.')[0]}.dt_proj" in names}
