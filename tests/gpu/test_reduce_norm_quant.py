@@ -431,6 +431,15 @@ def test_one_rank(width: int, kind: tuple[str, str, bool]) -> None:
             assert_results(found, expect(xs, residual, weight, 1.0, ONE_SHOT, chosen), f"{width}, {dtype}")
 
 
+@pytest.mark.parametrize("scale", [-0.4, -321.7, -5000.0])
+def test_a_negative_scale(scale: float) -> None:
+    """NVFP4's block scales are negative then, and no further from zero than 448."""
+    chosen = options("nvfp4", "linear", True) | {"scale": torch.full((1,), scale, device="cuda")}
+    xs, weight = inputs(1, 40, 2880, torch.bfloat16, 3), torch.ones(2880)
+    found = ops.reduce_norm_quant(xs[0].cuda(), weight.cuda(), **chosen)
+    assert_results(found, expect(xs, None, weight, 0.0, ONE_SHOT, chosen), f"{scale}")
+
+
 @pytest.mark.parametrize("width", [2880, 4096, 8192])
 def test_one_rank_is_the_separate_operators(width: int) -> None:
     """Bit for bit what rms_norm_quant_fp8 gives."""
