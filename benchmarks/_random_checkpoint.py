@@ -27,7 +27,7 @@ def write(folder: Path, config: dict[str, Any], layout: str, device: str = "cuda
     """Write config.json and a file a layer to `folder`, for a Llama or Qwen3-MoE `config` (of transformers).
 
     Args:
-        layout: one of `checkpoint.LAYOUTS`, or "" for bf16.
+        layout: one of `checkpoint.layouts.LAYOUTS`, or "" for bf16.
     """
     folder.mkdir()
     torch.manual_seed(0)

@@ -21,7 +21,8 @@ class Method:
     """How the model is stored, and what vLLM is told.
 
     Attributes:
-        layout: that of an NVFP4 checkpoint made of the model (`checkpoint.LAYOUTS`); None is the model as it is.
+        layout: that of an NVFP4 checkpoint made of the model (`layouts.LAYOUTS` of `checkpoint`); None is the model
+            as it is.
         quantization: vLLM's --quantization; None is no flag.
         environment: variables that the engine sees besides.
         folder: another checkpoint that is served in the model's place.

@@ -6,6 +6,8 @@ The files have headers and no weights, sparse where a weight would be, so that m
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -645,3 +647,18 @@ def test_the_command_prints_both_tables_and_its_exit_status_tells(tmp_path: Path
     result = CliRunner().invoke(app, ["doctor", "Qwen/Qwen3-8B"])
     assert result.exit_code == 1
     assert "Qwen/Qwen3-8B is no folder here: download the model first" in result.output
+
+
+@pytest.mark.parametrize(("linear", "config"), [(weight, None), (modelopt, MODELOPT)], ids=["16 bits", "NVFP4"])
+def test_it_needs_neither_safetensors_nor_compressed_tensors(tmp_path: Path, linear: Any, config: Any) -> None:
+    """The library's own dependencies name neither, and headers are read without them."""
+    folder = write(tmp_path, llama(linear), config)
+    program = f"""
+import sys
+sys.modules["safetensors"] = sys.modules["compressed_tensors"] = None  # importing them fails
+from typer.testing import CliRunner
+from llm_quant_rocm.cli import app
+result = CliRunner().invoke(app, ["doctor", {str(folder)!r}])
+assert result.exit_code == 0 and "How it can be served" in result.output, result.exception
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
