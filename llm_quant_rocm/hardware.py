@@ -56,6 +56,13 @@ def amd(arch: str) -> Hardware:
     return _AMD[name]
 
 
+def units_of(arch: str) -> int:
+    """The compute units, or multiprocessors, of the largest GPU of an architecture. Ranks that must agree take this, as
+    the driver's number of one product or partition is not that of another. Of NVIDIA's, and of any that is not known
+    here, those of an H100 and an H200."""
+    return _AMD[arch].units if arch in _AMD else 132
+
+
 @cache
 def nvidia(major: int, minor: int) -> Hardware:
     """Facts of an NVIDIA compute capability. FP8 came with 8.9, the tensor memory accelerator and

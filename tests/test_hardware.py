@@ -80,6 +80,13 @@ def test_the_driver_is_asked_once_per_gpu(monkeypatch: pytest.MonkeyPatch, hip: 
     assert asked == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("arch", "units"), [("gfx90a", 104), ("gfx942", 304), ("gfx950", 256), ("sm_90", 132), ("sm_80", 132), ("cpu", 132)]
+)
+def test_ranks_agree_about_the_units_of_an_architecture(arch: str, units: int) -> None:
+    assert hardware.units_of(arch) == units
+
+
 def test_importing_touches_no_gpu_and_no_kernel() -> None:
     code = (
         "import sys, torch, llm_quant_rocm, llm_quant_rocm.ops as ops\n"

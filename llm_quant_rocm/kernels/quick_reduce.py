@@ -54,7 +54,7 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, units_of
 from llm_quant_rocm.kernels import wire_units
 from llm_quant_rocm.kernels.sizes import cdiv
 
@@ -202,7 +202,7 @@ def default_config(hardware: Hardware, world: int, shots: int) -> Config:
     not measured but for the one-shot on H200s: a lane needs up to 128 registers, with which no more programs run at
     once, and those that begin when others have ended take as long again.
     """
-    units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
+    units = units_of(hardware.arch)
     if hardware.arch == "sm_90" and shots == 2 and world == 2:
         return Config(16, 7 * units, num_warps=4, buffers=6, registers=72)
     if hardware.arch == "sm_90" and shots == 2 and world <= 4:

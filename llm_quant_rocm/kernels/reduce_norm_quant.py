@@ -33,7 +33,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
-from llm_quant_rocm.hardware import Hardware, detect
+from llm_quant_rocm.hardware import Hardware, detect, units_of
 from llm_quant_rocm.kernels import lamport, wire_units
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
@@ -99,7 +99,7 @@ def default_config(rows: int, columns: int, codec: Codec, hardware: Hardware) ->
     where a row is half as long, for as many bytes on the way. Where rows are encoded, lanes without a group to encode
     would make others' words cross lanes.
     """
-    units = {"gfx90a": 104, "gfx942": 304, "gfx950": 256}.get(hardware.arch, 132)
+    units = units_of(hardware.arch)
     most = 512 if rows <= units else 256
     units_of_row = next_power_of_2(columns) // wire_units.unit_values_of(codec)
     threads = min(most, max(128, units_of_row))
