@@ -9,18 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._markdown import RESULTS
 from llm_quant_rocm import provenance
-from llm_quant_rocm.timing import bf16_rate as bf16_rate
-from llm_quant_rocm.timing import capture as capture
-from llm_quant_rocm.timing import copies as copies
-from llm_quant_rocm.timing import copy_bandwidth as copy_bandwidth
-from llm_quant_rocm.timing import first_line as first_line
-from llm_quant_rocm.timing import measure as measure
-from llm_quant_rocm.timing import relative_error as relative_error
-from llm_quant_rocm.timing import time_graphs as time_graphs
-from llm_quant_rocm.timing import time_variants as time_variants
 
-RESULTS = Path(__file__).parent / "results"
 # Llama-3-70B's layers as [N, K].
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
 
@@ -31,7 +22,7 @@ def environment(gpus: int | None = None) -> dict[str, str]:
 
 
 def show(row: dict[str, Any], base: str) -> str:
-    """The figures of a row of `measure`: microseconds and, in brackets, `base`'s over them."""
+    """The figures of a row of `timing.measure`: microseconds and, in brackets, `base`'s over them."""
     us = row["us"]
     cells = [f"{name} {t:.1f}" + (f" ({us[base] / t:.2f})" if base in us else "") for name, t in us.items()]
     return "  ".join(cells + [f"{name} FAILED" for name in row.get("failed", {})])

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from benchmarks._nvfp4_peers import Humming, Marlin, Product, reading_bytes
-from llm_quant_rocm import hardware, ops
+from llm_quant_rocm import hardware, ops, timing
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
@@ -61,7 +61,7 @@ class Layer:
     def __init__(self, n: int, k: int, everyone: dict[str, Prepare]) -> None:
         self.k = k
         weights = []
-        for _ in range(harness.copies(reading_bytes(n, k, 0))):
+        for _ in range(timing.copies(reading_bytes(n, k, 0))):
             weights.append(nvfp4.quantize(torch.randn(n, k, device="cuda", dtype=torch.bfloat16)))
         self.decoded = weights[0].dequantize()
         self.products: dict[str, list[Product]] = {}
@@ -70,7 +70,7 @@ class Layer:
             try:
                 self.products[name] = [prepare(weight) for weight in weights]
             except Exception as error:
-                self.failed[name] = harness.first_line(error)
+                self.failed[name] = timing.first_line(error)
 
     def measure(self, m: int) -> dict[str, Any]:
         x = torch.randn(m, self.k, device="cuda", dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ class Layer:
             if name != FP8 or m > DECODE_ROWS
         }
         tolerance = {name: FP8_ERROR if name == FP8 else EXACT_ERROR for name in variants}
-        row = harness.measure(variants, x.float() @ self.decoded.t(), tolerance)
+        row = timing.measure(variants, x.float() @ self.decoded.t(), tolerance)
         return row | {"failed": self.failed | row.get("failed", {})} if self.failed else row
 
 
@@ -107,9 +107,9 @@ def main() -> None:
             if folder:
                 everyone[name] = make(folder).prepare
         except Exception as error:
-            absent[name] = harness.first_line(error)
+            absent[name] = timing.first_line(error)
     everyone |= {"nvfp4_gemm": exact, FP8: fp8}
-    bandwidth, rate = harness.copy_bandwidth(), harness.bf16_rate()
+    bandwidth, rate = timing.copy_bandwidth(), timing.bf16_rate()
     print(f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {rate / 1e12:.0f} TFLOP/s", absent or "", flush=True)
     rows: list[dict[str, Any]] = []
     result = {

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from benchmarks._nvfp4_peers import reading_bytes
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.cli.bench._peers import vllm_bf16, vllm_marlin
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.measure.experts import (
@@ -68,7 +68,7 @@ class Layer:
                 try:
                     self.runners[name].append(prepare(w13, w2))
                 except Exception as error:
-                    self.failed[name] = harness.first_line(error)
+                    self.failed[name] = timing.first_line(error)
 
     def measure(self, tokens: int, router: str, bandwidth: float, rate: float) -> dict[str, Any]:
         experts, topk, hidden, inner = self.shape
@@ -79,7 +79,7 @@ class Layer:
             for name, runners in self.runners.items()
             if name not in self.failed
         }
-        row = harness.measure(variants, expected(x, *self.decoded, *routings[0]), dict.fromkeys(variants, TOLERANCE))
+        row = timing.measure(variants, expected(x, *self.decoded, *routings[0]), dict.fromkeys(variants, TOLERANCE))
         if self.failed:
             row["failed"] = self.failed | row.get("failed", {})
         chosen = sum(len(ids.unique()) for _, ids in routings) / ROUTINGS
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.vllm:
         sys.path.insert(0, str(args.vllm))
-    bandwidth, rate = harness.copy_bandwidth(), harness.bf16_rate()
+    bandwidth, rate = timing.copy_bandwidth(), timing.bf16_rate()
     print(f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {rate / 1e12:.0f} TFLOP/s", flush=True)
     name = f"nvfp4_moe_{hardware.detect(torch.device('cuda')).arch}"
     rows: list[dict[str, Any]] = []

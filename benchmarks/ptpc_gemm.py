@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, ops
+from llm_quant_rocm import hardware, ops, timing
 from llm_quant_rocm.ops.ptpc_gemm import BACKENDS
 
 MS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -35,7 +35,7 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
     """The calls to time, over rotating weights."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     weights = []
-    for _ in range(harness.copies(n * k)):
+    for _ in range(timing.copies(n * k)):
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
         weights.append((weight, *ops.per_token_quant_fp8(weight)))
     xq, xscale = ops.per_token_quant_fp8(x)
@@ -74,7 +74,7 @@ def main() -> None:
     for layer, (n, k) in harness.LAYERS.items():
         for m in MS:
             # Long products run at the clock that their power allows, which moves: medians of many replays.
-            times = harness.time_variants(variants(n, k, m, cutlass), repeats=41, budget_ms=150)
+            times = timing.time_variants(variants(n, k, m, cutlass), repeats=41, budget_ms=150)
             rows.append(
                 {"layer": layer, "n": n, "k": k, "m": m, "us": {name: round(t, 2) for name, t in times.items()}}
             )

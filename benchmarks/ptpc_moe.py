@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.measure.experts import choose, grouped_bf16, ptpc
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -50,7 +50,7 @@ def main() -> None:
     rows = []
     for name in models:
         for tokens in args.tokens:
-            times = harness.time_variants(variants(*WELL_KNOWN_EXPERTS[name], tokens))
+            times = timing.time_variants(variants(*WELL_KNOWN_EXPERTS[name], tokens))
             rows.append({"model": name, "tokens": tokens, "us": {key: round(t, 1) for key, t in times.items()}})
             print(f"{name:14} T={tokens:5} " + "  ".join(f"{key} {t:.1f}" for key, t in times.items()), flush=True)
             torch.cuda.empty_cache()

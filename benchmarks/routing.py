@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.kernels import routing
 from llm_quant_rocm.kernels.ptpc_moe import default_config
 
@@ -57,7 +57,7 @@ def variants(
     slots = tokens * topk
     block_m = default_config(device, slots, experts).block_m
     sets = []
-    for _ in range(min(32, harness.copies(slots * columns * 2))):
+    for _ in range(min(32, timing.copies(slots * columns * 2))):
         weights, ids = torch.randn(tokens, experts, device="cuda").softmax(-1).topk(topk)
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
         rows = torch.randn(slots, columns, device="cuda", dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ def main() -> None:
         for tokens in TOKENS:
             steps = variants(*shape, tokens, args.vllm_ops is not None)
             for step, calls in steps.items():
-                times = harness.time_variants(calls)
+                times = timing.time_variants(calls)
                 us = {key: round(t, 2) for key, t in times.items()}
                 rows.append({"model": name, "tokens": tokens, "step": step, "us": us})
                 shown = "  ".join(f"{key} {t:.1f}" for key, t in times.items())

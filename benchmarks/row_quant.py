@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.measure import rows as measurement
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.vllm_ops:
         torch.ops.load_library(str(next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so"))))
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = timing.copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     rows: list[dict[str, Any]] = []
     for k in measurement.COLUMNS:

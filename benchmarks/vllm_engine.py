@@ -325,10 +325,11 @@ def measure_methods(at_once: int, start_s: float) -> None:
 def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: int, start_s: float) -> None:
     """Written anew after each variant, beside those that benchmarks/results has. One that fails stops no other."""
     from benchmarks import _harness as harness
+    from benchmarks._markdown import RESULTS
 
     name = "vllm_fusion_demo_sm_90" if is_demo else f"vllm_fusion_{ranks}_ranks_sm_90"
     arguments = ("demo", "ptpc_fp8") if is_demo else ("fusion", str(ranks))
-    file = harness.RESULTS / f"{name}.json"
+    file = RESULTS / f"{name}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     layers = None if is_demo else DEEP_LLAMA["num_hidden_layers"]
     results = before.get("variants", {}) if before.get("layers") == layers else {}

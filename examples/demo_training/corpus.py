@@ -32,10 +32,6 @@ class Corpus:
     heldout: list[Document]
 
     @property
-    def train_text(self) -> str:
-        return "\n\n".join(document.text for document in self.train)
-
-    @property
     def heldout_text(self) -> str:
         return "\n\n".join(document.text for document in self.heldout) + "\n"
 

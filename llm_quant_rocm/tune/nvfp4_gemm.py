@@ -23,18 +23,18 @@ _SHARED_BYTES, _SMS = 227 * 1024, 132
 
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them."""
-    found = _hopper(m, n, k) if device.arch == "sm_90" else _cdna(m, n, k)
+    found = _hopper(m, n, k) if device.arch == "sm_90" else _cdna(m, k)
     return list(dict.fromkeys([kernels_of(device.arch).default_config(m, n, k, device), *found]))
 
 
 def _hopper(m: int, n: int, k: int) -> list[Any]:
     """Enough programs to fill the GPU, not so many that their parts cost more. None of these spill registers in a loop,
     compiled with Triton 3.6."""
-    small = _small_tiles(m, n, k) if m <= (1024 if n * k < 2**24 else 128) else []
+    small = _small_tiles(m, n) if m <= (1024 if n * k < 2**24 else 128) else []
     return [*small, *_split_tiles(m, n), *large_tiles(m, n, k)]
 
 
-def _small_tiles(m: int, n: int, k: int) -> list[Any]:
+def _small_tiles(m: int, n: int) -> list[Any]:
     """Of the kernel with several programs on a multiprocessor."""
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
@@ -95,7 +95,7 @@ def large_tiles(m: int, n: int, k: int, fp8: bool = False) -> list[Any]:
     return found
 
 
-def _cdna(m: int, n: int, k: int) -> list[Any]:
+def _cdna(m: int, k: int) -> list[Any]:
     """Every tile that the kernel has, with K split as far as parts stay longer than four steps of 128 columns. By
     reasoning; never measured on an AMD GPU."""
     from llm_quant_rocm.kernels.nvfp4_mfma import Config
