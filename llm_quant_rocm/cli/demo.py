@@ -22,7 +22,7 @@ from llm_quant_rocm.cli._server import complete, serving
 PROMPT = "The following methods are supported by"
 PROMPT_TOKENS = 48
 CONTEXT = 512  # tokens
-LARGEST_LOSS_PERCENT = 1.0  # issue 2: what PTPC may add to the word perplexity of BF16
+LARGEST_LOSS_PERCENT = 1.0  # what PTPC may add to the word perplexity of BF16
 # What NVFP4 may add: 4-bit weights cost a model of this size, with outliers in its channels, some 8%.
 LARGEST_NVFP4_LOSS_PERCENT = 10.0
 # Of two checkpoints with the same values. Not 100: now and then vLLM on a CPU gives one checkpoint other last bits than

@@ -98,13 +98,14 @@ def tune(
         rows = numbers("--ms", ms) if ms is not None else None
         from llm_quant_rocm import provenance
         from llm_quant_rocm.hardware import detect
+        from llm_quant_rocm.ops.nvfp4_weight import PACKINGS
 
         try:
             device = detect(_cuda())
         except ValueError as error:
             raise CommandError(f"{error}.") from error
         nvfp4 = [name for name in chosen if name.startswith("nvfp4")]
-        if device.arch != "sm_90" and nvfp4 and not device.arch.startswith("gfx"):
+        if nvfp4 and device.arch not in PACKINGS:
             raise CommandError(f"{nvfp4[0]} has no kernel for {device.arch}: name the operators to tune.")
         measured_on = provenance.environment()
         messages.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
@@ -126,6 +127,7 @@ def _chosen(
     names: list[str] | None, model: Path | None, tp: int, patterns: list[str] | None, messages: Console
 ) -> dict[str, Shapes]:
     """By operator, the shapes to measure: of the all-reduce, whose sizes are fixed, none."""
+    from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES
     from llm_quant_rocm.tune import OPERATORS, QUICK_REDUCE, tuner
 
     every = (*OPERATORS, QUICK_REDUCE)
@@ -137,8 +139,10 @@ def _chosen(
     for name in names or every:
         try:
             if name == QUICK_REDUCE:
-                if tp not in range(2, 9):
-                    raise CommandError(f"quick_reduce is between 2 to 8 GPUs, not {tp}: say how many by --tp.")
+                if tp not in WORLD_SIZES:
+                    raise CommandError(
+                        f"quick_reduce is between 2 and {MAX_WORLD_SIZE} GPUs, not {tp}: say how many by --tp."
+                    )
                 require_gpu(tp)
                 found[name] = {}
             else:

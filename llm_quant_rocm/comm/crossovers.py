@@ -17,7 +17,7 @@ def crossovers(rows: Sequence[Mapping[str, Any]], world: int, codec: str) -> dic
     A step begins at a measured size. The engine's all-reduce is taken to be the fastest of all that are not ours.
 
     Args:
-        rows: of benchmarks/quick_reduce.py: {"bytes": ..., "us": {"NCCL": ..., "FP4": ..., "FP4 one-shot": ...}}, in
+        rows: of `measure.all_reduce`: {"bytes": ..., "us": {"NCCL": ..., "FP4": ..., "FP4 one-shot": ...}}, in
             microseconds, by rising size.
     """
     steps: list[dict[str, Any]] = []

@@ -11,8 +11,9 @@ import torch
 
 from llm_quant_rocm.hardware import detect
 
-# Those that processes compile for each other; what a module takes from others comes first.
+# Those that processes compile for each other, in an order that is the same in all of them.
 _MODULES = ("pdl", "fp8_row", "norm_row", "wire_units", "quick_reduce", "reduce_norm_quant", "rms_norm_quant")
+# On Hopper these as well.
 _HOPPER = (
     "hopper", "decode_hopper", "nvfp4_wgmma", "wgmma_parts", "nvfp4_wgmma_split", "nvfp4_wgmma_large", "nvfp4_expand",
     "per_token_quant", "ptpc_gemm", "ptpc_wgmma",

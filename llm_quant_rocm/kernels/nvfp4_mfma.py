@@ -56,7 +56,7 @@ class Config:
     warps: int = 4
 
 
-def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
+def default_config(m: int, n: int, k: int, units: int) -> Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one.
 
     Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so with eight
@@ -67,7 +67,7 @@ def default_config(m: int, n: int, k: int, multiprocessors: int) -> Config:
     """
     block_m = min(64, max(16, next_power_of_2(m)))
     tiles = cdiv(m, block_m) * cdiv(n, 128)
-    most = min(2 * multiprocessors // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
+    most = min(2 * units // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
     split_k = 1
     while 2 * split_k <= most:
         split_k *= 2

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures launch configurations and crossovers on the GPUs that are here: `llm-quant-rocm tune`. Importing a tuner
-imports Triton."""
+"""Measures launch configurations and crossovers on the GPUs that are here: `llm-quant-rocm tune`. Some of the
+tuners import Triton as they are imported."""
 
 from importlib import import_module
 

@@ -191,7 +191,7 @@ def a_rank_fails(*arguments: Any, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all_reduce", "--tp", "9"], "--tp 9: it is between 2 to 8 GPUs."),
+        (["all_reduce", "--tp", "9"], "--tp 9: it is between 2 and 8 GPUs."),
         (["all_reduce", "--codecs", "FP5"], "--codecs FP5: it must be some of FP4,INT4,INT8,FP8,FP."),
         (["all_reduce", "--kib", "2097152"], "--kib 2097152: messages have up to 1048576 KiB."),
         (

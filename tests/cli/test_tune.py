@@ -267,7 +267,7 @@ def test_a_budget_that_ends_before_anything_is_measured(
         (["--model", "/nowhere"], "/nowhere has no config.json: name a checkpoint's folder."),
         (["--tp", "2"], "--tp cuts a model's layers: name the model by --model."),
         (["gemm"], "gemm is not one of ptpc_gemm, nvfp4_gemm, nvfp4_gemm_fp8, ptpc_moe, nvfp4_moe, quick_reduce."),
-        (["quick_reduce"], "quick_reduce is between 2 to 8 GPUs, not 1: say how many by --tp."),
+        (["quick_reduce"], "quick_reduce is between 2 and 8 GPUs, not 1: say how many by --tp."),
     ],
     ids=["ms", "zero", "layers", "model", "tp", "operator", "ranks"],
 )

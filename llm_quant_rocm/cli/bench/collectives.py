@@ -98,8 +98,10 @@ def reduce_norm_quant(
 
 
 def _check(tp: int, plot: Path | None) -> None:
-    if tp not in range(2, 9):
-        raise CommandError(f"--tp {tp}: it is between 2 to 8 GPUs.")
+    from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES
+
+    if tp not in WORLD_SIZES:
+        raise CommandError(f"--tp {tp}: it is between 2 and {MAX_WORLD_SIZE} GPUs.")
     check_plot(plot)
     require_gpu(tp)
 
