@@ -19,10 +19,10 @@ from sglang.srt.utils import is_hip
 
 from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to, connect
 from llm_quant_rocm.comm.policy import Policy, Settings
+from llm_quant_rocm.environment import QUICK_REDUCE as _UPSTREAM_PREFIX
 from llm_quant_rocm.environment import SGLANG_QUICK_REDUCE as _PREFIX
 from llm_quant_rocm.environment import read
 
-_UPSTREAM_PREFIX = "VLLM_ROCM_QUICK_REDUCE_"
 QUANTIZATION = f"{_PREFIX}QUANTIZATION"
 # Codecs of SGLang's own QuickReduce, which reports others as a broken setting.
 _KNOWN_TO_SGLANG = ("FP", "INT8", "INT6", "INT4", "NONE")

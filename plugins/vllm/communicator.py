@@ -26,7 +26,7 @@ from llm_quant_rocm.comm import group
 from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_left_to
 from llm_quant_rocm.comm.policy import Policy, Settings
 from llm_quant_rocm.comm.watch import Watch
-from llm_quant_rocm.environment import read
+from llm_quant_rocm.environment import QUICK_REDUCE, read
 from llm_quant_rocm_vllm.patches import QUANTIZATION
 
 # Codecs of ours alone: vLLM's QuickReduce would report each as a broken setting.
@@ -139,7 +139,7 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         if envs.VLLM_BATCH_INVARIANT:
             return "VLLM_BATCH_INVARIANT is set, and which algorithm serves depends on the size of a batch"
         own = getattr(communicator, "qr_comm", None)
-        return better_left_to(own, policy, "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB")
+        return better_left_to(own, policy, f"{QUICK_REDUCE}MIN_SIZE_BYTES_MB")
 
     quantized = group.connect(members, settings, refuse, QuickReduceComm)
     if quantized is not None and config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:

@@ -9,14 +9,13 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm.ops._routing import ACTIVATIONS
 from llm_quant_rocm_vllm import padding
-
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def lacking(moe: FusedMoEConfig) -> str | None:
     """What our operators lack to serve experts of this configuration, or None."""
-    if moe.activation.value not in _ACTIVATIONS:
+    if moe.activation.value not in ACTIVATIONS:
         return f"the activation {moe.activation.value}"
     if moe.swiglu_limit is not None:
         return "a clamped SwiGLU (swiglu_limit)"

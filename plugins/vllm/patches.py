@@ -22,10 +22,10 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from llm_quant_rocm.comm.policy import Settings
-from llm_quant_rocm.environment import read
+from llm_quant_rocm.environment import QUICK_REDUCE, read
 from llm_quant_rocm.formats.wire import CODECS
 
-QUANTIZATION = "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"
+QUANTIZATION = f"{QUICK_REDUCE}QUANTIZATION"
 
 logger = logging.getLogger("llm_quant_rocm")
 
