@@ -552,6 +552,16 @@ def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
     assert what == "model.layers.0.mlp.down_proj and 1 more are NVFP4 in the checkpoint, and its ignore list names it"
 
 
+def test_several_groups_promise_nothing_of_a_layer(tmp_path: Path) -> None:
+    """Which of them a layer is in, their targets do not say."""
+    tensors = {name: value for name, value in llama(compressed).items() if ".0.mlp.down_proj" not in name}
+    tensors["model.layers.0.mlp.down_proj.weight"] = ("BF16", LINEAR["mlp.down_proj"])
+    group = COMPRESSED["config_groups"]["group_0"]
+    assert problems(model.examine(write(tmp_path / "one", tensors, COMPRESSED), 1))
+    several = COMPRESSED | {"config_groups": {"group_0": group, "group_1": group}}
+    assert problems(model.examine(write(tmp_path / "several", tensors, several), 1)) == []
+
+
 def test_half_of_a_fused_layer(tmp_path: Path) -> None:
     tensors = {name: value for name, value in llama(modelopt).items() if ".1.self_attn.v_proj" not in name}
     tensors["model.layers.1.self_attn.v_proj.weight"] = ("BF16", (1024, 8192))

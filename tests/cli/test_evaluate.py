@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker, app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli._evaluate import Evaluation
-from llm_quant_rocm.cli._methods import NAMED, Method, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import NAMED, Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._tasks_worker import named
 from llm_quant_rocm.cli.evaluate import columns, figures
 
@@ -149,6 +150,14 @@ def test_a_method_that_fails_costs_the_others_nothing(
     assert ("lm-eval on ptpc_fp8" in asked) == (broken != "ptpc_fp8")
 
 
+def test_a_first_method_that_fails_is_the_end() -> None:
+    """The others would be compared with nothing."""
+    failures, messages = Failures(), Console(quiet=True)
+    with pytest.raises(CommandError, match="the engine ended"), failures.kept("bf16", {}, messages):
+        raise CommandError("the engine ended")
+    assert not failures.reasons
+
+
 def test_tasks_that_fail_at_once_cost_no_perplexity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -206,6 +215,11 @@ def test_our_names_and_folders_ask_no_engine(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(_worker, "run", lambda *_: pytest.fail("vLLM is asked"))
     refuse_unknown(methods_named(f"bf16,nvfp4,nvfp4_prefill_fp8,ptpc_fp8,{tmp_path}"), Console(quiet=True))
+
+
+def test_every_token_is_in_one_window() -> None:
+    tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=-1, encode=lambda text, **options: [*map(int, text)])
+    assert _evaluate_worker.cut(tokenizer, "01234567", 4) == [[-1, 0, 1, 2], [-1, 3, 4, 5], [-1, 6, 7]]
 
 
 @pytest.mark.parametrize("amx", [False, True])

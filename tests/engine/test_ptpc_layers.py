@@ -12,6 +12,7 @@ from vllm.model_executor import parameter
 from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.utils import set_weight_attrs
 
+from llm_quant_rocm import __version__
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
@@ -92,6 +93,7 @@ def test_compiled_models_are_known_by_how_layers_compute(config: VllmConfig) -> 
     load(declared(), torch.ones(N, K))
     after = config.compute_hash()
     assert after != before
+    assert __version__ in config.additional_config["llm_quant_rocm"], "another version may compute in another way"
     load(declared(), torch.zeros(N, K))
     assert config.compute_hash() == after
 

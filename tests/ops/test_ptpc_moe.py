@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ops.ptpc_moe on the CPU against float64."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def test_activations(activation: str) -> None:
     arguments = experts(16, 4, 2, 64, 64)
     found = ops.ptpc_moe(**arguments, activation=activation)
     assert relative_error(found, moe64(arguments, activation)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 96), (96, 64)])
+def test_the_longer_of_the_rows_that_are_quantized_decides(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int
+) -> None:
+    operator = import_module("llm_quant_rocm.ops.ptpc_moe")
+    calls, choose = [], operator._choose
+    monkeypatch.setattr(operator, "_choose", lambda call: calls.append(call) or choose(call))
+    ops.ptpc_moe(**experts(2, 2, 1, hidden, inner))
+    assert [call.columns for call in calls] == [96]
 
 
 def test_an_outlier_costs_its_own_token_only() -> None:
