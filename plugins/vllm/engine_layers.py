@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's classes of layers and parameters, for the library's loaders of checkpoint tensors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,21 @@ class Weight(_KeepsLoader, ModelWeightParameter):
 def scalars(**arguments: Any) -> BasevLLMParameter:
     """Values that all ranks have: a model's loader of rows is not for them."""
     return _KeepsLoader(on_other_loader=lambda loader: None, **arguments)
+
+
+class PreparedOnce(ABC):
+    """A method that turns the loaded weights of a layer into what it serves once, however often vLLM asks."""
+
+    @abstractmethod
+    def prepare(self, layer: Any) -> None:
+        """Turns the layer's loaded weights into what is served."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        # vLLM sets this mark back when it reloads weights.
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        self.prepare(layer)
+        layer._already_called_process_weights_after_loading = True
 
 
 ENGINE = EngineLayers(

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodB
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 from llm_quant_rocm.ops._routing import ACTIVATIONS
 from llm_quant_rocm_vllm import padding
+from llm_quant_rocm_vllm.engine_layers import PreparedOnce
 
 
 def lacking(moe: FusedMoEConfig) -> str | None:
@@ -65,7 +66,7 @@ def expert_map(layer: RoutedExperts) -> torch.Tensor | None:
     return layer._expert_map
 
 
-class ExpertsMethod(FusedMoEMethodBase):
+class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
     """Serves the routed experts of one layer by one of our operators.
 
     Attributes:
@@ -89,10 +90,6 @@ class ExpertsMethod(FusedMoEMethodBase):
         self._padding_is_to_find = padding.is_to_find(get_current_vllm_config())
 
     @abstractmethod
-    def prepare(self, layer: RoutedExperts) -> None:
-        """Turns the layer's loaded weights into what `compute` takes."""
-
-    @abstractmethod
     def compute(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any
     ) -> torch.Tensor:
@@ -103,13 +100,6 @@ class ExpertsMethod(FusedMoEMethodBase):
     ) -> tuple[int, int]:
         """The sizes as they are: the operators take any, and padding would enter scales."""
         return hidden_size, intermediate_size_per_partition
-
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        # vLLM sets this mark back when it reloads weights.
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        self.prepare(layer)
-        layer._already_called_process_weights_after_loading = True
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: it would describe the layer to vLLM's kernels, and ours serves it."""

@@ -5,9 +5,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
@@ -18,12 +17,13 @@ from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, re
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm import compile_key, fusion
 from llm_quant_rocm_vllm.engine_layers import Loader, Weight
+from llm_quant_rocm_vllm.linear import LinearMethod
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 
 
-class PtpcFp8LinearMethod(LinearMethodBase):
+class PtpcFp8LinearMethod(LinearMethod):
     """Serves one linear layer. Its weight is declared on the meta device and comes to life, in the checkpoint's
     precision, only when the checkpoint's last piece of it arrives; it is then quantized and dropped.
 
@@ -39,45 +39,26 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.prefix = prefix
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None
-        self.vllm_config = get_current_vllm_config()
-        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
         fusion.enable(self.vllm_config)
 
-    def create_weights(
-        self,
-        layer: LinearBase,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        # Attributes that vLLM's other parts (LoRA, MLA) read from a quantized layer.
-        layer.logical_widths = output_partition_sizes
-        layer.input_size_per_partition = input_size_per_partition
-        layer.output_size_per_partition = sum(output_partition_sizes)
-        layer.orig_dtype = params_dtype
-
-        self.copy: Loader = extra_weight_attrs["weight_loader"]
-        if input_size_per_partition != input_size:
-            self.whole_rows = WholeRows(input_size)
+    def declare(self, layer: LinearBase, shape: tuple[int, int], loader: Loader) -> None:
+        rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
+        self.copy = loader
+        if columns != shape[1]:
+            self.whole_rows = WholeRows(shape[1])
             self.copy = self.whole_rows.watching(self.copy, lambda tensor, *args, **kwargs: slice(None))
 
         @wraps(self.copy)  # vLLM binds arguments by the loader's signature
         def load(*args: Any, **kwargs: Any) -> Any:
             return self.copy(*args, **kwargs)
 
-        self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
+        self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, layer.logical_widths)
         self.arrived: set[str] = set()
-        loader = refusing_other_dtypes(load, self.names.of_shard, self.arrived)
         weight = Weight(
-            data=torch.empty(
-                layer.output_size_per_partition, input_size_per_partition, dtype=params_dtype, device="meta"
-            ),
+            data=torch.empty(rows, columns, dtype=layer.orig_dtype, device="meta"),
             input_dim=1,
             output_dim=0,
-            weight_loader=loader,
+            weight_loader=refusing_other_dtypes(load, self.names.of_shard, self.arrived),
             on_other_loader=self.use_loader,
         )
         layer.register_parameter("weight", weight)
@@ -87,10 +68,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         """Have a model's own loader copy the checkpoint's tensors into the weight."""
         self.copy = loader
 
-    def process_weights_after_loading(self, layer: LinearBase) -> None:
-        # vLLM sets this mark back when it reloads weights.
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
+    def prepare(self, layer: LinearBase) -> None:
         self.config.report()
         self.refuse_missing()
         amax = self.whole_rows.take() if self.whole_rows else None
@@ -105,7 +83,6 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         # DeepSeek's fused_qkv_a_proj would multiply by the weight itself: it was in BF16 when that was decided.
         if hasattr(layer, "_use_min_latency_gemm"):
             layer._use_min_latency_gemm = False
-        layer._already_called_process_weights_after_loading = True
 
     def refuse_missing(self) -> None:
         """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""

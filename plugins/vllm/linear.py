@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the methods for linear layers share."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+
+from llm_quant_rocm_vllm.engine_layers import Loader, PreparedOnce
+
+
+class LinearMethod(PreparedOnce, LinearMethodBase):
+    """Serves one linear layer, or an output head, by one of our operators.
+
+    Attributes:
+        is_dummy: whether weights are random instead of a checkpoint's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config = get_current_vllm_config()
+        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
+
+    @abstractmethod
+    def declare(self, layer: LinearBase, shape: tuple[int, int], loader: Loader) -> None:
+        """Registers the parameters that the checkpoint's tensors are loaded into.
+
+        Args:
+            layer: says its own sizes, this rank's share.
+            shape: [N, K] of the whole weight.
+            loader: copies a tensor of the checkpoint, or this rank's share of it, into a parameter.
+        """
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        # Attributes that vLLM's other parts (LoRA, MLA) read from a quantized layer.
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        layer.orig_dtype = params_dtype
+        self.declare(layer, (output_size, input_size), extra_weight_attrs["weight_loader"])
