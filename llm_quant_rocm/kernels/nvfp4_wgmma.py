@@ -39,6 +39,7 @@ from llm_quant_rocm.kernels.flags import FLAGS, flags_of
 from llm_quant_rocm.kernels.hopper import cta_barrier, load_tile, place
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.wgmma_parts import begin_of
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,6 @@ def default_config(m: int, n: int, k: int) -> Config:
 
 
 @gluon.jit
-def begin_of(program, groups):
-    """Where the program's stretch of `groups` begins; it ends where the next one's begins."""
-    programs = gl.num_programs(0)
-    return program * (groups // programs) + gl.minimum(program, groups % programs)
-
-
-@gluon.jit
 def _program_at(group, groups):
     """The program to whose stretch a group belongs."""
     shortest = groups // gl.num_programs(0)
@@ -89,7 +83,7 @@ def _program_at(group, groups):
 
 
 @gluon.jit
-def _decode(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
+def decode_operand(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
     """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, times 2^SCALE_EXPONENT or so
     (`decode_words`). Nothing moves between lanes, which `assert_trivial` checks when it compiles."""
     NT: gl.constexpr = words.shape[0] // DEPTH
@@ -128,14 +122,14 @@ def load_words(codes, pairs, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _operand(
+def load_operand(
     codes, pairs, STEP: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, operand_layout: gl.constexpr
 ):  # fmt: skip
     """Step STEP of a group of the weight, whose codes and scale pairs are in shared memory, for wgmma."""
     first: gl.constexpr = STEP * DEPTH
     WARPS: gl.constexpr = operand_layout.parent.warps_per_cta[0]
     words, scale_pairs = load_words(codes.slice(first, DEPTH), pairs.slice(first, DEPTH), WARPS)
-    return _decode(words, scale_pairs, FP16, DEPTH, operand_layout)
+    return decode_operand(words, scale_pairs, FP16, DEPTH, operand_layout)
 
 
 @gluon.constexpr_function
@@ -145,7 +139,7 @@ def store_layout(width, num_warps):
 
 
 @gluon.jit
-def _store_tile(
+def epilogue(
     acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
@@ -209,7 +203,7 @@ def _add_parts(acc, parts, flags, program, first, last, rows):
 
 
 @gluon.jit
-def _prefetch(pointer, size):
+def prefetch(pointer, size):
     """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of the first warp."""
     ASSEMBLY: gl.constexpr = (
         "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %tid.x; shl.b32 at, at, 5; "
@@ -240,12 +234,12 @@ def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl
         row = tile_n * BLOCK_N
         # Nothing for a tile beyond the last: all programs of short tiles would ask one line of the cache at once.
         size = gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0)
-        _prefetch(global_scale + expert * N + row, size)
+        prefetch(global_scale + expert * N + row, size)
         return tile_m, tile_n, first_piece_of(expert, K)
 
 
 @gluon.jit
-def _fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, first_piece, wanted):
+def fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, first_piece, wanted):
     """Has the accelerator fill a stage of the ring with a group of steps of the weight."""
     place = [first_piece + group * codes.shape[1], tile_n * codes.shape[2], 0]
     load_tile(words, place, ready.index(stage), codes.index(stage), pred=wanted)
@@ -315,7 +309,7 @@ def nvfp4_wgmma_kernel(
     for stage in gl.static_range(STAGES):
         wanted = begin + stage < end
         _, n, first_piece = _locate((begin + stage) // tile_groups, *tiles, wanted)
-        _fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, wanted)
+        fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, wanted)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -328,7 +322,7 @@ def nvfp4_wgmma_kernel(
     fetched_m, fetched_n, first_piece = _locate(fetched, *tiles, begin + STAGES < end)
 
     mbarrier.wait(ready.index(0), 0)
-    operand = _operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
+    operand = load_operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
     previous = operand
     stage = gl.to_tensor(0)
@@ -346,13 +340,15 @@ def nvfp4_wgmma_kernel(
                 source = following
                 mbarrier.wait(ready.index(following), following_phase, pred=index + 1 < end)
             previous = operand
-            operand = _operand(codes.index(source), pairs.index(source), (i + 1) % UNROLL, FP16, DEPTH, operand_layout)
+            operand = load_operand(
+                codes.index(source), pairs.index(source), (i + 1) % UNROLL, FP16, DEPTH, operand_layout
+            )
         acc, previous = warpgroup_mma_wait(0, deps=[acc, previous])
         wanted = index + STAGES < end
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
         # Past this barrier every warp has finished the group, so its stage can be filled again.
         cta_barrier()
-        _fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, wanted)
+        fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, wanted)
         corner = [fetched_m * BLOCK_M, fetched_group * GROUP_K]
         load_tile(x, corner, ready.index(stage), ring.index(stage), pred=wanted)
         stage = following
@@ -378,7 +374,7 @@ def nvfp4_wgmma_kernel(
                 scale = global_scale
                 if tile_expert is not None:
                     scale += gl.load(tile_expert + tile_m) * N
-                _store_tile(
+                epilogue(
                     total, tile_m, tile_n, scale, bias, out, row_map, row_weight, M, N,
                     BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
                 )  # fmt: skip

@@ -38,18 +38,17 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_wo
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, tile_descriptor
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
-    _decode,
-    _prefetch,
-    _store_tile,
-    begin_of,
+    decode_operand,
     descriptor,
+    epilogue,
     first_piece_of,
     lines_of_16_bytes,
     load_words,
+    prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
-from llm_quant_rocm.kernels.wgmma_parts import add_part, give_part, store_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, give_part, store_part, take_parts
 
 RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
@@ -187,7 +186,7 @@ def _operand(words, scale_pairs, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: g
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)
     else:
-        return _decode(words, scale_pairs, FP16, DEPTH, layout)
+        return decode_operand(words, scale_pairs, FP16, DEPTH, layout)
 
 
 @gluon.jit
@@ -256,7 +255,7 @@ def _consumer(
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
             if HALF == 0:
-                _prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+                prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
@@ -294,7 +293,7 @@ def _consumer(
                     total = add_part(total, parts + source, slice_layout)
                 if FP8:
                     total = _times_columns(total, x_scale, tile_m * BLOCK_M + i * SLICE, M)
-                _store_tile(
+                epilogue(
                     total, tile_m * (BLOCK_M // SLICE) + i, tile_n * 2 + HALF, global_scale, bias, out, None, None, M,
                     N, SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
                 )  # fmt: skip
@@ -307,7 +306,7 @@ def _consumer(
         if SHARES == 0 and first == 0:
             if FP8:
                 acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
-            _store_tile(
+            epilogue(
                 acc, tile_m, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
                 BLOCK_M, ROWS, dtype, UNSCALE, ACTIVATION, acc_layout, 4,
             )  # fmt: skip

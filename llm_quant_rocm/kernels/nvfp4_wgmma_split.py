@@ -27,17 +27,16 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, reinterpret
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
-    _fetch_weight,
-    _operand,
-    _prefetch,
-    _store_tile,
-    begin_of,
     descriptor,
+    epilogue,
+    fetch_weight,
     lines_of_16_bytes,
+    load_operand,
+    prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
-from llm_quant_rocm.kernels.wgmma_parts import give_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import begin_of, give_part, take_parts
 
 RING_BYTES = 216 * 1024
 # Of the ring; more bring nothing.
@@ -178,7 +177,7 @@ def _producer(
     step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
-        _fetch_weight(*weight, stage, tile_n, step, 0, begin + stage < end)
+        fetch_weight(*weight, stage, tile_n, step, 0, begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     if PDL:
         gdc_wait()
@@ -193,7 +192,7 @@ def _producer(
     for _ in range(begin + FIRST, end):
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
-        _fetch_weight(*weight, stage, tile_n, step, 0, True)
+        fetch_weight(*weight, stage, tile_n, step, 0, True)
         load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
@@ -270,14 +269,14 @@ def _consumer(
     for tile in range(first_tile, last_tile + 1):
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         if NUMBER == 0:
-            _prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+            prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
         first_turn, last_turn = _turns(tile, tile_steps, begin, end, MINE, SPLIT_K)
         for _ in range(first_turn, last_turn):
             mbarrier.wait(ready.index(stage), phase)
             my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
             my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
-            operand = _operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
+            operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
             acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
             acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
             mbarrier.arrive(empty.index(stage), count=1)
@@ -323,7 +322,7 @@ def _consumer(
                 else:
                     give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
             if whole:
-                _store_tile(
+                epilogue(
                     total, tile_m * (BLOCK_M // SLICE) + MINE, tile_n * GROUPS + GROUP, global_scale, bias, out, None,
                     None, M, N, SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
                 )  # fmt: skip

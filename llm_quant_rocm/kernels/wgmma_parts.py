@@ -2,16 +2,22 @@
 """Parts of a tile's sum on Hopper: from the programs that have the rest of the tile's steps to the one that has its
 beginning.
 
-The steps of all tiles are shared out evenly, each program a stretch (`nvfp4_wgmma.begin_of`). A program gives away its
-part of the tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are
-there by then, and no two programs wait for each other. A part is one consumer's, four warps.
+The steps of all tiles are shared out evenly, each program a stretch (`begin_of`). A program gives away its part of the
+tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are there by
+then, and no two programs wait for each other. A part is one consumer's, four warps.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.kernels.hopper import cta_barrier
-from llm_quant_rocm.kernels.nvfp4_wgmma import begin_of
+
+
+@gluon.jit
+def begin_of(program, groups):
+    """Where the program's stretch of `groups` begins; it ends where the next one's begins."""
+    programs = gl.num_programs(0)
+    return program * (groups // programs) + gl.minimum(program, groups % programs)
 
 
 @gluon.jit
