@@ -157,6 +157,42 @@ def fused_engine() -> str:
     return "\n\n".join(parts)
 
 
+# --- routed experts
+
+
+def over(result: Row, peer: str, ours: str, model: str, router: str) -> dict[int, str]:
+    """By tokens, a peer's time over ours, where both were timed."""
+    rows = [row for row in result["rows"] if {peer, ours} <= row["us"].keys()]
+    return {
+        row["tokens"]: f"{row['us'][peer] / row['us'][ours]:.2f}"
+        for row in rows
+        if (row["model"], row["router"]) == (model, router)
+    }
+
+
+def experts_table(result: Row, peer: str, ours: str) -> str:
+    """A peer's time over ours under a fair router and, in brackets, a skewed one."""
+    columns = []
+    for model in MODELS:
+        fair, skewed = (over(result, peer, ours, model, router) for router in ("fair", "skewed"))
+        columns.append({tokens: f"{fair[tokens]} ({skewed[tokens]})" for tokens in fair.keys() & skewed.keys()})
+    rows = [
+        [str(tokens), *(column.get(tokens, "") for column in columns)]
+        for tokens in dict.fromkeys(row["tokens"] for row in result["rows"])
+    ]
+    return table(["tokens", *MODELS.values()], rows)
+
+
+def ptpc_experts() -> str:
+    result = load("ptpc_moe_sm_90.json")
+    peers = {"vllm_cutlass": "CUTLASS", "vllm_fp8": "Triton"}
+    return "\n\n".join(
+        f"vLLM's {who} experts, {measured_on(result)}:\n\n{experts_table(result, peer, 'ptpc_moe')}"
+        for peer, who in peers.items()
+        if any(peer in row["us"] for row in result["rows"])
+    )
+
+
 # --- NVFP4
 
 
@@ -181,19 +217,9 @@ def fp8_prefill() -> str:
     return f"{measured_on(result)}:\n\n{table(['rows', *harness.LAYERS, 'mean'], rows)}"
 
 
-def over_marlin(result: Row, model: str, router: str) -> dict[int, str]:
-    rows = [row for row in result["rows"] if (row["model"], row["router"]) == (model, router)]
-    return {row["tokens"]: f"{row['us']['marlin'] / row['us']['nvfp4_moe']:.2f}" for row in rows}
-
-
 def experts() -> str:
     result = load("nvfp4_moe_sm_90.json")
-    fair, skewed = ({model: over_marlin(result, model, router) for model in MODELS} for router in ("fair", "skewed"))
-    rows = [
-        [str(tokens), *(f"{fair[model][tokens]} ({skewed[model][tokens]})" for model in MODELS)]
-        for tokens in next(iter(fair.values()))
-    ]
-    return f"{measured_on(result)}:\n\n{table(['tokens', *MODELS.values()], rows)}"
+    return f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}"
 
 
 # --- engines
@@ -293,7 +319,7 @@ def overview() -> str:
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
     for name, result in results("nvfp4_moe_sm_90"):
-        ratios = {title: over_marlin(result, model, "fair") for model, title in MODELS.items()}
+        ratios = {title: over(result, "marlin", "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
         said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
         title = f"NVFP4 experts, {device(result)}"
         tokens = ", ".join(map(str, FEW_TOKENS))
@@ -329,5 +355,15 @@ def overview() -> str:
 IN_ALL = "times as fast as bf16 with 10 and 64 prompts: "
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (all_reduce, fused_norm, fused_engine, fp8_prefill, experts, nvfp4_engine, sglang_engine, overview)
+    for function in (
+        all_reduce,
+        fused_norm,
+        fused_engine,
+        ptpc_experts,
+        fp8_prefill,
+        experts,
+        nvfp4_engine,
+        sglang_engine,
+        overview,
+    )
 }

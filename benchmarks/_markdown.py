@@ -2,6 +2,7 @@
 """What the report's sections share: reading results/*.json and writing tables."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,38 @@ def measured_on(result: dict[str, Any]) -> str:
 
 def gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
+
+
+def rates(result: dict[str, Any]) -> str:
+    """What limits were derived from, as far as the file has it."""
+    known = {"copy_gb_s": "copy {} GB/s", "bf16_tflop_s": "bf16 {} TFLOP/s", "fp8_tflop_s": "fp8 {} TFLOP/s"}
+    found = [text.format(result[key]) for key, text in known.items() if key in result]
+    return f"; {' and '.join(found)} in the same run" if found else ""
+
+
+def measured(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Those of `names` that were measured, or failed, in any row."""
+    found = {name for row in rows for name in (*row["us"], *row.get("failed", ()))}
+    return [name for name in names if name in found]
+
+
+def cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Microseconds of `names`, and the limit."""
+    failed = row.get("failed", {})
+    return [f"{row['us'][name]:.1f}" if name in row["us"] else "failed" if name in failed else "" for name in names] + [
+        f"{row['limit_us']:.1f}"
+    ]
+
+
+def ratios(row: dict[str, Any], others: Sequence[str], ours: str) -> list[str]:
+    """The others' times over ours, nothing where one of the two has none."""
+    us = row["us"]
+    return [f"{us[other] / us[ours]:.2f}" if other in us and ours in us else "" for other in others]
+
+
+def failures(rows: list[dict[str, Any]]) -> str:
+    reasons = dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items())
+    return "".join(f"\n\nFailed: {reason}" for reason in reasons)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's sections on NVFP4: GEMM, routed experts, a whole vLLM."""
+"""The report's sections on NVFP4: GEMM, a whole vLLM."""
 
 from typing import Any
 
@@ -7,36 +7,38 @@ import matplotlib.pyplot as plt
 
 from benchmarks import _harness as harness
 from benchmarks import _lines as lines
-from benchmarks._markdown import RESULTS, measured_on, table
+from benchmarks._markdown import RESULTS, cells, failures, measured, measured_on, rates, ratios, table
 
-PEERS = ("marlin", "humming")
+PEERS = ("bf16", "marlin", "humming")
+EVERYONE = (*PEERS, "nvfp4_gemm", "nvfp4_gemm_fp8")
 
 
 def gemm(name: str, result: dict[str, Any]) -> str:
     rows = result["rows"]
     plot(result, name)
-    names = _names(rows)
+    names = measured(rows, EVERYONE)
+    peers = measured(rows, PEERS)
     llama = [row for row in rows if row["layer"] in harness.LAYERS]
     means = []
     for m in dict.fromkeys(row["m"] for row in llama):
         here = [row for row in llama if row["m"] == m]
-        ratios = harness.mean_ratios([_with_limit(row) for row in here], "bf16")
-        means.append([str(m), *(f"{ratios[name]:.2f}" if name in ratios else "" for name in [*names, "limit"])])
-    header = ["layer", "N", "K", "M", *names, "limit", *_ratio_names(names, "nvfp4_gemm"), "bf16 / nvfp4_gemm_fp8"]
+        found = harness.mean_ratios([_with_limit(row) for row in here], "bf16")
+        means.append([str(m), *(f"{found[name]:.2f}" if name in found else "" for name in [*names, "limit"])])
+    header = ["layer", "N", "K", "M", *names, "limit", *(f"{peer} / nvfp4_gemm" for peer in peers)]
+    header.append("bf16 / nvfp4_gemm_fp8")
     body = [
-        [row["layer"], str(row["n"]), str(row["k"]), str(row["m"]), *_cells(row, names)]
-        + [*_ratios(row, names, "nvfp4_gemm"), _ratio(row, "bf16", "nvfp4_gemm_fp8")]
+        [row["layer"], str(row["n"]), str(row["k"]), str(row["m"]), *cells(row, names)]
+        + [*ratios(row, peers, "nvfp4_gemm"), *ratios(row, ["bf16"], "nvfp4_gemm_fp8")]
         for row in rows
     ]
     means_table = table(["M", *names, "limit"], means)
     return (
-        f"## NVFP4 GEMM\n\n{measured_on(result)}; copy {result['copy_gb_s']} GB/s and bf16 "
-        f"{result['bf16_tflop_s']} TFLOP/s in the same run\n\n![speed-up over bf16]({name}.png)\n\n"
+        f"## NVFP4 GEMM\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"
         "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
         "which FP8 exceeds. `nvfp4_gemm_fp8` is "
         f"`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. {_peers(names)}\n\nMean speed-up "
         f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n"
-        f"{table(header, body)}{_failures(rows)}"
+        f"{table(header, body)}{failures(rows)}"
     )
 
 
@@ -48,7 +50,7 @@ def plot(result: dict[str, Any], name: str) -> None:
     figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3.2 * count), squeeze=False, layout="constrained")
     for axis, layer in zip(axes.flat, layers, strict=False):
         rows = [_with_limit(row) for row in result["rows"] if row["layer"] == layer]
-        for who in [name for name in [*_names(rows), "limit"] if name != "bf16"]:
+        for who in [name for name in [*measured(rows, EVERYONE), "limit"] if name != "bf16"]:
             points = [(row["m"], row["us"]["bf16"] / row["us"][who]) for row in rows if {who, "bf16"} <= set(row["us"])]
             style: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "."}
             if who == "limit":
@@ -68,35 +70,6 @@ def plot(result: dict[str, Any], name: str) -> None:
     figure.supylabel("speed-up over cuBLAS bf16")
     figure.suptitle(f"NVFP4 GEMM\n{measured_on(result)}", fontsize=10)
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
-
-
-def experts(name: str, result: dict[str, Any]) -> str:
-    rows = result["rows"]
-    lines.plot(
-        name,
-        f"Routed experts in NVFP4\n{measured_on(result)}",
-        {
-            f"{model}, {router} router": lines.speed_up(
-                [row for row in rows if (row["model"], row["router"]) == (model, router)], "tokens", "bf16"
-            )
-            for model, router in dict.fromkeys((row["model"], row["router"]) for row in rows)
-        },
-        "tokens",
-        "speed-up over bf16",
-    )
-    names = _names(rows)
-    header = ["model", "router", "tokens", "experts chosen", *names, "limit", *_ratio_names(names, "nvfp4_moe")]
-    body = [
-        [row["model"], row["router"], str(row["tokens"]), f"{row['experts_chosen']:.0f}", *_cells(row, names)]
-        + _ratios(row, names, "nvfp4_moe")
-        for row in rows
-    ]
-    return (
-        f"## Routed experts in NVFP4\n\n{measured_on(result)}\n\n`bf16` is vLLM's Triton experts and `marlin` its "
-        "fused Marlin experts, which serve NVFP4 on Hopper. A `skewed` router draws its experts by Zipf's law.\n\n"
-        f"![speed-up over bf16]({name}.png)\n\n"
-        f"{table(header, body)}{_failures(rows)}"
-    )
 
 
 def engine(name: str, result: dict[str, Any]) -> str:
@@ -137,36 +110,5 @@ def _peers(names: list[str]) -> str:
     return " ".join(found)
 
 
-def _names(rows: list[dict[str, Any]]) -> list[str]:
-    """Everyone who was measured in any row, bf16 and the peers first."""
-    found = {name for row in rows for name in (*row["us"], *row.get("failed", ()))}
-    return [name for name in ("bf16", *PEERS, "nvfp4_gemm", "nvfp4_gemm_fp8", "nvfp4_moe") if name in found]
-
-
 def _with_limit(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "us": {**row["us"], "limit": row["limit_us"]}}
-
-
-def _cells(row: dict[str, Any], names: list[str]) -> list[str]:
-    failed = row.get("failed", {})
-    return [f"{row['us'][name]:.1f}" if name in row["us"] else "failed" if name in failed else "" for name in names] + [
-        f"{row['limit_us']:.1f}"
-    ]
-
-
-def _ratio_names(names: list[str], ours: str) -> list[str]:
-    return [f"{name} / {ours}" for name in ("bf16", *PEERS) if name in names]
-
-
-def _ratios(row: dict[str, Any], names: list[str], ours: str) -> list[str]:
-    return [_ratio(row, name, ours) for name in ("bf16", *PEERS) if name in names]
-
-
-def _ratio(row: dict[str, Any], other: str, ours: str) -> str:
-    us = row["us"]
-    return f"{us[other] / us[ours]:.2f}" if other in us and ours in us else ""
-
-
-def _failures(rows: list[dict[str, Any]]) -> str:
-    reasons = dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items())
-    return "".join(f"\n\nFailed: {reason}" for reason in reasons)

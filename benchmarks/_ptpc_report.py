@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's sections on PTPC FP8: GEMM, rows, routed experts, and what stands around experts."""
+"""The report's sections on PTPC FP8: GEMM, rows, and what stands around routed experts."""
 
 from typing import Any
 
@@ -86,16 +86,6 @@ def row_table(result: dict[str, Any]) -> str:
     return table(["K", "M", *names, "limit norm_quant", "limit add_norm_quant"], rows)
 
 
-def moe_table(result: dict[str, Any]) -> str:
-    rows = [
-        [row["model"], str(row["tokens"]), f"{us['ptpc_moe']:.1f}", f"{us['bf16_grouped']:.1f}"]
-        + [f"{us['bf16_grouped'] / us['ptpc_moe']:.2f}"]
-        for row in result["rows"]
-        for us in [row["us"]]
-    ]
-    return table(["model", "tokens", "ptpc_moe", "bf16_grouped", "bf16_grouped / ptpc_moe"], rows)
-
-
 def gemm(name: str, result: dict[str, Any]) -> str:
     plot_gemm(name, result)
     return (
@@ -113,18 +103,6 @@ def rows(name: str, result: dict[str, Any]) -> str:
         "A limit is the least traffic at that bandwidth, of a copy of 1 GiB. `copy` is one that moves as many bytes as "
         "`quant` and `norm_quant` do; `vllm_` are vLLM 0.26's kernels, norm and "
         f"quantization apart.\n\n{row_table(result)}"
-    )
-
-
-def experts(name: str, result: dict[str, Any]) -> str:
-    panels = {
-        model: lines.speed_up([row for row in result["rows"] if row["model"] == model], "tokens", "bf16_grouped")
-        for model in dict.fromkeys(row["model"] for row in result["rows"])
-    }
-    lines.plot(name, f"Routed experts in FP8\n{measured_on(result)}", panels, "tokens", "speed-up over bf16_grouped")
-    return (
-        f"## Routed experts\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`bf16_grouped` is torch's "
-        f"grouped product in bf16 with its groups already sorted.\n\n{moe_table(result)}"
     )
 
 

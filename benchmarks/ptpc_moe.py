@@ -1,62 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts in FP8 against bf16, on the shapes of Qwen3-30B-A3B and of DeepSeek-V3 cut in eight.
+"""Routed experts in FP8 against vLLM's own, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP 8) and Mixtral.
 
-    python benchmarks/ptpc_moe.py [--models PATTERN ...] [--tokens T ...]
+    python benchmarks/ptpc_moe.py [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...] [--routers ROUTER ...]
 
-The peer is torch's grouped product in bf16 (CUTLASS) with the same sorting, activation and weighting around it, given
-its groups already sorted: what is timed of it is a lower bound.
+FOLDER is where `pip install --target` put vLLM, where it is not installed.
+Peers: vLLM's Triton experts in bf16 and, with one scale a token and one a channel as ours have, in FP8; its CUTLASS
+experts in FP8, which serve such layers on Hopper; and torch's grouped product in bf16 (CUTLASS) with the same
+activation and weighting around it, given its groups already sorted, so that what is timed of it is a lower bound.
+_experts.py says how they are compared; `limit` takes the bytes of FP8 weights and the rate of an FP8 product.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, timing
-from llm_quant_rocm.measure.experts import choose, grouped_bf16, ptpc
-from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
-
-MODELS = ("qwen3-30b-a3b", "deepseek-v3/8")
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+from benchmarks import _experts
+from llm_quant_rocm.cli.bench._peers import vllm_bf16, vllm_cutlass, vllm_fp8
+from llm_quant_rocm.measure.experts import grouped_bf16, ptpc, tolerance_of_dense
 
 
-def variants(experts: int, topk: int, hidden: int, inner: int, tokens: int) -> dict[str, list[Callable[[], object]]]:
-    """The calls to time. A layer's experts exceed the L2 cache; two sets rotate all the same."""
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    routing = choose(experts, topk, tokens)
-    calls: dict[str, list[Callable[[], object]]] = {"ptpc_moe": [], "bf16_grouped": []}
-    for _ in range(2):
-        w13 = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
-        w2 = torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16) / inner**0.5
-        calls["bf16_grouped"].append(grouped_bf16(w13, w2)(x, *routing))
-        calls["ptpc_moe"].append(ptpc(w13, w2)(x, *routing))
-    return calls
+def weight_bytes(n: int, k: int) -> int:
+    """Codes and a row's scales in fp32."""
+    return n * k + 4 * n
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["*"], help="patterns of the models' names")
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    args = parser.parse_args()
-    models = [name for name in MODELS if any(fnmatchcase(name, pattern) for pattern in args.models)]
-    if not models:
-        parser.error(f"--models names none of {', '.join(MODELS)}")
-    rows = []
-    for name in models:
-        for tokens in args.tokens:
-            times = timing.time_variants(variants(*WELL_KNOWN_EXPERTS[name], tokens))
-            rows.append({"model": name, "tokens": tokens, "us": {key: round(t, 1) for key, t in times.items()}})
-            print(f"{name:14} T={tokens:5} " + "  ".join(f"{key} {t:.1f}" for key, t in times.items()), flush=True)
-            torch.cuda.empty_cache()
-    arch = hardware.detect(torch.device("cuda")).arch
-    print("written to", harness.write(f"ptpc_moe_{arch}", {"unit": "microseconds a call", "rows": rows}))
-
+EVERYONE = {
+    "bf16": vllm_bf16,
+    "bf16_grouped": grouped_bf16,
+    "vllm_fp8": vllm_fp8,
+    "vllm_cutlass": vllm_cutlass,
+    "ptpc_moe": ptpc,
+}
+COMPARED = _experts.Comparison(EVERYONE, tolerance_of_dense(EVERYONE), weight_bytes, rate="fp8")
 
 if __name__ == "__main__":
-    main()
+    _experts.main("ptpc_moe", COMPARED, __doc__)

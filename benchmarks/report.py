@@ -14,7 +14,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import _engine_report, _figures, _fusion_report, _nvfp4_report, _ptpc_report, _quick_reduce_report
+from benchmarks import (
+    _engine_report,
+    _experts_report,
+    _figures,
+    _fusion_report,
+    _nvfp4_report,
+    _ptpc_report,
+    _quick_reduce_report,
+)
 from benchmarks._markdown import RESULTS, load, measured_on, table
 
 Section = Callable[[str, dict[str, Any]], str]
@@ -25,8 +33,8 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Section], ...]], ...] = (
         (
             ("ptpc_gemm_*", _ptpc_report.gemm),
             ("nvfp4_gemm_*", _nvfp4_report.gemm),
-            ("ptpc_moe_*", _ptpc_report.experts),
-            ("nvfp4_moe_*", _nvfp4_report.experts),
+            ("ptpc_moe_*", _experts_report.fp8),
+            ("nvfp4_moe_*", _experts_report.nvfp4),
             ("routing_*", _ptpc_report.routing),
             ("row_quant_*", _ptpc_report.rows),
         ),

@@ -9,11 +9,15 @@ of one row are timed in turns in the same process, so that a drift of the clock 
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from llm_quant_rocm import hardware
+
 ROTATE_BYTES = 256 * 2**20  # five times the L2 cache of an H100, as much as the last cache of an MI300X
+_SIZE = 8192  # rows and columns of the products whose rate is measured
 
 
 def copies(bytes_each: int) -> int:
@@ -74,30 +78,36 @@ def copy_bandwidth() -> float:
     """Bytes a second of a large device-to-device copy, read and written bytes counted: the median of ten."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(60):  # an idle card needs some milliseconds to reach its clocks
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * source.numel() / statistics.median(times[-10:])
+    return 2 * source.numel() / _seconds(partial(target.copy_, source), 60)
 
 
 def bf16_rate() -> float:
     """Floating-point operations a second of a large bf16 matrix product through torch: the median of ten."""
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * _SIZE**3 / _seconds(partial(torch.mm, a, b), 20)
+
+
+def fp8_rate() -> float:
+    """Floating-point operations a second of a large FP8 matrix product through torch, with one scale an operand and
+    Hopper's fast sums, which is the fastest kind: the median of ten."""
+    dtype = hardware.detect(torch.device("cuda")).fp8_dtype
+    a, b = (torch.randn(_SIZE, _SIZE, device="cuda").to(dtype) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * _SIZE**3 / _seconds(product, 20)
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    """The median of the last ten of `count` calls: an idle card needs some milliseconds to reach its clocks."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
-    for _ in range(20):
+    for _ in range(count):
         start.record()
-        a @ b
+        call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * size**3 / statistics.median(times[-10:])
+    return statistics.median(times[-10:])
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

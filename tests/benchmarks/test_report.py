@@ -82,6 +82,15 @@ NEW: dict[str, dict[str, Any]] = {
             for row in rows(["bf16", "marlin", "nvfp4_moe"], model=["mixtral"], tokens=[1, 64])
         ]
     },
+    "ptpc_moe_sm_90": {
+        "copy_gb_s": 3000,
+        "fp8_tflop_s": 1300,
+        "rows": [
+            row | {"router": router, "experts_chosen": 8.0, "limit_us": 1.0, "failed": {"vllm_cutlass": "no kernel"}}
+            for router in ("fair", "skewed")
+            for row in rows(["bf16", "vllm_fp8", "ptpc_moe"], model=["mixtral-8x7b"], tokens=[1, 64])
+        ],
+    },
     "reduce_norm_quant_tp2_sm_90": {
         "world": 2,
         "norm_and_quant": "ours",
@@ -117,6 +126,19 @@ def test_figures_that_are_still_to_come(name: str, results: Path) -> None:
     page = report.page([name])
     assert "2 x a GPU, torch 2, triton 3, commit abc, today |" in page
     assert f"({name}.png)" in page and (results / f"{name}.png").stat().st_size > 5000
+
+
+def test_experts_beside_who_failed(results: Path) -> None:
+    name = "ptpc_moe_sm_90"
+    (results / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, **NEW[name]}))
+    page = report.page([name])
+    assert "today; copy 3000 GB/s and fp8 1300 TFLOP/s in the same run" in page
+    assert "| limit | bf16 / ptpc_moe | vllm_fp8 / ptpc_moe | vllm_cutlass / ptpc_moe |" in page
+    assert "| mixtral-8x7b | skewed | 64 | 8 | 2.0 | 3.0 | failed | 4.0 | 1.0 | 0.50 | 0.75 |  |" in page
+    assert "Failed: vllm_cutlass: no kernel" in page
+    table = _figures.ptpc_experts()
+    assert "vLLM's Triton experts, 2 x a GPU" in table and "CUTLASS" not in table
+    assert table.endswith("| 64 |  |  | 0.75 (0.75) |")
 
 
 @pytest.mark.parametrize("missing", ["bf16", "nvfp4"])

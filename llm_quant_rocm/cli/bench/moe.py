@@ -65,9 +65,10 @@ def measure(
     elif importlib.util.find_spec("vllm") is None:
         absent["vLLM"] = "it is not installed"
     else:
-        from llm_quant_rocm.cli.bench._peers import vllm_bf16, vllm_marlin
+        from llm_quant_rocm.cli.bench import _peers
 
-        dense["vllm_bf16"], packed["vllm_marlin"] = vllm_bf16, vllm_marlin
+        dense |= {name: getattr(_peers, name) for name in ("vllm_bf16", "vllm_fp8", "vllm_cutlass")}
+        packed["vllm_marlin"] = _peers.vllm_marlin
     layer = Layer(*shape, dense, packed)
     absent |= layer.absent
     return [{"model": name, "tokens": count, **layer.measure(count)} for count in tokens]
