@@ -3,7 +3,7 @@
 
     python benchmarks/routing.py [--vllm-ops FOLDER]
 
-`schedule` is what the experts run; `one_launch` and `three_launches` force one of its two ways, so that
+`schedule` is what the experts run; `one_launch` and `two_launches` force one of its two ways, so that
 kernels.routing.MANY_SLOTS can be read off. Peers: the same with torch's sort and searches, torch's indexing and sum,
 and where its library of experts' operators is given, vLLM's moe_align_block_size and moe_sum. Times are of replayed
 graphs: a peer of ten launches pays the GPU's part of each, not the CPU's.
@@ -26,7 +26,7 @@ from llm_quant_rocm.kernels.ptpc_moe import default_config
 
 # Experts, experts of a token, columns.
 SHAPES = {"mixtral-8x7b": (8, 2, 4096), "qwen3-30b-a3b": (128, 8, 2048), "deepseek-v3": (256, 8, 7168)}
-TOKENS = (1, 4, 16, 64, 256, 512, 1024, 4096, 16384)
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 # In one launch every tile reads all ids.
 MOST_SLOTS_IN_ONE_LAUNCH = 32768
 
@@ -72,7 +72,7 @@ def variants(
     steps: dict[str, dict[str, list[Callable[[], object]]]] = {
         "schedule": {
             "schedule": [lambda s=s: schedule(s[0], s[1]) for s in sets],
-            "three_launches": [lambda s=s: schedule(s[0], s[1], 1) for s in sets],
+            "two_launches": [lambda s=s: schedule(s[0], s[1], 1) for s in sets],
             "torch": [lambda s=s: torch_schedule(s[0], experts, block_m) for s in sets],
         },
         "gather": {

@@ -66,6 +66,11 @@ def routings() -> dict[str, Routing]:
     }  # fmt: skip
 
 
+def many_slots_a_part() -> Routing:
+    """With 32 parts, several chunks of slots and blocks of tiles for every program of the schedule in two launches."""
+    return Routing(random_ids(2100, 8, 10), None, 10, 16)
+
+
 def local_id(routing: Routing, slot: int) -> int | None:
     """The expert of a slot among this rank's, or None."""
     if routing.padding is not None and routing.padding[slot // routing.topk_ids.shape[1]] < 0:
@@ -92,7 +97,7 @@ def expected(routing: Routing, tiles: int) -> tuple[Sequence[int], Sequence[int]
 
 
 def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") -> None:
-    """kernels.routing.schedule gives what `expected` says, and each row the weight of its slot."""
+    """kernels.routing.schedule gives what `expected` says, each row the weight of its slot, and each slot its row."""
     ids, expert_map, padding = _on(routing, device)
     weights = torch.rand(ids.shape, device=device)
     found = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, weights, padding)
@@ -105,17 +110,27 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
     slots = found.row_map.long()
     row_weight = torch.where(slots < 0, 0, weights.flatten()[slots.clamp_min(0)])
     assert_same(found.row_weight, row_weight)
+    rows = (slots >= 0).nonzero().flatten()
+    assert found.slot_row.dtype == torch.int32 and found.slot_row.shape == (ids.numel(),)
+    assert torch.equal(found.slot_row[slots[rows]].long(), rows)
 
 
 def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
-    """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other."""
+    """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other,
+    whether they are in the order of slots or of a schedule."""
     ids, expert_map, padding = _on(routing, device)
     tokens, topk = ids.shape
     rows = torch.randn(tokens * topk, 100, device=device).to(dtype)
     absent = torch.tensor([local_id(routing, slot) is None for slot in range(tokens * topk)], device=device)
     rows[absent] = torch.nan
+    schedule = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, padding=padding)
+    scheduled = torch.where(schedule.row_map[:, None] < 0, torch.nan, rows[schedule.row_map.clamp_min(0)])
     for weights in (None, torch.rand(tokens, topk, device=device)):
         found = kernels.sum_rows(rows, ids, expert_map, routing.experts, hardware, weights, padding)
+        again = kernels.sum_rows(
+            scheduled, ids, expert_map, routing.experts, hardware, weights, padding, schedule.slot_row
+        )
+        assert_same(again, found)
         parts = torch.where(absent[:, None], 0, rows.float()).view(tokens, topk, -1)
         total = torch.zeros(tokens, 100, device=device)
         for j in range(topk):

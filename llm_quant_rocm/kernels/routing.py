@@ -7,8 +7,10 @@ product then gives each tile to one expert's weight.
 
 Every tile finds its own slots: one program counts the slots of all experts, sees from the counts whose tile it is, and
 picks that expert's slots in the tile's range out of all slots. That reads the ids once for every tile, which costs
-less than a second launch until there are thousands of them. From MANY_SLOTS on, two small kernels count first, and a
-tile reads only the part of the ids where its slots are.
+less than a second launch until there are about a thousand. From MANY_SLOTS on, two launches read them twice in all.
+Every program of the first has a part of the slots: it counts those of each expert, and for each slot those of its
+expert before it. The second sees from the counts of all parts where a part's slots of each expert begin: that and what
+was counted for the slot make its row.
 """
 
 from dataclasses import dataclass
@@ -21,9 +23,12 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
-MANY_SLOTS = 4096
-# Parts in which many slots are counted: about two programs for each multiprocessor.
-_PARTS = 256
+MANY_SLOTS = 1024
+# Slots that are compared with each other. Parts have no more until there are about as many parts as multiprocessors:
+# every program adds up the counts of all parts, a block of them at a time.
+_CHUNK = 128
+_PARTS_BLOCK = 32
+_MOST_PARTS = 128
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,14 @@ class Schedule:
             are the last ones.
         tile_count: int32 [1], how many tiles it needs.
         row_weight: fp32 [tiles * block_m], the router weight of each row, 0 where there is none; None if not asked for.
+        slot_row: int32 [slots], the row of each slot; of one whose expert is not here, whatever torch.empty left there.
     """
 
     row_map: torch.Tensor
     tile_expert: torch.Tensor
     tile_count: torch.Tensor
     row_weight: torch.Tensor | None
+    slot_row: torch.Tensor
 
 
 def max_tiles(slots: int, experts: int, block_m: int) -> int:
@@ -68,54 +75,32 @@ def local_expert(ids_ptr, map_ptr, padding_ptr, slot, inside, known, TOPK: tl.co
     return expert
 
 
+@triton.jit
+def put_slot(weight_ptr, row_map_ptr, row_weight_ptr, slot_row_ptr, slot, row, mask):
+    """Stores slots and their weights at their rows, and the rows at the slots."""
+    tl.store(row_map_ptr + row, slot, mask=mask)
+    tl.store(slot_row_ptr + slot, row, mask=mask)
+    if row_weight_ptr is not None:
+        tl.store(row_weight_ptr + row, tl.load(weight_ptr + slot, mask=mask, other=0.0), mask=mask)
+
+
 # The number of slots changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["slots"])
-def count_kernel(
-    ids_ptr, map_ptr, padding_ptr, counts_ptr, slots, known, part_slots,
-    TOPK: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """counts[expert, part] of slots part * part_slots and following."""
-    if PDL:
-        programmatic_launch()
-    part = tl.program_id(0)
-    end = tl.minimum((part + 1) * part_slots, slots)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(part * part_slots, end, CHUNK):
-        slot = start + tl.arange(0, CHUNK)
-        expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < end, known, TOPK)
-        counts += tl.histogram(expert, BINS, mask=expert >= 0)
-    tl.store(counts_ptr + tl.arange(0, BINS) * PARTS + part, counts)
-
-
-@triton.jit
-def scan_kernel(counts_ptr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """One expert's counts become the counts of its slots up to the end of each part."""
-    if PDL:
-        programmatic_launch()
-    place = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
-    tl.store(counts_ptr + place, tl.cumsum(tl.load(counts_ptr + place), 0))
-
-
-@triton.jit(do_not_specialize=["slots"])
 def schedule_kernel(
-    ids_ptr, map_ptr, padding_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
-    slots, known, part_slots,
-    TOPK: tl.constexpr, BINS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr
+    ids_ptr, map_ptr, padding_ptr, weight_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
+    slot_row_ptr, slots, known,
+    TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One tile of a `Schedule`. counts_ptr: what `scan_kernel` leaves, or None."""
+    """One tile of a `Schedule`."""
     if PDL:
         programmatic_launch()
     tile = tl.program_id(0)
     experts = tl.arange(0, BINS)
-    if counts_ptr is None:
-        counts = tl.zeros([BINS], tl.int32)
-        for start in range(0, slots, CHUNK):
-            slot = start + tl.arange(0, CHUNK)
-            expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
-            counts += tl.histogram(expert, BINS, mask=expert >= 0)
-    else:
-        counts = tl.load(counts_ptr + experts * PARTS + PARTS - 1)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
+        counts += tl.histogram(expert, BINS, mask=expert >= 0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
     # The experts whose tiles end before this one; all of them where there is no such tile, which leaves 0 slots.
@@ -128,32 +113,104 @@ def schedule_kernel(
     # This tile has the slots begin to end of its expert.
     begin = (tile - first) * BLOCK_M
     end = tl.minimum(begin + BLOCK_M, count)
-    row = begin + tl.arange(0, BLOCK_M)
-    empty = row >= end
-    row_map_ptr += tile * BLOCK_M - begin
+    first_row = first * BLOCK_M
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    empty = row >= first_row + end
     tl.store(row_map_ptr + row, tl.full([BLOCK_M], -1, tl.int32), mask=empty)
     if row_weight_ptr is not None:
-        row_weight_ptr += tile * BLOCK_M - begin
         tl.store(row_weight_ptr + row, tl.zeros([BLOCK_M], tl.float32), mask=empty)
     seen = 0
     start = 0
-    if counts_ptr is not None:
-        # Skip the parts that hold only slots of the expert's earlier tiles.
-        seen_by_part = tl.load(counts_ptr + tl.minimum(mine, BINS - 1) * PARTS + tl.arange(0, PARTS))
-        seen = tl.max(tl.where(seen_by_part <= begin, seen_by_part, 0), 0)
-        start = tl.sum((seen_by_part <= begin).to(tl.int32), 0) * part_slots
     while (seen < end) & (start < slots):  # the second never decides, unless somebody writes the ids meanwhile
         slot = start + tl.arange(0, CHUNK)
         expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
         here = (expert == mine).to(tl.int32)
         rank = tl.where(here > 0, seen + tl.cumsum(here, 0) - 1, -1)
         chosen = (rank >= begin) & (rank < end)
-        tl.store(row_map_ptr + rank, slot, mask=chosen)
-        if row_weight_ptr is not None:
-            weight = tl.load(weight_ptr + slot, mask=chosen, other=0.0)
-            tl.store(row_weight_ptr + rank, weight, mask=chosen)
+        put_slot(weight_ptr, row_map_ptr, row_weight_ptr, slot_row_ptr, slot, first_row + rank, chosen)
         seen += tl.sum(here, 0)
         start += CHUNK
+
+
+@triton.jit(do_not_specialize=["slots"])
+def count_kernel(
+    ids_ptr, map_ptr, padding_ptr, counts_ptr, slot_row_ptr, slots, known, part_slots,
+    TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """counts[part, expert] of slots part * part_slots and following; slot_row[slot] becomes how many slots of its
+    expert its part has before it."""
+    if PDL:
+        programmatic_launch()
+    part = tl.program_id(0)
+    end = tl.minimum((part + 1) * part_slots, slots)
+    place = tl.arange(0, CHUNK)
+    counts = tl.zeros([BINS], tl.int32)
+    slot = part * part_slots + place
+    # The next chunk is loaded while this one is compared.
+    following = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < end, known, TOPK)
+    for start in range(part * part_slots, end, CHUNK):
+        slot = start + place
+        expert = following
+        following = local_expert(ids_ptr, map_ptr, padding_ptr, slot + CHUNK, slot + CHUNK < end, known, TOPK)
+        here = expert >= 0
+        chunk_counts = tl.histogram(expert, BINS, mask=here)
+        # A slot's place among the chunk's sorted ones, less the slots of smaller experts. Signs of differences are
+        # added up: of comparisons LLVM makes masks of bits, which takes twice the instructions.
+        key = tl.where(here, expert, BINS) * CHUNK + place
+        sorted_place = -tl.sum((key[:, None] - key[None, :]) >> 31, 0)
+        smaller = tl.cumsum(chunk_counts, 0) - chunk_counts
+        rank = tl.gather(counts - smaller, tl.maximum(expert, 0), 0) + sorted_place
+        tl.store(slot_row_ptr + slot, rank, mask=here)
+        counts += chunk_counts
+    tl.store(counts_ptr + part * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit(do_not_specialize=["slots", "part_tiles", "tiles"])
+def place_kernel(
+    ids_ptr, map_ptr, padding_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
+    slot_row_ptr, slots, known, parts, part_slots, tiles, part_tiles,
+    TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+    TILES_BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """From what `count_kernel` leaves, the rows of a part's slots, and a share of the tiles with their empty rows."""
+    if PDL:
+        programmatic_launch()
+    part = tl.program_id(0)
+    experts = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    earlier = tl.zeros([BINS], tl.int32)
+    for start in range(0, parts, PARTS_BLOCK):
+        found_ptr = counts_ptr + start * BINS + experts
+        for other in tl.static_range(PARTS_BLOCK):
+            earlier = tl.where(start + other == part, counts, earlier)
+            counts += tl.load(found_ptr + other * BINS).to(tl.int32)
+    tiles_of = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles_of, 0)
+    first_row = (ends - tiles_of) * BLOCK_M
+    tl.store(tile_count_ptr, tl.sum(tiles_of, 0), mask=part == 0)
+
+    end = tl.minimum((part + 1) * part_slots, slots)
+    for start in range(part * part_slots, end, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < end, known, TOPK)
+        here = expert >= 0
+        rank = tl.load(slot_row_ptr + slot, mask=here, other=0)
+        row = tl.gather(first_row + earlier, tl.maximum(expert, 0), 0) + rank
+        put_slot(weight_ptr, row_map_ptr, row_weight_ptr, slot_row_ptr, slot, row, here)
+
+    end = tl.minimum((part + 1) * part_tiles, tiles)
+    for start in range(part * part_tiles, end, TILES_BLOCK):
+        tile = start + tl.arange(0, TILES_BLOCK)
+        # The experts whose tiles end before this one; all of them where there is no such tile.
+        mine = tl.sum((ends[:, None] <= tile[None, :]).to(tl.int32), 0)
+        needed = mine < BINS
+        tl.store(tile_expert_ptr + tile, tl.where(needed, mine, -1), mask=tile < end)
+        filled = tl.where(needed, tl.gather(first_row + counts, tl.minimum(mine, BINS - 1), 0), 0)
+        row = tile[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        empty = (row >= filled[:, None]) & (tile < end)[:, None]
+        tl.store(row_map_ptr + row, tl.full([TILES_BLOCK, BLOCK_M], -1, tl.int32), mask=empty)
+        if row_weight_ptr is not None:
+            tl.store(row_weight_ptr + row, tl.zeros([TILES_BLOCK, BLOCK_M], tl.float32), mask=empty)
 
 
 def schedule(
@@ -175,40 +232,44 @@ def schedule(
         topk_weights: fp32 [T, k], contiguous, for `row_weight`.
         padding: integers of 32 or 64 bits [T], contiguous. A token where it is negative has no experts.
 
-    Waits for nothing, allocates its results alone, and may be captured in a graph. One launch below MANY_SLOTS slots,
-    three from there on.
+    Waits for nothing, and may be captured in a graph. One launch below MANY_SLOTS slots, two from there on.
     """
     slots, device = topk_ids.numel(), topk_ids.device
     tiles = max_tiles(slots, experts, block_m)
     row_map = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
     tile_count = torch.empty(1, dtype=torch.int32, device=device)
+    slot_row = torch.empty(slots, dtype=torch.int32, device=device)
     row_weight = None
     if topk_weights is not None:
         row_weight = torch.empty(tiles * block_m, dtype=torch.float32, device=device)
     if not tiles:
-        return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight)
-    bins = max(64, next_power_of_2(experts))
+        return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight, slot_row)
     known = experts if expert_map is None else expert_map.numel()
-    constants = {
-        "TOPK": topk_ids.shape[1], "BINS": bins, "PARTS": _PARTS, "PDL": hardware.pdl, **pdl_option(hardware)
-    }  # fmt: skip
-    counts, part_slots = None, 16
-    chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
-    if slots >= MANY_SLOTS:
-        # A tile's slots are scattered over many more of other experts.
-        chunk, warps = 2048, 16
-        counts = torch.empty((bins, _PARTS), dtype=torch.int32, device=device)
-        part_slots = cdiv(slots, _PARTS * 16) * 16
-        count_kernel[(_PARTS,)](
-            topk_ids, expert_map, padding, counts, slots, known, part_slots, CHUNK=256, num_warps=4, **constants
-        )
-        scan_kernel[(bins,)](counts, PARTS=_PARTS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware))
-    schedule_kernel[(tiles,)](
-        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slots, known,
-        part_slots, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
+    bins = max(64, next_power_of_2(experts))
+    constants = {"TOPK": topk_ids.shape[1], "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
+    if slots < MANY_SLOTS:
+        chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
+        schedule_kernel[(tiles,)](
+            topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_count, row_weight, slot_row, slots,
+            known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
+        )  # fmt: skip
+        return Schedule(row_map, tile_expert, tile_count, row_weight, slot_row)
+    parts = min(_MOST_PARTS, cdiv(slots, _CHUNK * _PARTS_BLOCK) * _PARTS_BLOCK)
+    part_slots = cdiv(slots, parts * 16) * 16
+    # Every program reads all counts: they are as short as they can be. A thread a slot: of fewer slots than threads
+    # Triton repeats the loads in every layout.
+    counts = torch.empty((parts, bins), dtype=torch.int16 if part_slots < 2**15 else torch.int32, device=device)
+    count_kernel[(parts,)](
+        topk_ids, expert_map, padding, counts, slot_row, slots, known, part_slots, CHUNK=_CHUNK,
+        num_warps=_CHUNK // hardware.lanes, **constants,
     )  # fmt: skip
-    return Schedule(row_map, tile_expert, tile_count, row_weight)
+    place_kernel[(parts,)](
+        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slot_row,
+        slots, known, parts, part_slots, tiles, cdiv(tiles, parts), CHUNK=512, BLOCK_M=block_m,
+        PARTS_BLOCK=_PARTS_BLOCK, TILES_BLOCK=16, num_warps=4, **constants,
+    )  # fmt: skip
+    return Schedule(row_map, tile_expert, tile_count, row_weight, slot_row)
 
 
 @triton.jit
@@ -246,7 +307,7 @@ def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Har
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr, ids_ptr, map_ptr, padding_ptr, weight_ptr, out_ptr, known, columns,
+    rows_ptr, ids_ptr, map_ptr, padding_ptr, slot_row_ptr, weight_ptr, out_ptr, known, columns,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -256,8 +317,12 @@ def sum_rows_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        there = tl.where(local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0, columns, 0)
-        value = tl.load(rows_ptr + slot * columns + column, mask=column < there, other=0.0).to(tl.float32)
+        here = local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0
+        row = slot
+        if slot_row_ptr is not None:
+            row = tl.load(slot_row_ptr + slot, mask=here, other=0).to(tl.int64)
+        there = tl.where(here, columns, 0)
+        value = tl.load(rows_ptr + row * columns + column, mask=column < there, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             value *= tl.load(weight_ptr + slot)
         total += value
@@ -272,9 +337,11 @@ def sum_rows(
     hardware: Hardware,
     topk_weights: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    slot_row: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum [T, H] of the k rows of every token in rows [T * k, H], times topk_weights fp32 [T, k] if given.
+    """Sum [T, H] of the k rows of every token, times topk_weights fp32 [T, k] if given.
 
+    rows is [T * k, H], that of each slot at its number; or with the `slot_row` of a schedule, [rows of its tiles, H].
     Added in fp32 in the order of the slots and rounded once to the rows' dtype. The row of a slot whose expert is not
     here (`schedule` says which ids those are) is not read and adds nothing. All tensors are contiguous.
     """
@@ -285,7 +352,7 @@ def sum_rows(
         block = min(1024, next_power_of_2(columns))
         known = experts if expert_map is None else expert_map.numel()
         sum_rows_kernel[(tokens, cdiv(columns, block))](
-            rows, topk_ids, expert_map, padding, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
+            rows, topk_ids, expert_map, padding, slot_row, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
             PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip
     return out

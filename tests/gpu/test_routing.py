@@ -16,7 +16,7 @@ def device() -> hardware.Hardware:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("many_slots", [routing.MANY_SLOTS, 1], ids=["one launch", "in parts"])
+@pytest.mark.parametrize("many_slots", [routing.MANY_SLOTS, 1], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("name", routings())
 def test_nasty_routings(name: str, many_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MANY_SLOTS", many_slots)
@@ -47,18 +47,32 @@ def sorted_by_torch(given: Routing) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "one expert has most"])
 @pytest.mark.parametrize("experts", [8, 128, 256])
-@pytest.mark.parametrize("tokens", [511, 512, 4096, 65536])
+@pytest.mark.parametrize("tokens", [127, 128, 511, 512, 2049, 4096, 65536])
 def test_many_tokens(tokens: int, experts: int, skewed: bool) -> None:
     ids = random_ids(tokens, 8, experts)
     if skewed:
         ids[: tokens * 7 // 8] = 5
-    given = Routing(ids, None, experts, 128)
-    found = routing.schedule(ids.cuda(), None, experts, 128, device())
+    check_many(Routing(ids, None, experts, 128))
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_counts_beyond_16_bits() -> None:
+    """More slots than parts of 2^15 can hold, nearly all of one expert."""
+    ids = torch.full((2**22 + 100, 1), 2, dtype=torch.int32)
+    ids[::1000] = 1
+    check_many(Routing(ids, None, 4, 128))
+
+
+def check_many(given: Routing) -> None:
+    found = routing.schedule(given.topk_ids.cuda(), None, given.experts, given.block_m, device())
     row_map, tile_expert = sorted_by_torch(given)
     assert torch.equal(found.row_map[: len(row_map)], row_map)
     assert torch.equal(found.tile_expert[: len(tile_expert)], tile_expert)
     assert (found.row_map[len(row_map) :] == -1).all()
     assert (found.tile_expert[len(tile_expert) :] == -1).all()
+    assert found.tile_count.tolist() == [len(tile_expert)]
+    rows = (row_map >= 0).nonzero().flatten()
+    assert torch.equal(found.slot_row[row_map[rows].long()].long(), rows)
 
 
 @pytest.mark.parametrize("tokens", [16, 1024])
@@ -75,3 +89,4 @@ def test_in_a_graph_with_new_ids(tokens: int) -> None:
         expected = routing.schedule(ids, None, 64, 16, device())
         assert torch.equal(found.row_map, expected.row_map)
         assert torch.equal(found.tile_expert, expected.tile_expert)
+        assert torch.equal(found.slot_row, expected.slot_row)

@@ -71,7 +71,7 @@ def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
     rows = config.block_m * 4
     numbers = partial(zeros, dtype=torch.int32)
     weights = zeros(rows, dtype=torch.float32)
-    routing = Schedule(numbers(rows), numbers(4), numbers(1), weights)
+    routing = Schedule(numbers(rows), numbers(4), numbers(1), weights, numbers(rows))
     if not epilogue:
         out = zeros(rows, 512, dtype=torch.bfloat16)
         epilogue = {"row_map": routing.row_map, "row_weight": weights, "out": out}

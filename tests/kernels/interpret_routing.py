@@ -17,23 +17,37 @@ import triton
 from llm_quant_rocm.hardware import CPU
 from llm_quant_rocm.kernels import routing
 from tests.kernels.interpreter import make_fast
-from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+from tests.routing_inputs import (
+    Routing,
+    check_gather,
+    check_schedule,
+    check_sum,
+    many_slots_a_part,
+    random_ids,
+    routings,
+)
 
 
-def in_parts(given: Routing) -> None:
+def in_two_launches(given: Routing) -> None:
     with patch.object(routing, "MANY_SLOTS", 1):
         check_schedule(given, CPU)
+
+
+def in_few_parts() -> None:
+    with patch.object(routing, "_MOST_PARTS", 32):
+        check_schedule(many_slots_a_part(), CPU)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, given in routings().items():
         yield f"{name}", partial(check_schedule, given, CPU)
-        yield f"{name}, in parts", partial(in_parts, given)
+        yield f"{name}, in two launches", partial(in_two_launches, given)
         # Not bf16: the interpreter truncates what it converts to it.
         yield f"sum, {name}", partial(check_sum, given, CPU, dtype=torch.float16)
     many = routing.MANY_SLOTS // 8
     for tokens in (many - 1, many):
         yield f"{tokens * 8} slots", partial(check_schedule, Routing(random_ids(tokens, 8, 9), None, 9, 128), CPU)
+    yield "many slots a part", in_few_parts
     yield "gather", partial(check_gather, CPU)
 
 

@@ -56,5 +56,6 @@ def test_no_token() -> None:
     ids = torch.empty(0, 8, dtype=torch.int32)
     found = schedule(ids, None, 4, 16, CPU, torch.empty(0, 8))
     assert found.row_map.shape == found.tile_expert.shape == (0,)
+    assert found.slot_row.shape == (0,)
     assert found.row_weight is not None and found.row_weight.shape == (0,)
     assert sum_rows(torch.empty(0, 64), ids, None, 4, CPU).shape == (0, 64)

@@ -69,7 +69,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         given |= {name: given[name][expert_map >= 0] for name in ("w13", "w13_scale", "w2", "w2_scale")}
         check(given, expert_map=expert_map)
 
-    def counted_in_parts() -> None:
+    def in_two_launches() -> None:
         with patch.object(kernels, "MANY_SLOTS", 1):
             absent_experts()
 
@@ -102,7 +102,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, activation=name) for name in ("gelu", "gelu_tanh")},
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, dtype=d) for d, name in zip(DTYPES, DTYPE_IDS, strict=True)},
         "absent experts": absent_experts,
-        "many slots, counted in parts": counted_in_parts,
+        "many slots, in two launches": in_two_launches,
         "padding": padding,
         "NaN": nan,
         "the other flavour is refused": other_flavour,

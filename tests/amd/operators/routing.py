@@ -12,13 +12,21 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import routing
 from tests.amd.budget import Budget
 from tests.amd.operators import shared_out
-from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+from tests.routing_inputs import (
+    Routing,
+    check_gather,
+    check_schedule,
+    check_sum,
+    many_slots_a_part,
+    random_ids,
+    routings,
+)
 
 BUDGETS = {
     # Ids are four bytes each, and only those of the batch may be read.
-    "count_kernel": Budget(wide=False),
-    "scan_kernel": Budget(wide=False),
     "schedule_kernel": Budget(wide=False),
+    "count_kernel": Budget(wide=False),
+    "place_kernel": Budget(wide=False),
     "gather_rows_kernel": Budget(),
     "sum_rows_kernel": Budget(),
 }
@@ -40,15 +48,20 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def in_parts(given: Routing) -> None:
+    def in_two_launches(given: Routing) -> None:
         with patch.object(routing, "MANY_SLOTS", 1):
             check_schedule(given, hardware)
+
+    def in_few_parts() -> None:
+        with patch.object(routing, "_MOST_PARTS", 32):
+            check_schedule(many_slots_a_part(), hardware)
 
     many = Routing(random_ids(600, 8, 24), None, 24, 64)
     cases = {
         **{name: partial(check_schedule, given, hardware) for name, given in routings().items()},
-        **{f"{name}, in parts": partial(in_parts, given) for name, given in routings().items()},
+        **{f"{name}, in two launches": partial(in_two_launches, given) for name, given in routings().items()},
         "many slots": partial(check_schedule, many, hardware),
+        "many slots a part": in_few_parts,
         **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
     }
     return {"gather": partial(check_gather, hardware)} | shared_out(cases, hardware)
