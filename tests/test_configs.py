@@ -131,7 +131,7 @@ def test_fp8_at_prefill_is_what_was_measured() -> None:
 @needs_triton
 def test_experts_take_what_was_measured() -> None:
     from llm_quant_rocm.kernels import nvfp4_hopper
-    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
+    from llm_quant_rocm.kernels.pair_config import PairConfig
 
     module, shapes = import_module("llm_quant_rocm.ops.nvfp4_moe"), tuning.shapes("nvfp4_moe", "sm_90")
     known = {(experts, hidden, inner) for experts, _, hidden, inner in WELL_KNOWN_EXPERTS.values()}

@@ -16,8 +16,8 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
 

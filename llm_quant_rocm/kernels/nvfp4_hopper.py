@@ -12,8 +12,8 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
-from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv

@@ -1,48 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts with 16-bit activations and NVFP4 weights: an architecture's GEMM kernel, with an expert to each tile.
 
-Five launches: the schedule of tiles, the gathered rows of x, the product with w13 whose epilogue applies the
-activation, the product with w2 whose epilogue applies the router's weight and puts each row at its slot, and the sum of
-each token's slots.
+Five launches, six for many slots: the schedule of tiles, the gathered rows of x, the product with w13 whose epilogue
+applies the activation, the product with w2 whose epilogue applies the router's weight and puts each row at its slot,
+and the sum of each token's slots.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable
 
 import torch
 
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.routing import gather_rows, schedule, sum_rows
 
 # Codes, scales and global scales of the experts.
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PairConfig:
-    """Configurations of the architecture's GEMM kernel for the products with w13 and with w2, whose tiles hold the same
-    rows: one `block_m`."""
-
-    w13: Any
-    w2: Any
-
-    def __post_init__(self) -> None:
-        if self.w13.block_m != self.w2.block_m:
-            raise ValueError(f"tiles of {self.w13.block_m} rows cannot be multiplied as tiles of {self.w2.block_m}")
-
-    @property
-    def block_m(self) -> int:
-        """Rows of a tile."""
-        return self.w13.block_m
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any], config_of: Callable[[Mapping[str, Any]], Any]) -> Self:
-        """The configuration with these fields, as a file of configurations holds it: w13 and w2, or the fields of one
-        configuration for both."""
-        if fields.keys() == {"w13", "w2"}:
-            return cls(config_of(fields["w13"]), config_of(fields["w2"]))
-        return cls(config_of(fields), config_of(fields))
 
 
 def nvfp4_moe(

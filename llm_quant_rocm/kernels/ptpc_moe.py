@@ -7,7 +7,9 @@ map of rows to slots. Everything that depends on the routing stays on the device
 programs beyond the last tile return at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +24,9 @@ from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
 from llm_quant_rocm.kernels.sizes import cdiv
 
+# Of rows, at most, that run together: sixteen for each multiprocessor of an H100 or an MI300X.
+PROGRAMS = 4096
+
 
 @dataclass(frozen=True)
 class MoeConfig:
@@ -34,15 +39,24 @@ class MoeConfig:
     warps: int
 
 
+def config_of(fields: Mapping[str, Any]) -> MoeConfig:
+    """The configuration with these fields, as configs/ptpc_moe holds it."""
+    return MoeConfig(**fields)
+
+
 def default_config(hardware: Hardware, slots: int, experts: int) -> MoeConfig:
-    """Blocks about as tall as an expert has slots: a taller one multiplies rows that are not there."""
+    """Blocks about as tall as an expert has slots: a taller one multiplies rows that are not there, of a lower one two
+    read the weight. With bulk copies, what an H100 took."""
     per_expert = slots / experts
-    stages = 4 if hardware.tma else 2
+    if hardware.tma:
+        if per_expert <= 24:
+            return MoeConfig(16 if per_expert <= 6 else 32, 64, 256, 3, 4)
+        return MoeConfig(64 if per_expert <= 96 else 128, 128, 128, 3, 4)
     if per_expert <= 16:
-        return MoeConfig(16, 128 if hardware.fp8_units else 64, 128, stages, 4)
+        return MoeConfig(16, 128 if hardware.fp8_units else 64, 128, 2, 4)
     if per_expert <= 96 or not hardware.fp8_units:
-        return MoeConfig(64, 128, 128 if hardware.fp8_units else 64, stages, 4)
-    return MoeConfig(128, 128, 128, 3 if hardware.tma else 2, 8)
+        return MoeConfig(64, 128, 128 if hardware.fp8_units else 64, 2, 4)
+    return MoeConfig(128, 128, 128, 2, 8)
 
 
 @triton.jit
@@ -91,34 +105,80 @@ def grouped_gemm_kernel(
 
 
 @triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """silu, gelu (with erf) or gelu_tanh of fp32 values."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # x / 2 * (1 + tanh u) is x * sigmoid(2 u)
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+# The number of slots changes with every batch: specializing on it would compile in the middle of serving.
+@triton.jit(do_not_specialize=["slots"])
 def activation_quant_kernel(
-    h_ptr, q_ptr, scale_ptr, ids_ptr, map_ptr, padding_ptr, known,
+    h_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
     TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Codes and scale of T(activation(gate) * up) for one slot's h = [gate, up] of dtype T, if its expert is here."""
+    """Codes and scale of T(activation(gate) * up) for each slot's h = [gate, up] of dtype T, if its expert is here; of
+    h itself without an ACTIVATION. Rows are slots or, with slot_row_ptr, those where the schedule has them."""
     if PDL:
         programmatic_launch()
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    row = tl.program_id(0).to(tl.int64)
-    if local_expert(ids_ptr, map_ptr, padding_ptr, row, True, known, TOPK) < 0:
-        return
-    gate_ptr = h_ptr + row * 2 * COLUMNS
-    largest = tl.zeros([BLOCK], tl.float32)
-    rounded = tl.tuple([])
-    for i in tl.static_range(BLOCKS):
-        gate = widen(load_block(gate_ptr, i, COLUMNS, BLOCK, "evict_first"))
-        up = widen(load_block(gate_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
-        if ACTIVATION == "silu":
-            value = gate / (1.0 + tl.exp(-gate))
-        elif ACTIVATION == "gelu":
-            value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-        else:  # gelu_tanh: x * sigmoid(2u) is x/2 * (1 + tanh u)
-            value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-        value *= up
-        largest = larger(largest, tl.abs(value))
-        rounded += (narrow(value, h_ptr.dtype.element_ty),)
-    store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, rounded, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
+    # Programs for all slots would take longer to launch, where rows are short, than what they do.
+    for number in range(tl.program_id(0), slots, tl.num_programs(0)):
+        slot = tl.cast(number, tl.int64)
+        if local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0:
+            row = slot
+            if slot_row_ptr is not None:
+                row = tl.load(slot_row_ptr + slot).to(tl.int64)
+            row_ptr = h_ptr + row * (COLUMNS if ACTIVATION is None else 2 * COLUMNS)
+            largest = tl.zeros([BLOCK], tl.float32)
+            rounded = tl.tuple([])
+            for i in tl.static_range(BLOCKS):
+                block = load_block(row_ptr, i, COLUMNS, BLOCK, "evict_first")
+                value = widen(block)
+                if ACTIVATION is not None:
+                    up = widen(load_block(row_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
+                    value = activate(value, ACTIVATION) * up
+                    block = narrow(value, h_ptr.dtype.element_ty)
+                largest = larger(largest, tl.abs(value))
+                rounded += (block,)
+            store_quantized_row(
+                q_ptr + row * COLUMNS, scale_ptr + row, rounded, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+            )  # fmt: skip
+
+
+def activation_quant(
+    h: torch.Tensor,
+    activation: str | None,
+    fmt: Fp8Format,
+    hardware: Hardware,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    experts: int,
+    slot_row: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [rows, I] and scales [rows, 1] of T(activation(gate) * up), h [rows, 2I] of dtype T being [gate, up], or of
+    h [rows, I] itself without an activation.
+
+    Rows are slots or, with the `slot_row` of a schedule, its rows. Those of slots whose expert is not here are left as
+    torch.empty makes them. The other arguments are those of `schedule`.
+    """
+    rows, inner = h.shape[0], h.shape[1] if activation is None else h.shape[1] // 2
+    codes = torch.empty((rows, inner), dtype=fmt.dtype, device=h.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=h.device)
+    known = experts if expert_map is None else expert_map.numel()
+    slots = topk_ids.numel()
+    activation_quant_kernel[(min(slots, PROGRAMS),)](
+        h, codes, scale, slot_row, topk_ids, expert_map, padding, slots, known, TOPK=topk_ids.shape[1],
+        ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl,
+        **row_launch(inner, hardware), **pdl_option(hardware),
+    )  # fmt: skip
+    return codes, scale
 
 
 def ptpc_moe(
@@ -140,10 +200,7 @@ def ptpc_moe(
 
     topk_ids, expert_map and padding are those of `routing.schedule`.
     """
-    experts, _, hidden = w13.shape
-    inner = w2.shape[2]
-    topk = topk_ids.shape[1]
-    slots = topk_ids.numel()
+    experts, topk, slots = w13.shape[0], topk_ids.shape[1], topk_ids.numel()
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
     decode = not hardware.fp8_units
 
@@ -169,12 +226,6 @@ def ptpc_moe(
 
     xq, xscale = per_token_quant_fp8(x, fmt)
     h = multiply(xq, xscale, w13, w13_scale, topk, None)
-    aq = torch.empty((slots, inner), dtype=fmt.dtype, device=x.device)
-    ascale = torch.empty((slots, 1), dtype=torch.float32, device=x.device)
-    known = experts if expert_map is None else expert_map.numel()
-    activation_quant_kernel[(slots,)](
-        h, aq, ascale, topk_ids, expert_map, padding, known, TOPK=topk, ACTIVATION=activation, FP8_MAX=fmt.max,
-        MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl, **row_launch(inner, hardware), **pdl_option(hardware),
-    )  # fmt: skip
+    aq, ascale = activation_quant(h, activation, fmt, hardware, topk_ids, expert_map, padding, experts)
     y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
     return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)

@@ -79,7 +79,7 @@ def _run_triton(
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
-    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
+    from llm_quant_rocm.kernels.pair_config import PairConfig
 
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)

@@ -2,6 +2,7 @@
 """Routed experts with per-token FP8 activations and per-channel FP8 weights."""
 
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,21 +30,30 @@ def _triton(
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    from llm_quant_rocm.kernels.ptpc_moe import ptpc_moe
-
     device = hardware.detect(x.device)
     config = _config(device, topk_ids.numel(), *w2.shape)
-    return ptpc_moe(
+    return kernels_of(device.arch).ptpc_moe(
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, padding, activation, fmt, device, config
     )
 
 
+@cache
+def kernels_of(arch: str) -> ModuleType:
+    """The kernels of an architecture; importing them imports Triton."""
+    if arch == "sm_90":
+        from llm_quant_rocm.kernels import ptpc_moe_hopper
+
+        return ptpc_moe_hopper
+    from llm_quant_rocm.kernels import ptpc_moe
+
+    return ptpc_moe
+
+
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
-    from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config
-
+    kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
-    return MoeConfig(**measured.config) if measured else default_config(device, slots, experts)
+    return kernels.config_of(measured.config) if measured else kernels.default_config(device, slots, experts)
 
 
 def _reference(

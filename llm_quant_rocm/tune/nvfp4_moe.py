@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from llm_quant_rocm import hardware, ops
-from llm_quant_rocm.kernels.nvfp4_moe import PairConfig, nvfp4_moe
+from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from llm_quant_rocm.tune.nvfp4_gemm import random_weight
 from llm_quant_rocm.tune.routed import Weights, heights_for, tuner

@@ -1,27 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the routed experts in FP8 are tuned. One configuration serves both of their products."""
+"""How the routed experts in FP8 are tuned: on Hopper a configuration for each of their two products, elsewhere one for
+both."""
 
 import itertools
+from typing import Any
 
 import torch
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config, ptpc_moe
+from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
+from llm_quant_rocm.ops.ptpc_moe import kernels_of
 from llm_quant_rocm.tune.ptpc_gemm import random_codes
 from llm_quant_rocm.tune.routed import Weights, heights_for, tuner
 
 
-def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[MoeConfig]:
+def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[Any]:
     """Configurations worth trying for m tokens, the default among them."""
-    heights = heights_for(m * topk, experts)
-    # Two buffers in 64 KiB of local memory where there is no bulk copy, on CDNA.
-    most, depths, stages = (200, (128, 256), (3, 4, 5)) if device.tma else (64, (64, 128), (2,))
+    slots = m * topk
+    found = _everywhere(device, slots, experts)
+    if device.arch == "sm_90":
+        found += _hopper(slots, experts)
+    return list(dict.fromkeys([kernels_of(device.arch).default_config(device, slots, experts), *found]))
+
+
+def _hopper(slots: int, experts: int) -> list[Any]:
+    from llm_quant_rocm.kernels.pair_config import PairConfig
+    from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
+
+    found: list[Any] = []
+    # Rows of padding are read, too: with up to eight, tiles are no higher.
+    for height in [8] * (slots <= 8 * experts) + heights_for(slots, experts):
+        found += [PairConfig(*pair) for pair in itertools.product((Config(height, 128), Config(height, 256)), repeat=2)]
+    return found
+
+
+def _everywhere(device: hardware.Hardware, slots: int, experts: int) -> list[Any]:
+    """Of the kernel for all GPUs. On CDNA, without bulk copies, two buffers in 64 KiB of local memory: by reasoning,
+    never measured on an AMD GPU."""
+    most, widths, depths, stages = 64, [64, 128, 256], [64, 128], [2]
+    if device.tma:
+        most, widths, depths, stages = 200, [64, 128], [128, 256], [3, 4, 5]
     found = []
-    for block_m, block_n, block_k, count in itertools.product(heights, (64, 128, 256), depths, stages):
+    for block_m, block_n, block_k, count in itertools.product(heights_for(slots, experts), widths, depths, stages):
         if (block_m + block_n) * block_k * count <= most * 1024 and block_m * block_n < 128 * 256:
             found += [MoeConfig(block_m, block_n, block_k, count, warps) for warps in (4, 8)]
-    return list(dict.fromkeys([default_config(device, m * topk, experts), *found]))
+    return found
 
 
 def weights(experts: int, topk: int, hidden: int, inner: int) -> Weights:
@@ -42,12 +66,13 @@ def run(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    config: MoeConfig,
+    config: Any,
 ) -> torch.Tensor:
     """The experts' output [T, H]."""
     device, fmt = hardware.detect(x.device), fp8.for_device(x.device)
     w13, w13_scale, w2, w2_scale = weights
-    return ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, None, "silu", fmt, device, config)
+    experts = kernels_of(device.arch).ptpc_moe
+    return experts(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, None, "silu", fmt, device, config)
 
 
 TUNER = tuner("ptpc_moe", candidates, weights, run)

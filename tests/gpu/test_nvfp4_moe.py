@@ -70,7 +70,8 @@ PAIRS = [
 def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **changes: Any) -> torch.Tensor:
     """What the kernels give with these configurations, of tensors on the GPU."""
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
-    from llm_quant_rocm.kernels.nvfp4_moe import PairConfig, nvfp4_moe
+    from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
+    from llm_quant_rocm.kernels.pair_config import PairConfig
 
     given = arguments | changes
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))

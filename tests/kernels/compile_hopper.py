@@ -22,7 +22,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware
-from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
+from llm_quant_rocm.kernels import (
+    nvfp4_hopper,
+    nvfp4_wgmma,
+    nvfp4_wgmma_large,
+    nvfp4_wgmma_split,
+    ptpc_wgmma,
+    ptpc_wgmma_grouped,
+)
 from llm_quant_rocm.kernels.routing import Schedule
 
 HOPPER = hardware.nvidia(9, 0)
@@ -67,14 +74,16 @@ def fp8(config: nvfp4_wgmma_large.Config) -> None:
     nvfp4_wgmma_large.gemm_large_fp8(codes, scale, *nvfp4(512, 8192), None, out, HOPPER, config)
 
 
+def four_tiles(block_m: int) -> Schedule:
+    rows, numbers = 4 * block_m, partial(zeros, dtype=torch.int32)
+    return Schedule(numbers(rows), numbers(4), numbers(1), zeros(rows, dtype=torch.float32), numbers(rows))
+
+
 def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
-    rows = config.block_m * 4
-    numbers = partial(zeros, dtype=torch.int32)
-    weights = zeros(rows, dtype=torch.float32)
-    routing = Schedule(numbers(rows), numbers(4), numbers(1), weights, numbers(rows))
+    routing, rows = four_tiles(config.block_m), 4 * config.block_m
     if not epilogue:
         out = zeros(rows, 512, dtype=torch.bfloat16)
-        epilogue = {"row_map": routing.row_map, "row_weight": weights, "out": out}
+        epilogue = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": out}
     x = zeros(rows, 1024, dtype=torch.bfloat16)
     nvfp4_hopper.grouped_gemm(x, nvfp4(512, 1024, experts=4), 512, HOPPER, config, routing, **epilogue)
 
@@ -83,6 +92,16 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
     xq, wq = (zeros(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (300, 512))
     scales = (zeros(rows, 1, dtype=torch.float32) for rows in (300, 512))
     ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
+
+
+def ptpc_experts(config: ptpc_wgmma_grouped.Config, activation: str | None = None) -> None:
+    routing = four_tiles(config.block_m)
+    x, w = (zeros(*shape, 1024, dtype=torch.float8_e4m3fn) for shape in ((routing.row_map.numel(),), (4, 512)))
+    scales = (zeros(*rows.shape[:-1], 1, dtype=torch.float32) for rows in (x, w))
+    ptpc_wgmma_grouped.grouped_gemm(
+        x, next(scales), w, next(scales), routing, None if activation else routing.row_weight, activation,
+        torch.bfloat16, HOPPER, config,
+    )  # fmt: skip
 
 
 FEW, SPLIT, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_split.Config, nvfp4_wgmma_large.Config
@@ -98,6 +117,9 @@ CASES: dict[str, Callable[[], None]] = {
     "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
     "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
+    "PTPC, few rows of experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(8, 128)),
+    "PTPC, experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256)),
+    "PTPC, experts with an activation": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256), "silu"),
 }
 
 
@@ -112,7 +134,7 @@ def main(case: str) -> None:
         return run
 
     module: Any
-    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_wgmma):
+    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_wgmma, ptpc_wgmma_grouped):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)
             kernel.run = only_compile(kernel)

@@ -8,11 +8,10 @@ import pytest
 pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
-from llm_quant_rocm.kernels import nvfp4_hopper, ptpc_hopper
-from llm_quant_rocm.kernels.nvfp4_moe import PairConfig
+from llm_quant_rocm.kernels import nvfp4_hopper, ptpc_hopper, ptpc_moe_hopper
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
-from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
 from llm_quant_rocm.tune.routed import heights_for
@@ -35,7 +34,7 @@ MAKE = {
     "ptpc_gemm": lambda fields: ptpc_hopper.config_of(fields),
     "nvfp4_gemm": lambda fields: nvfp4_hopper.config_of(fields),
     "nvfp4_gemm_fp8": lambda fields: nvfp4_hopper.fp8_config_of(fields),
-    "ptpc_moe": lambda fields: MoeConfig(**fields),
+    "ptpc_moe": lambda fields: ptpc_moe_hopper.config_of(fields),
     "nvfp4_moe": lambda fields: PairConfig.of(fields, nvfp4_hopper.config_of),
 }
 

@@ -23,7 +23,10 @@ from tests.amd import budget, tritons
 
 # Modules of llm_quant_rocm.kernels that are for Hopper and its matrix unit: they do not compile here, and
 # test_refusals.py shows that the library never comes to them.
-NOT_FOR_AMD = ("nvfp4_expand", "nvfp4_wgmma", "nvfp4_wgmma_large", "nvfp4_wgmma_split", "ptpc_wgmma")
+NOT_FOR_AMD = (
+    "nvfp4_expand", "nvfp4_wgmma", "nvfp4_wgmma_large", "nvfp4_wgmma_split", "ptpc_moe_hopper", "ptpc_wgmma",
+    "ptpc_wgmma_grouped",
+)  # fmt: skip
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped FP8 product on Hopper: every tile, edge and dtype, exactly; and experts under every configuration."""
+
+import pytest
+import torch
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.formats import fp8
+from tests.inputs import assert_same, integer_product, product64
+from tests.moe_inputs import experts, moe64, relative_error
+
+CUDA = torch.device("cuda")
+HOPPER = torch.cuda.is_available() and hardware.detect(CUDA).arch == "sm_90"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
+
+TILES = [(m, n) for m in (8, 16, 32, 64, 128) for n in (128, 256)]
+# Experts, tokens, N and K: one tile and many, more tiles than multiprocessors, edges of N and of K.
+SHAPES = [(1, 3, 16, 16), (3, 40, 144, 400), (5, 200, 528, 272), (16, 30, 2048, 768), (9, 700, 336, 1040)]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("config", TILES, ids=str)
+def test_exact_on_integers(config: tuple[int, int], shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config, grouped_gemm
+    from llm_quant_rocm.kernels.routing import schedule
+
+    count, tokens, n, k = shape
+    device = hardware.detect(CUDA)
+    x, x_scale, w, w_scale, _ = (tensor.cuda() for tensor in integer_product(tokens, count * n, k, device.fp8_dtype))
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, count, (tokens, 2), generator=generator, dtype=torch.int32).cuda()
+    weights = 2.0 ** torch.randint(-2, 3, (tokens, 2), generator=generator).float().cuda()
+    routing = schedule(ids, None, count, config[0], device, weights)
+    used = routing.row_map >= 0
+    slot = routing.row_map.clamp_min(0).long()
+    rows, scales = x.view(torch.uint8)[slot // 2].view(x.dtype), x_scale[slot // 2]
+    grouped = w.view(count, n, k), w_scale.view(count, n, 1)
+    for weight in (None, routing.row_weight):
+        found = grouped_gemm(rows, scales, *grouped, routing, weight, None, dtype, device, Config(*config))
+        whole = product64(x, x_scale, w, w_scale, None).view(tokens, count, n).cuda()
+        expert = ids.flatten()[slot].clamp_min(0).long()
+        expected = whole[slot // 2, expert]
+        if weight is not None:
+            expected = expected * weight.double()[:, None]
+        assert_same(found[used], expected[used].float().to(dtype))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("w2", [128, 256])
+@pytest.mark.parametrize("w13", [128, 256])
+@pytest.mark.parametrize("block_m", [8, 32, 128])
+def test_experts(block_m: int, w13: int, w2: int, activation: str) -> None:
+    """Under every pair of tiles, with the activation in the epilogue and apart, the same bits each time."""
+    from llm_quant_rocm.kernels.pair_config import PairConfig
+    from llm_quant_rocm.kernels.ptpc_moe_hopper import ptpc_moe
+    from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
+
+    given = experts(90, 5, 3, 272, 144, seed=block_m)
+    expected = moe64(given, activation)
+    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
+    arguments = [given[name].cuda() for name in order]
+    config = PairConfig(Config(block_m, w13), Config(block_m, w2))
+    settings = (None, None, activation, fp8.for_device(CUDA), hardware.detect(CUDA), config)
+    found = ptpc_moe(*arguments, *settings)
+    assert relative_error(found.cpu(), expected) < 0.02
+    for _ in range(5):
+        assert torch.equal(found, ptpc_moe(*arguments, *settings))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype"),
+    [(264, 144, torch.bfloat16), (272, 136, torch.float16), (272, 144, torch.float32)],
+    ids=str,
+)
+def test_what_the_other_kernel_serves(hidden: int, inner: int, dtype: torch.dtype) -> None:
+    from llm_quant_rocm import ops
+
+    arguments = experts(50, 5, 3, hidden, inner, dtype)
+    found = ops.ptpc_moe(**{name: tensor.cuda() for name, tensor in arguments.items()})
+    assert relative_error(found.cpu(), moe64(arguments)) < 0.02

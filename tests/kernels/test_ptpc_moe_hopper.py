@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts in FP8 on Hopper: which kernel multiplies, of which files, and what goes back to the other one."""
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+if not find_spec("triton"):
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.kernels import ptpc_moe, ptpc_moe_hopper
+from llm_quant_rocm.kernels.pair_config import PairConfig
+from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
+from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
+from tests.moe_inputs import experts
+
+HOPPER = hardware.nvidia(9, 0)
+PAIR = PairConfig(Config(128, 256), Config(128, 256))
+
+
+def test_few_rows_are_the_kernel_of_all_gpus() -> None:
+    assert isinstance(ptpc_moe_hopper.default_config(HOPPER, 96 * 8, 8), MoeConfig)
+    assert ptpc_moe_hopper.default_config(HOPPER, 96 * 8 + 1, 8) == PAIR
+
+
+@pytest.mark.parametrize("config", [PairConfig(Config(64, 256), Config(64, 128)), MoeConfig(16, 64, 256, 3, 4)])
+def test_a_file_says_which_kernel(config: Any) -> None:
+    assert ptpc_moe_hopper.config_of(asdict(config)) == config
+
+
+def test_the_epilogue_has_the_activation_where_a_consumer_has_gate_and_up() -> None:
+    assert Config(64, 256).fuses and not Config(64, 128).fuses
+
+
+def off_by_a_byte(weight: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(weight.numel() + 1, dtype=torch.uint8)
+    return storage[1:].view(weight.dtype).view(weight.shape).copy_(weight)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype", "moved"),
+    [
+        (64, 32, torch.float32, False),
+        (72, 32, torch.bfloat16, False),
+        (64, 40, torch.float16, False),
+        (64, 32, torch.bfloat16, True),
+    ],
+    ids=["fp32", "hidden", "inner", "weights that do not begin at lines of 16 bytes"],
+)
+def test_what_bulk_copies_cannot_read_goes_to_the_other_kernel(
+    hidden: int, inner: int, dtype: torch.dtype, moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(ptpc_moe, "ptpc_moe", lambda *arguments: taken.append(arguments[-1]))
+    given = experts(5, 4, 2, hidden, inner, dtype)
+    if moved:
+        given["w2"] = off_by_a_byte(given["w2"])
+    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
+    tensors = [given[name] for name in order]
+    ptpc_moe_hopper.ptpc_moe(*tensors, None, None, "silu", fp8.OCP, HOPPER, PAIR)
+    assert taken == [ptpc_moe.default_config(HOPPER, 10, 4)]
