@@ -129,13 +129,17 @@ def test_fp8_at_prefill_is_what_was_measured() -> None:
 
 
 @needs_triton
-def test_experts_take_what_was_measured() -> None:
-    from llm_quant_rocm.kernels import nvfp4_hopper
+@pytest.mark.parametrize("operator", ["nvfp4_moe", "ptpc_moe"])
+def test_experts_take_what_was_measured(operator: str) -> None:
+    from llm_quant_rocm.kernels import nvfp4_hopper, ptpc_moe_hopper
     from llm_quant_rocm.kernels.pair_config import PairConfig
 
-    module, shapes = import_module("llm_quant_rocm.ops.nvfp4_moe"), tuning.shapes("nvfp4_moe", "sm_90")
+    config_of = {
+        "nvfp4_moe": lambda fields: PairConfig.of(fields, nvfp4_hopper.config_of),
+        "ptpc_moe": ptpc_moe_hopper.config_of,
+    }[operator]
+    module, shapes = import_module(f"llm_quant_rocm.ops.{operator}"), tuning.shapes(operator, "sm_90")
     known = {(experts, hidden, inner) for experts, _, hidden, inner in WELL_KNOWN_EXPERTS.values()}
     assert {shape.weight for shape in shapes} == known
     for shape in shapes:
-        found = module._config(HOPPER, shape.slots, *shape.weight)
-        assert found == PairConfig.of(shape.config, nvfp4_hopper.config_of)
+        assert module._config(HOPPER, shape.slots, *shape.weight) == config_of(shape.config)
