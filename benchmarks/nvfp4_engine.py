@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 in a whole vLLM on one GPU: bf16, vLLM's own Marlin, and this project's kernels, offline, in one run.
+"""NVFP4 in a whole vLLM on one GPU: bf16, vLLM's own Marlin, and this project's kernels, offline, in one run; beside
+them the same model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
 
     python benchmarks/nvfp4_engine.py llama-3-70b
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
 
 The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 10 and 64 prompts of 1024 random tokens, 256
 tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the better of two
-runs, and `steps` says how much of a step is the GPU's. All load one random ModelOpt checkpoint without a flag
-(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. bf16 loads what
-it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none does.
+runs, and `steps` says how much of a step is the GPU's. NVFP4 is one random ModelOpt checkpoint, loaded without a flag
+(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load
+what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
+does.
 `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
 weights: rounding makes some, a wrong layer about 1.
 
-Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 6
+Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
 minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
 (PYTHONPATH); the plugin is found in this repository even where it is not installed.
 """
@@ -70,7 +72,11 @@ METHODS = {
     "marlin": {"LLM_QUANT_ROCM_NVFP4": "0"},
     "ours": {},
     "ours_prefill_fp8": {"LLM_QUANT_ROCM_NVFP4_PREFILL": "fp8"},
+    "ptpc_fp8": {},
+    "fp8_per_channel": {},
 }
+# Which of them vLLM has to be told, while it loads 16-bit weights.
+ONLINE = ("ptpc_fp8", "fp8_per_channel")
 
 
 TOKENS = 256
@@ -81,8 +87,9 @@ AT_ONCE = 3
 def start(shape: str, method: str, folder: str) -> Callable[[], dict[str, Any]]:
     """In a process of its own: an engine of the model in `folder`, for figures and one prompt's log probabilities."""
     load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
+    quantization = method if method in ONLINE else "none"
     llm = vllm_engine.engine(
-        folder, "none", load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
+        folder, quantization, load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
         enable_prefix_caching=False, **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS),
         # The sizes to which vLLM pads 10 and 64 prompts by itself: others would only lengthen the start.
         compilation_config={"cudagraph_capture_sizes": [16, 64]},
@@ -142,7 +149,7 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
     # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
-        folders = {method: dense if method == "bf16" else quantized for method in methods}
+        folders = {method: dense if method in ("bf16", *ONLINE) else quantized for method in methods}
         jobs = [
             vllm_engine.job(method, __file__, (shape, method, str(folder)), Path(scratch), METHODS[method])
             for method, folder in folders.items()

@@ -102,9 +102,10 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     narrow(monkeypatch, shape)
     monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    nvfp4_engine.measure(shape, ["bf16", "ours", "marlin"], 2, 240)
+    nvfp4_engine.measure(shape, ["bf16", "ours", "marlin", "ptpc_fp8"], 2, 240)
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
+    assert found["ptpc_fp8"]["quantization"] == "ptpc_fp8" and found["ours"]["quantization"] == "none"
     assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )

@@ -22,7 +22,8 @@ class LLM:
             raise ValueError("no room")
         logging.warning("norm fusion: %s", os.environ.get("LLM_QUANT_ROCM_FUSION", "on"))
         self.options = options
-        self.model_config = SimpleNamespace(quantization=None, max_model_len=options["max_model_len"])
+        said = {name: options[name] for name in ("quantization", "max_model_len")}
+        self.model_config = SimpleNamespace(**said)
 
     def generate(
         self, prompts: list[dict[str, list[int]]], ask: SamplingParams, use_tqdm: bool = True
