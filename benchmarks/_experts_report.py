@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report's sections on routed experts, in FP8 and in NVFP4."""
 
-import math
 from typing import Any
 
 from benchmarks import _lines as lines
@@ -9,9 +8,6 @@ from benchmarks._markdown import cells, failures, measured, measured_on, rates, 
 
 
 def fp8(name: str, result: dict[str, Any]) -> str:
-    # The file of 21 November has one router and no limit.
-    old = {"router": "fair", "experts_chosen": math.nan, "limit_us": math.nan}
-    result = {**result, "rows": [old | row for row in result["rows"]]}
     return _section(
         name,
         result,

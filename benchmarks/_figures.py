@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import _harness as harness
 from benchmarks._engine_report import SHAPES
 from benchmarks._fusion_report import base_of
-from benchmarks._markdown import RESULTS, gpus, load, measured_on, table
+from benchmarks._markdown import RESULTS, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
 from benchmarks._quick_reduce_report import size
 
 ROOT = Path(__file__).parent.parent
@@ -231,27 +231,29 @@ def total_ratio(methods: Mapping[str, Row], base: str, method: str, prompts: str
     return f"{times[0] / times[1]:.2f}" if all(times) else ""
 
 
-def engine_rows(result: Row, methods: Mapping[str, Row], base: str) -> list[list[str]]:
-    return [
-        [f"`{method}`", prompts, *(f"{found[prompts][key]:.3f}" for key in ("prefill_s", "ms_a_step", "total_s"))]
-        + [total_ratio(methods, base, method, prompts), found.get("commit", commit(result))]
+def engine_table(result: Row, methods: Mapping[str, Row], with_gpu: bool = False) -> str:
+    """What engines took, and bf16's time over theirs; with what of a step the GPU took."""
+    rows = [
+        [f"`{method}`", prompts, *(f"{found[prompts][key]:.3f}" for key in ("prefill_s", "ms_a_step"))]
+        + [gpu_ms(found, prompts)] * with_gpu
+        + [f"{found[prompts]['total_s']:.3f}", total_ratio(methods, "bf16", method, prompts)]
+        + [found.get("commit", commit(result))]
         for prompts in PROMPTS
         for method, found in methods.items()
         if prompts in found
     ]
-
-
-ENGINE = ["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total", "commit"]
+    step = ["ms a step", *["of it the GPU"] * with_gpu]
+    return table(["method", "batch", "prefill, s", *step, "total, s", "bf16 / total", "commit"], rows)
 
 
 def nvfp4_engine() -> str:
     parts = []
     for name, result in results("nvfp4_engine_*_sm_90"):
-        shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
+        shape = nvfp4_engine_title(name)
         layers = result["shape"]["num_hidden_layers"]
         parts.append(
             f"{shape}, {layers} layers ([file](../benchmarks/results/{name}.json)), {result['environment']['device']}:"
-            f"\n\n{table(ENGINE, engine_rows(result, result['methods'], 'bf16'))}"
+            f"\n\n{engine_table(result, result['methods'], with_gpu=True)}"
         )
     return "\n\n".join(parts)
 
@@ -259,9 +261,7 @@ def nvfp4_engine() -> str:
 def sglang_engine() -> str:
     result = load("sglang_engine_sm_90.json")
     text = "\n\n".join(
-        f"{title}\n\n{table(ENGINE, engine_rows(result, result[group], 'bf16'))}"
-        for group, title in SHAPES.items()
-        if group in result
+        f"{title}\n\n{engine_table(result, result[group])}" for group, title in SHAPES.items() if group in result
     )
     demo = {name: found for name, found in result.get("demo_model", {}).items() if "perplexity" in found}
     if demo:
@@ -324,8 +324,17 @@ def overview() -> str:
         title = f"NVFP4 experts, {device(result)}"
         tokens = ", ".join(map(str, FEW_TOKENS))
         add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
+    for name, result in results("ptpc_moe_sm_90"):
+        tokens = (1, 16, 64, 1024, 4096)
+        said = []
+        for model, shown in MODELS.items():
+            peers = [over(result, peer, "ptpc_moe", model, "fair") for peer in ("vllm_cutlass", "vllm_fp8")]
+            said.append(f"{shown} {', '.join(min(peer[count] for peer in peers) for count in tokens)}")
+        title = f"FP8 experts, {device(result)}"
+        add(name, title, f"times as fast as the faster of vLLM's CUTLASS and Triton experts in FP8 at "
+            f"{', '.join(map(str, tokens))} tokens: {'; '.join(said)}")  # fmt: skip
     for name, result in results("nvfp4_engine_*_sm_90"):
-        shape = name.removeprefix("nvfp4_engine_").removesuffix("_sm_90")
+        shape = nvfp4_engine_title(name)
         title = f"NVFP4 in vLLM {result['vllm']}, shape of {shape}, {result['shape']['num_hidden_layers']} layers"
         title += f", {device(result)}"
         said = totals(result["methods"], "bf16")

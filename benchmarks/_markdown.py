@@ -55,6 +55,17 @@ def failures(rows: list[dict[str, Any]]) -> str:
     return "".join(f"\n\nFailed: {reason}" for reason in reasons)
 
 
+def gpu_ms(found: dict[str, Any], prompts: str) -> str:
+    """Of a step of an engine, the GPU's milliseconds; nothing where they were not taken."""
+    graph = found.get("steps", {}).get(prompts, {}).get("graph_us")
+    return f"{graph / 1e3:.3f}" if graph else ""
+
+
+def nvfp4_engine_title(name: str) -> str:
+    """What an engine of NVFP4 was measured on, of the name of its file."""
+    return name.removeprefix("nvfp4_engine_").removesuffix("_sm_90").replace("_", " ")
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

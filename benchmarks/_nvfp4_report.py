@@ -7,7 +7,18 @@ import matplotlib.pyplot as plt
 
 from benchmarks import _harness as harness
 from benchmarks import _lines as lines
-from benchmarks._markdown import RESULTS, cells, failures, measured, measured_on, rates, ratios, table
+from benchmarks._markdown import (
+    RESULTS,
+    cells,
+    failures,
+    gpu_ms,
+    measured,
+    measured_on,
+    nvfp4_engine_title,
+    rates,
+    ratios,
+    table,
+)
 
 PEERS = ("bf16", "marlin", "humming")
 EVERYONE = (*PEERS, "nvfp4_gemm", "nvfp4_gemm_fp8")
@@ -83,8 +94,9 @@ def engine(name: str, result: dict[str, Any]) -> str:
             times = found[prompts]
             base = methods.get("bf16", {}).get(prompts)
             faster = f"{base['total_s'] / times['total_s']:.2f}" if base else ""
-            numbers = (str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s"))
-            rows.append([method, prompts, *numbers, faster, found.get("commit", result["environment"]["commit"])])
+            prefill, step, total = (str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s"))
+            commit = found.get("commit", result["environment"]["commit"])
+            rows.append([method, prompts, prefill, step, gpu_ms(found, prompts), total, faster, commit])
     counts = dict.fromkeys(key for found in methods.values() for key in found if key.endswith("prompts"))
     panels = {
         f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
@@ -92,13 +104,16 @@ def engine(name: str, result: dict[str, Any]) -> str:
     }
     lines.bars(name, f"NVFP4 in vLLM {result['vllm']}\n{measured_on(result)}", panels)
     shape = result["shape"]
-    title = name.removeprefix("nvfp4_engine_").partition("_")[0]
     return (
-        f"## NVFP4 in vLLM {result['vllm']}: {title}, {shape['num_hidden_layers']} layers\n\n{measured_on(result)}\n\n"
+        f"## NVFP4 in vLLM {result['vllm']}: {nvfp4_engine_title(name)}, {shape['num_hidden_layers']} layers\n\n"
+        f"{measured_on(result)}\n\n"
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
-        "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8.\n\n"
+        "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8. `ptpc_fp8`, this project's, and "
+        "`fp8_per_channel`, vLLM's, quantize weights in bf16.\n\n"
         f"![total time]({name}.png)\n\n"
-        + table(["method", "batch", "prefill, s", "ms a step", "total, s", "bf16 / total", "commit"], rows)
+        + table(
+            ["method", "batch", "prefill, s", "ms a step", "of it the GPU", "total, s", "bf16 / total", "commit"], rows
+        )
         + "".join(f"\n\nFailed: {why}" for why in failed)
     )
 

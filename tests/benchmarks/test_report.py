@@ -150,7 +150,8 @@ def test_an_engine_that_failed_leaves_its_cells_empty(
         name: {"failed": "no memory"} if name == missing else found
         for name, found in result["llama_3_70b_8_layers"].items()
     }
-    rows = _figures.engine_rows(result, methods, "bf16")
+    _, _, *lines = _figures.engine_table(result, methods, with_gpu=True).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert {name for name, *_ in rows} == {f"`{name}`" for name in methods if name != missing}
     assert all(bool(row[-2]) == (missing != "bf16") for row in rows)
     said = _figures.totals(methods, "bf16")
