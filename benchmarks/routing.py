@@ -4,7 +4,7 @@
     python benchmarks/routing.py [--vllm-ops FOLDER]
 
 `schedule` is what the experts run; `one_launch` and `two_launches` force one of its two ways, so that
-kernels.routing.MANY_SLOTS can be read off. Peers: the same with torch's sort and searches, torch's indexing and sum,
+kernels.routing.MANY_READS can be read off. Peers: the same with torch's sort and searches, torch's indexing and sum,
 and where its library of experts' operators is given, vLLM's moe_align_block_size and moe_sum. Times are of replayed
 graphs: a peer of ten launches pays the GPU's part of each, not the CPU's.
 """
@@ -65,14 +65,14 @@ def variants(
         row_map = routing.schedule(ids, None, experts, block_m, device).row_map
         sets.append((ids, weights, x, rows, row_map))
 
-    def schedule(ids: torch.Tensor, weights: torch.Tensor, many_slots: int = routing.MANY_SLOTS) -> routing.Schedule:
-        with patch.object(routing, "MANY_SLOTS", many_slots):
+    def schedule(ids: torch.Tensor, weights: torch.Tensor, many_reads: int = routing.MANY_READS) -> routing.Schedule:
+        with patch.object(routing, "MANY_READS", many_reads):
             return routing.schedule(ids, None, experts, block_m, device, weights)
 
     steps: dict[str, dict[str, list[Callable[[], object]]]] = {
         "schedule": {
             "schedule": [lambda s=s: schedule(s[0], s[1]) for s in sets],
-            "two_launches": [lambda s=s: schedule(s[0], s[1], 1) for s in sets],
+            "two_launches": [lambda s=s: schedule(s[0], s[1], 0) for s in sets],
             "torch": [lambda s=s: torch_schedule(s[0], experts, block_m) for s in sets],
         },
         "gather": {
@@ -85,7 +85,7 @@ def variants(
         },
     }
     if slots <= MOST_SLOTS_IN_ONE_LAUNCH:
-        steps["schedule"]["one_launch"] = [lambda s=s: schedule(s[0], s[1], slots + 1) for s in sets]
+        steps["schedule"]["one_launch"] = [lambda s=s: schedule(s[0], s[1], 1 << 62) for s in sets]
     if with_vllm:
         align, add = torch.ops._moe_C.moe_align_block_size.default, torch.ops._moe_C.moe_sum.default
         padded = slots + experts * (block_m - 1)

@@ -29,7 +29,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     """Nothing of the user's counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cached = [tuning.shapes, tuning.lookup]
-    for name, functions in {"nvfp4_gemm": ("_config", "_fp8_config"), "nvfp4_moe": ("_config",)}.items():
+    operators = {"nvfp4_gemm": ("_config", "_fp8_config"), "nvfp4_moe": ("_config",), "ptpc_moe": ("_config",)}
+    for name, functions in operators.items():
         cached += [getattr(import_module(f"llm_quant_rocm.ops.{name}"), function) for function in functions]
     for function in cached:
         function.cache_clear()
@@ -143,3 +144,20 @@ def test_experts_take_what_was_measured(operator: str) -> None:
     assert {shape.weight for shape in shapes} == known
     for shape in shapes:
         assert module._config(HOPPER, shape.slots, *shape.weight) == config_of(shape.config)
+
+
+@needs_triton
+def test_the_schedule_of_experts_takes_as_many_launches_as_were_faster() -> None:
+    from benchmarks.routing import SHAPES
+    from llm_quant_rocm.kernels.ptpc_moe import default_config
+    from llm_quant_rocm.kernels.routing import MANY_READS, max_tiles
+
+    for row in results("routing_sm_90")["rows"]:
+        us = row["us"]
+        if row["step"] != "schedule" or "one_launch" not in us:
+            continue
+        experts, topk, _ = SHAPES[row["model"]]
+        slots = row["tokens"] * topk
+        tiles = max_tiles(slots, experts, default_config(HOPPER, slots, experts).block_m)
+        taken = us["one_launch" if slots * tiles <= MANY_READS else "two_launches"]
+        assert taken == min(us["one_launch"], us["two_launches"]), (slots, tiles)

@@ -6,11 +6,11 @@ so that nothing depends on timing; every expert's slots fill whole tiles of `blo
 product then gives each tile to one expert's weight.
 
 Every tile finds its own slots: one program counts the slots of all experts, sees from the counts whose tile it is, and
-picks that expert's slots in the tile's range out of all slots. That reads the ids once for every tile, which costs
-less than a second launch until there are about a thousand. From MANY_SLOTS on, two launches read them twice in all.
-Every program of the first has a part of the slots: it counts those of each expert, and for each slot those of its
-expert before it. The second sees from the counts of all parts where a part's slots of each expert begin: that and what
-was counted for the slot make its row.
+picks that expert's slots in the tile's range out of all slots. That reads the ids once for every tile, which costs less
+than a second launch up to MANY_READS of them. Beyond, two launches read them twice in all. Every program of the first
+has a part of the slots: it counts those of each expert, and for each slot those of its expert before it. The second
+sees from the counts of all parts where a part's slots of each expert begin: that and what was counted for the slot make
+its row.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
-MANY_SLOTS = 1024
+# Ids that the programs of one launch read together, from which two launches are faster (routing_sm_90.json).
+MANY_READS = 2**15
 # Slots that are compared with each other. Parts have no more until there are about as many parts as multiprocessors:
 # every program adds up the counts of all parts, a block of them at a time.
 _CHUNK = 128
@@ -232,7 +233,7 @@ def schedule(
         topk_weights: fp32 [T, k], contiguous, for `row_weight`.
         padding: integers of 32 or 64 bits [T], contiguous. A token where it is negative has no experts.
 
-    Waits for nothing, and may be captured in a graph. One launch below MANY_SLOTS slots, two from there on.
+    Waits for nothing, and may be captured in a graph. One launch or two, by the numbers of slots and tiles.
     """
     slots, device = topk_ids.numel(), topk_ids.device
     tiles = max_tiles(slots, experts, block_m)
@@ -248,7 +249,7 @@ def schedule(
     known = experts if expert_map is None else expert_map.numel()
     bins = max(64, next_power_of_2(experts))
     constants = {"TOPK": topk_ids.shape[1], "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
-    if slots < MANY_SLOTS:
+    if slots * tiles <= MANY_READS:
         chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
         schedule_kernel[(tiles,)](
             topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_count, row_weight, slot_row, slots,

@@ -16,10 +16,10 @@ def device() -> hardware.Hardware:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("many_slots", [routing.MANY_SLOTS, 1], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("many_reads", [routing.MANY_READS, 0], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("name", routings())
-def test_nasty_routings(name: str, many_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MANY_SLOTS", many_slots)
+def test_nasty_routings(name: str, many_reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MANY_READS", many_reads)
     check_schedule(routings()[name], device(), "cuda")
 
 

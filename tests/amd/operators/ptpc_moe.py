@@ -70,7 +70,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         check(given, expert_map=expert_map)
 
     def in_two_launches() -> None:
-        with patch.object(kernels, "MANY_SLOTS", 1):
+        with patch.object(kernels, "MANY_READS", 0):
             absent_experts()
 
     def padding() -> None:

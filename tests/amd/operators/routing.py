@@ -49,7 +49,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     def in_two_launches(given: Routing) -> None:
-        with patch.object(routing, "MANY_SLOTS", 1):
+        with patch.object(routing, "MANY_READS", 0):
             check_schedule(given, hardware)
 
     def in_few_parts() -> None:
