@@ -157,7 +157,7 @@ def _store(acc, m, n, out, staging):
 @gluon.jit
 def _consumer(
     HALF: gl.constexpr, x_scale, w_scale, row_weight, out, routing, shared, staging, N, K,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the upper (0) or the lower ones (1), with its rows of x."""
     tile_expert, tile_count = routing
@@ -170,6 +170,8 @@ def _consumer(
     stage = 0
     phase = 0
     mbarrier.wait(started, 0)
+    if PDL:
+        gdc_wait()  # for the scales of x: the producer's wait does not hold back these warps
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n, first = _corner(item, tiles_m, tiles_n, tile_expert, N, BLOCK_M, BLOCK_N)
         columns = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
@@ -226,11 +228,11 @@ def ptpc_wgmma_grouped_kernel(
         [
             (_consumer, (
                 gl.constexpr(0), x_scale, w_scale, row_weight, out, routing, shared, staging, N, K,
-                BLOCK_M, BLOCK_N, STAGES, ACTIVATION,
+                BLOCK_M, BLOCK_N, STAGES, ACTIVATION, PDL,
             )),
             (_consumer, (
                 gl.constexpr(1), x_scale, w_scale, row_weight, out, routing, shared, staging, N, K,
-                BLOCK_M, BLOCK_N, STAGES, ACTIVATION,
+                BLOCK_M, BLOCK_N, STAGES, ACTIVATION, PDL,
             )),
             (_producer, (x, w, routing, shared, N, K, BLOCK_M, BLOCK_N, STAGES, ACTIVATION, PDL)),
             (leave, (N,)),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped FP8 product on Hopper: every tile, edge and dtype, exactly; and experts under every configuration."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,27 @@ def test_experts(block_m: int, w13: int, w2: int, activation: str) -> None:
     assert relative_error(found.cpu(), expected) < 0.02
     for _ in range(5):
         assert torch.equal(found, ptpc_moe(*arguments, *settings))
+
+
+def test_scales_are_those_of_this_call() -> None:
+    """Kernels begin before the ones that they depend on end, in the memory of the call before: what does not wait finds
+    that call's scales there."""
+    from llm_quant_rocm.kernels.pair_config import PairConfig
+    from llm_quant_rocm.kernels.ptpc_moe_hopper import ptpc_moe
+    from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
+
+    given = experts(4000, 16, 4, 1024, 512)
+    x, *rest = (given[name].cuda() for name in ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids"))
+    apart, config = replace(hardware.detect(CUDA), pdl=False), PairConfig(Config(128, 256), Config(128, 128))
+
+    def run(x: torch.Tensor, device: hardware.Hardware) -> torch.Tensor:
+        return ptpc_moe(x, *rest, None, None, "silu", fp8.for_device(CUDA), device, config)
+
+    inputs = [x, x * 64.0]
+    expected = [run(one, apart) for one in inputs]
+    for _ in range(20):
+        for one, result in zip(inputs, expected, strict=True):
+            assert torch.equal(run(one, hardware.detect(CUDA)), result)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
 
     return {
         f"{tokens} tokens of {name}": partial(launch, tokens, *shape, block_m)
-        for name, shape in {"Qwen3-30B-A3B": (128, 2048), "DeepSeek-V3": (256, 7168)}.items()
+        for name, shape in {"Mixtral 8x7B": (8, 4096), "Qwen3-30B-A3B": (128, 2048), "DeepSeek-V3": (256, 7168)}.items()
         for tokens, block_m in ((1, 16), (64, 16), (4096, 128))
     }
 
