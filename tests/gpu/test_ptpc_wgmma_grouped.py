@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.formats import fp8
 from tests.inputs import assert_same, integer_product, product64
 from tests.moe_inputs import experts, moe64, relative_error
@@ -70,6 +70,29 @@ def test_experts(block_m: int, w13: int, w2: int, activation: str) -> None:
     assert relative_error(found.cpu(), expected) < 0.02
     for _ in range(5):
         assert torch.equal(found, ptpc_moe(*arguments, *settings))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("here", [[], [1, 2, 4], [0, 1, 2, 3, 4, 5]], ids=["none", "some", "all"])
+def test_absent_experts_and_padding(here: list[int]) -> None:
+    """Nothing is read of rows that no slot has, and no tile at all where no expert is here."""
+    from llm_quant_rocm.kernels.pair_config import PairConfig
+    from llm_quant_rocm.kernels.ptpc_moe_hopper import ptpc_moe
+    from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
+
+    given = experts(300, 6, 3, 272, 144)
+    expert_map = torch.full((6,), -1, dtype=torch.int32)
+    expert_map[here] = torch.arange(len(here), dtype=torch.int32)
+    padding = torch.arange(300, dtype=torch.int32) % 7 - 3
+    weights = [given[name][here or [0]] for name in ("w13", "w13_scale", "w2", "w2_scale")]
+    ids = torch.where(padding[:, None] < 0, -1, expert_map[given["topk_ids"].long()])
+    expected = reference.ptpc_moe(given["x"], *weights, given["topk_weights"], ids, "silu", fp8.OCP)
+    tensors = [tensor.cuda() for tensor in (given["x"], *weights, given["topk_weights"], given["topk_ids"])]
+    config = PairConfig(Config(64, 256), Config(64, 128))
+    settings = ("silu", fp8.for_device(CUDA), hardware.detect(CUDA), config)
+    found = ptpc_moe(*tensors, expert_map.cuda(), padding.cuda(), *settings).cpu()
+    assert (found[(ids < 0).all(dim=1)] == 0).all()
+    assert not here or relative_error(found, expected.double()) < 0.02
 
 
 def test_scales_are_those_of_this_call() -> None:

@@ -12,7 +12,7 @@ import torch
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import routing as kernels
+from llm_quant_rocm.kernels import ptpc_moe, routing
 from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
 from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES
@@ -70,7 +70,11 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         check(given, expert_map=expert_map)
 
     def in_two_launches() -> None:
-        with patch.object(kernels, "MANY_READS", 0):
+        with patch.object(routing, "MANY_READS", 0):
+            absent_experts()
+
+    def fewer_programs_than_slots() -> None:
+        with patch.object(ptpc_moe, "PROGRAMS", 3):
             absent_experts()
 
     def padding() -> None:
@@ -103,6 +107,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{name}": partial(shape, 6, 4, 2, 64, 32, dtype=d) for d, name in zip(DTYPES, DTYPE_IDS, strict=True)},
         "absent experts": absent_experts,
         "many slots, in two launches": in_two_launches,
+        "fewer programs than slots": fewer_programs_than_slots,
         "padding": padding,
         "NaN": nan,
         "the other flavour is refused": other_flavour,
