@@ -14,6 +14,26 @@ from llm_quant_rocm import provenance
 
 # Llama-3-70B's layers as [N, K].
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
+# Of models for whose sizes nothing was tuned, and no default chosen; tp4 is one of four ranks.
+UNTUNED = {
+    "mistral-24b-qkv": (6144, 5120),
+    "mistral-24b-o": (5120, 4096),
+    "mistral-24b-gate_up": (65536, 5120),
+    "mistral-24b-down": (5120, 32768),
+    "qwen2.5-7b-qkv": (4608, 3584),
+    "qwen2.5-7b-o": (3584, 3584),
+    "qwen2.5-7b-gate_up": (37888, 3584),
+    "qwen2.5-7b-down": (3584, 18944),
+    "gemma-3-27b-qkv": (8192, 5376),
+    "gemma-3-27b-o": (5376, 4096),
+    "gemma-3-27b-gate_up": (43008, 5376),
+    "gemma-3-27b-down": (5376, 21504),
+    "qwen3-32b-tp4-qkv": (2560, 5120),
+    "qwen3-32b-tp4-o": (5120, 2048),
+    "qwen3-32b-tp4-gate_up": (12800, 5120),
+    "qwen3-32b-tp4-down": (5120, 6400),
+}
+UNTUNED_MS = (1, 16, 64, 128, 256, 1024, 4096)
 
 
 def environment(gpus: int | None = None) -> dict[str, str]:
@@ -34,11 +54,11 @@ def mean_ratios(rows: Sequence[dict[str, Any]], base: str) -> dict[str, float]:
     return {name: statistics.mean(row["us"][base] / row["us"][name] for row in rows) for name in names}
 
 
-def write(name: str, result: dict[str, Any], **versions: str) -> Path:
+def write(name: str, result: dict[str, Any], indent: int | None = 1, **versions: str) -> Path:
     """results/NAME.json, or $OUT/NAME.json on the device machine, with the environment, of as many GPUs as the result
-    says ("world" or "ranks"), and `versions` of what is not installed."""
+    says ("world" or "ranks"), and `versions` of what is not installed. `indent` None: on one line, for much."""
     folder = Path(os.environ.get("OUT", RESULTS))
     path = folder / f"{name}.json"
     here = environment(result.get("world", result.get("ranks"))) | versions
-    path.write_text(json.dumps({"environment": here, **result}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": here, **result}, indent=indent) + "\n")
     return path

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVFP4 GEMM against its peers, on layers of Llama-3-70B, Qwen3-30B-A3B and DeepSeek-V3.
+"""The NVFP4 GEMM against its peers, on layers of Llama-3-70B, Qwen3-30B-A3B and DeepSeek-V3; with --untuned, of models
+for which nothing was tuned.
 
-    python benchmarks/nvfp4_gemm.py [--vllm-ops FOLDER] [--humming FOLDER] [--layers PATTERN ...] [--ms M ...]
-                                    [--result NAME]
+    python benchmarks/nvfp4_gemm.py [--untuned] [--vllm-ops FOLDER] [--humming FOLDER] [--layers PATTERN ...]
+                                    [--ms M ...] [--result NAME]
 
 Peers: cuBLAS bf16 on the decoded weight, Marlin from vLLM's operator library (vLLM 0.26 for torch 2.11), and Humming
 (`pip install --no-deps --target FOLDER humming-kernels`; it compiles with the CUDA toolkit's NVRTC). All multiply the
@@ -86,13 +87,14 @@ class Layer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--untuned", action="store_true", help="layers of models for which nothing was tuned")
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--humming", type=Path, help="folder that holds the unpacked wheel of humming-kernels")
     parser.add_argument("--layers", nargs="+", default=["*"], help="patterns of the layers' names")
     parser.add_argument("--ms", nargs="+", type=int, help="rows of x; left out, those of each layer")
-    parser.add_argument("--result", default="nvfp4_gemm", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
+    parser.add_argument("--result", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
     args = parser.parse_args()
-    layers = harness.LAYERS | OTHER_LAYERS
+    layers = harness.UNTUNED if args.untuned else harness.LAYERS | OTHER_LAYERS
     chosen = {name: layers[name] for name in layers if any(fnmatchcase(name, pattern) for pattern in args.layers)}
     if not chosen:
         parser.error(f"--layers matches none of {', '.join(layers)}")
@@ -116,10 +118,11 @@ def main() -> None:
         "unit": "microseconds a call", "copy_gb_s": round(bandwidth / 1e9), "bf16_tflop_s": round(rate / 1e12),
         "absent": absent, "rows": rows,
     }  # fmt: skip
-    name = f"{args.result}_{hardware.detect(torch.device('cuda')).arch}"
+    name = args.result or ("nvfp4_gemm_untuned" if args.untuned else "nvfp4_gemm")
+    name = f"{name}_{hardware.detect(torch.device('cuda')).arch}"
     for title, (n, k) in chosen.items():
         layer = Layer(n, k, everyone)
-        for m in args.ms or (MS if title in harness.LAYERS else OTHER_MS):
+        for m in args.ms or (harness.UNTUNED_MS if args.untuned else MS if title in harness.LAYERS else OTHER_MS):
             limit = max(reading_bytes(n, k, m) / bandwidth, 2 * m * n * k / rate) * 1e6
             row = {"layer": title, "n": n, "k": k, "m": m, "limit_us": round(limit, 2), **layer.measure(m)}
             rows.append(row)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTPC GEMM and the whole PTPC linear layer against their peers, on Llama-3-70B's layers.
+"""The PTPC GEMM and the whole PTPC linear layer against their peers, on Llama-3-70B's layers; with --untuned, on layers
+of models for which nothing was tuned.
 
-    python benchmarks/ptpc_gemm.py [--vllm-ops FOLDER]
+    python benchmarks/ptpc_gemm.py [--untuned] [--vllm-ops FOLDER]
 
 Peers: cuBLAS bf16, torch._scaled_mm with one scale a tensor and with one a row, the naive two steps (an unscaled
 product, then both scales over its fp32 result), and vLLM's CUTLASS kernel where its operator library is given.
@@ -66,13 +67,15 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--untuned", action="store_true", help="layers of models for which nothing was tuned")
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     cutlass = load_vllm(args.vllm_ops)
     device = hardware.detect(torch.device("cuda"))
     rows = []
-    for layer, (n, k) in harness.LAYERS.items():
-        for m in MS:
+    name = f"ptpc_gemm_untuned_{device.arch}" if args.untuned else f"ptpc_gemm_{device.arch}"
+    for layer, (n, k) in (harness.UNTUNED if args.untuned else harness.LAYERS).items():
+        for m in harness.UNTUNED_MS if args.untuned else MS:
             # Long products run at the clock that their power allows, which moves: medians of many replays.
             times = timing.time_variants(variants(n, k, m, cutlass), repeats=41, budget_ms=150)
             rows.append(
@@ -80,7 +83,8 @@ def main() -> None:
             )
             print(f"{layer:8} m={m:5} " + "  ".join(f"{name} {t:.1f}" for name, t in times.items()), flush=True)
             torch.cuda.empty_cache()
-    print("written to", harness.write(f"ptpc_gemm_{device.arch}", {"unit": "microseconds a call", "rows": rows}))
+        path = harness.write(name, {"unit": "microseconds a call", "rows": rows})
+    print("written to", path)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Section], ...]], ...] = (
         ),
     ),
 )
-# A sweep of launch configurations is for those who set the default; no page shows it.
-UNSHOWN = ("reduce_norm_quant_sweep_*",)
+# Sweeps of launch configurations are for those who set the defaults; no page shows them.
+UNSHOWN = ("reduce_norm_quant_sweep_*", "nvfp4_configs_*")
 
 
 def chosen(names: list[str]) -> Iterator[tuple[str, str, Section]]:

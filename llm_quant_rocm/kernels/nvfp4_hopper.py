@@ -9,24 +9,23 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Config
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
 # From what an H100 took without measured configurations (benchmarks/results/nvfp4_gemm_sm_90.json, and of cuBLAS
-# ptpc_gemm_sm_90.json): multiprocessors,
-# bytes a second of large copies and expansions, operations a second of the 16-bit product (of up to 128 rows, and of
-# more) and of cuBLAS in FP8; seconds of a tile of 256 x 128 in FP8 for each column and besides, and of a launch.
-_SMS, _COPY, _FEW_16_BIT, _16_BIT, _CUBLAS_FP8 = 132, 2.9e12, 500e12, 760e12, 1380e12
+# ptpc_gemm_sm_90.json): multiprocessors, bytes a second of large copies and expansions, operations a second of cuBLAS
+# in FP8; seconds of a tile of 256 x 128 in FP8 for each column and besides, and of a launch.
+_SMS, _COPY, _CUBLAS_FP8 = 132, 2.9e12, 1380e12
 _TILE_COLUMN, _TILE, _LAUNCH = 7.5e-9, 5e-6, 2.5e-6
 
 
@@ -38,10 +37,10 @@ def config_of(fields: Mapping[str, Any]) -> Config:
 
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
-    """A sound choice for shapes that nobody has measured."""
-    if split := nvfp4_wgmma_split.default_config(m, n, k):
-        return split
-    return nvfp4_wgmma.default_config(m, n, k) if m <= 64 else nvfp4_wgmma_large.default_config(m)
+    """What should be fastest where nobody has measured."""
+    # Every configuration is compiled at its first call: as few of them as there are powers of two.
+    m = max(8, next_power_of_2(m))
+    return nvfp4_estimate.fastest(m, n, k) or nvfp4_wgmma.default_config(m, n, k)
 
 
 def batch_invariant(config: Config) -> Config:
@@ -106,8 +105,10 @@ def fp8_config_of(fields: Mapping[str, Any]) -> Fp8Config:
 
 def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config | None:
     """What should be fastest where nobody has measured, by an estimate of each; None for the 16-bit product."""
-    rows = cdiv(m, 128) * 128 if m <= 128 else cdiv(m, 256) * 256
-    exact = max(2 * rows * n * k / (_FEW_16_BIT if m <= 128 else _16_BIT), n * k * 9 / 16 / _COPY) + 2 * _LAUNCH
+    config = nvfp4_estimate.fastest(m, n, k)
+    if config is None:
+        return None
+    exact = nvfp4_estimate.microseconds(config, m, n, k) * 1e-6
     quantizing = 3 * m * k / _COPY + _LAUNCH
     waves = cdiv(cdiv(m, 256) * cdiv(n, 128), _SMS)
     decoding = quantizing + waves * (k * _TILE_COLUMN + _TILE)
@@ -116,8 +117,12 @@ def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config 
     least = min(exact, decoding, expanding)
     if least == exact:
         return None
+    return Expanded() if least == expanding else _default_fp8_tile(m)
+
+
+def _default_fp8_tile(m: int) -> nvfp4_wgmma_large.Config:
     # Programs that share a tile's sum are at different columns of x, which FP8 reads fast: not cut without a measure.
-    return Expanded() if least == expanding else replace(nvfp4_wgmma_large.default_config(m), cut=0)
+    return nvfp4_wgmma_large.Config(128 if m <= 128 else 256, 128, cut=0)
 
 
 def gemm_fp8(
@@ -142,7 +147,7 @@ def gemm_fp8(
                 codes, x_scale, global_scale * UNSCALE_FP8, None, out,
                 lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware), config.values,
             )  # fmt: skip
-        config = replace(nvfp4_wgmma_large.default_config(m), cut=0)
+        config = _default_fp8_tile(m)
     operands = (words, scale_bytes, global_scale, bias)
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
 

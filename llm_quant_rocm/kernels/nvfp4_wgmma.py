@@ -65,12 +65,10 @@ class Config:
 
 
 def default_config(m: int, n: int, k: int) -> Config:
-    """A sound choice for up to 64 rows where nobody has measured."""
-    # Four small programs on each multiprocessor of an H100, or two, but no stretches of less than 512 columns.
+    """A sound choice for up to 32 rows where nobody has measured."""
+    # Four small programs on each multiprocessor of an H100, but no stretches of less than 512 columns.
     most = cdiv(n, 64) * max(1, k // 512)
-    if m <= 32:
-        return Config(8 if m <= 8 else 16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
-    return Config(64, 64, 128, min(2 * 132, most), stages=2)
+    return Config(8 if m <= 8 else 16 if m <= 16 else 32, 64, 128, min(4 * 132, most))
 
 
 @gluon.jit

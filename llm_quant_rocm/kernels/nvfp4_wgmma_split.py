@@ -93,25 +93,6 @@ def _programs(tiles: int) -> int:
     return max((each for each in range(100, 133) if 4 * tiles % each == 0), default=132)
 
 
-def default_config(m: int, n: int, k: int) -> Config | None:
-    """A sound choice for shapes that nobody has measured; None where another kernel is one."""
-    if m > 64 and n * k > 2**26:
-        return None
-    covering = _covering(m)
-    lowest = {4: min(32, covering), 2: covering}
-    # For as many of an H100's multiprocessors as can be, half of them at least, all at once.
-    fitting = [each for each in configs(m) if each.block_m >= lowest[each.split_k] and 64 <= each.tiles(m, n) <= 132]
-    best = max(fitting, key=lambda config: config.tiles(m, n), default=None)
-    if m > 64 or (best and best.tiles(m, n) >= 99):
-        return best
-    wide = Config(covering, 2)
-    shared = wide if m > 32 or (m > 16 and wide.tiles(m, n) >= 264) else Config(covering, 4)
-    programs = _programs(shared.tiles(m, n))
-    # Stretches of 24 steps or more make up for the parts.
-    long = shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= 24 * programs
-    return replace(shared, programs=programs) if long else best
-
-
 @gluon.jit
 def _stretch(M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
     """Tiles of M and of N, steps in each, where the program's stretch of the steps of all begins and ends, and the tile

@@ -132,10 +132,19 @@ BACKENDS = (
 )
 
 
+def _usual(call: GemmCall) -> str | None:
+    """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
+    where reading the weight takes the time, and where there are few tiles
+    (benchmarks/results/ptpc_gemm_untuned_sm_90.json)."""
+    from llm_quant_rocm.kernels.sizes import few_tiles
+
+    return "triton" if call.hardware.arch == "sm_90" and (call.m <= 64 or few_tiles(call.m, call.n)) else None
+
+
 @lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup("ptpc_gemm", call.hardware.arch, call.m, call.n, call.k)
-    return choose("ptpc_gemm", BACKENDS, call, measured.backend if measured else None)
+    return choose("ptpc_gemm", BACKENDS, call, measured.backend if measured else _usual(call))
 
 
 def _validate(

@@ -30,8 +30,10 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 def _hopper(m: int, n: int, k: int) -> list[Any]:
     """Enough programs to fill the GPU, not so many that their parts cost more. None of these spill registers in a loop,
     compiled with Triton 3.6."""
+    from llm_quant_rocm.kernels import nvfp4_estimate
+
     small = _small_tiles(m, n) if m <= (1024 if n * k < 2**24 else 128) else []
-    return [*small, *_split_tiles(m, n), *large_tiles(m, n, k)]
+    return [*small, *nvfp4_estimate.configs(m, n, k)]
 
 
 def _small_tiles(m: int, n: int) -> list[Any]:
@@ -62,37 +64,12 @@ def _small_tiles(m: int, n: int) -> list[Any]:
     return found
 
 
-def _split_tiles(m: int, n: int) -> list[Any]:
-    """Of the kernel that splits K within a program: a tile each for up to two waves of them, and all shared."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_split import configs, shared_configs
-
-    return [*(config for config in configs(m) if _SMS // 3 <= config.tiles(m, n) <= 2 * _SMS), *shared_configs(m, n)]
-
-
 def _shares(tiles: int, together: int) -> list[int]:
     """Numbers of programs that share the steps of so many tiles: multiples of the tiles, which cut all alike, and of
     the multiprocessors."""
     alike = [tiles * each for each in (2, 3, 4, 6, 8, 16)]
     everywhere = [_SMS * each for each in range(1, together + 1)]
     return [0, *(programs for programs in (*alike, *everywhere) if programs <= _SMS * together)]
-
-
-def large_tiles(m: int, n: int, k: int, fp8: bool = False) -> list[Any]:
-    """Of the kernel with one program on a multiprocessor."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
-
-    if m <= 32:
-        return []
-    shapes = [(64, 128), (64, 256)] if m <= 64 else [(256, 128)] if m > 128 else []
-    if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
-        # In FP8 the tile of 128 x 256 would spill.
-        shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
-    found = []
-    for block_m, block_n in shapes:
-        tiles = -(-n // block_n) * -(-m // block_m)
-        found += [Config(block_m, block_n, cut) for cut in ((0, 2) if tiles < _SMS else (0, 1, 2))]
-        found += [Config(block_m, block_n, 2, shares) for shares in (2, 3, 4, 6, 8) if tiles * shares <= _SMS]
-    return found
 
 
 def _cdna(m: int, k: int) -> list[Any]:

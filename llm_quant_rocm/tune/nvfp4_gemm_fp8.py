@@ -11,7 +11,7 @@ import torch
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.ops.nvfp4_gemm import EXACT, FP8_NAME, kernels_of
-from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, large_tiles, random_weight, weights
+from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, random_weight, weights
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _SLICES = tuple(2**exponent for exponent in (23, 24, 25, 26, 27, 28))  # values of a weight at a time
@@ -21,11 +21,17 @@ _COMPILED = (256, 512, 8192)
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them unless it is the exact product."""
     default = kernels_of(device.arch).default_fp8_config(m, n, k, device)
-    decoding = large_tiles(m, n, k, fp8=True) if device.arch == "sm_90" else []
+    decoding = _decoding(m, n, k) if device.arch == "sm_90" else []
     by_count = {-(-n * k // values): Expanded(values) for values in reversed(_SLICES)}
     # The vendor's product wants a weight of a multiple of 16 rows; slices have at least 128 of them.
     expanding = [config for count, config in by_count.items() if n % 16 == 0 and count <= max(1, n // 128)]
     return list(dict.fromkeys([*([default] if default else []), *decoding, *expanding]))
+
+
+def _decoding(m: int, n: int, k: int) -> list[Any]:
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+
+    return nvfp4_wgmma_large.configs(m, n, k, fp8=True)
 
 
 class Fp8Workload(NvFp4Workload):

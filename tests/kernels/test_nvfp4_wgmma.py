@@ -158,22 +158,3 @@ def test_batch_invariant_sums_have_no_parts() -> None:
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
     assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
-
-
-@pytest.mark.parametrize(
-    ("n", "k"), [(5120, 2048), (2048, 4096), (2112, 7168), (8192, 28672), (512, 1024), (10240, 8192)], ids=str
-)
-def test_unmeasured_products_split_k_where_they_fill_the_gpu(n: int, k: int) -> None:
-    from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma_split
-
-    for m in (1, 9, 16, 33, 64, 100, 256, 1000, 4096):
-        chosen = nvfp4_hopper.default_config(m, n, k, hardware.nvidia(9, 0))
-        if isinstance(chosen, nvfp4_wgmma_split.Config):
-            assert chosen.block_m < 2 * max(m, 8)
-            steps = chosen.tiles(m, n) * -(-k // 128)
-            assert steps >= 24 * chosen.programs if chosen.programs else 64 <= chosen.tiles(m, n) <= 132
-        if m <= 16:
-            tiles = nvfp4_wgmma_split.Config(8 if m <= 8 else 16, 4).tiles(m, n)
-            long = tiles * -(-k // 128) >= 24 * 132
-            assert isinstance(chosen, nvfp4_wgmma_split.Config) == (tiles >= 64 and (tiles <= 132 or long))

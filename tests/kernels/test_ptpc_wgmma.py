@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PTPC GEMM's kernel for many rows on Hopper: which products it serves, and how it cuts unmeasured ones."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -29,10 +30,24 @@ def test_it_serves_rows_of_16_byte_lines() -> None:
     assert ptpc_wgmma.serves(codes(300, 544)[:, 16:528], w, torch.bfloat16)
 
 
-def test_few_rows_are_the_other_kernels() -> None:
-    hopper = hardware.nvidia(9, 0)
-    assert isinstance(ptpc_hopper.default_config(hopper, 64, 8192, 8192), GemmConfig)
-    assert isinstance(ptpc_hopper.default_config(hopper, 65, 8192, 8192), ptpc_wgmma.Config)
+def test_few_rows_and_few_tiles_are_the_other_kernels() -> None:
+    chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
+    assert isinstance(chosen(64, 8192, 8192), GemmConfig)
+    assert isinstance(chosen(65, 8448, 8192), GemmConfig)
+    assert isinstance(chosen(65, 8449, 8192), ptpc_wgmma.Config)
+    assert isinstance(chosen(256, 4224, 8192), GemmConfig)
+    assert isinstance(chosen(257, 4224, 8192), ptpc_wgmma.Config)
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
+@pytest.mark.parametrize("k", [16, 512, 1000, 1024, 8192])
+def test_rings_fit_into_shared_memory_and_rows_into_lines(m: int, k: int) -> None:
+    for n in (128, 2048, 2112, 8448, 10240, 57344):
+        config = ptpc_hopper.default_config(hardware.nvidia(9, 0), m, n, k)
+        if isinstance(config, GemmConfig):
+            assert (config.block_m + config.block_n) * config.block_k * config.stages <= 200 * 1024
+            assert config.tma == (k % 16 == 0)
+            assert config.split_k == 1 or n <= 2048
 
 
 def test_a_tile_is_cut_for_few_waves() -> None:

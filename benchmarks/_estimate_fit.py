@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits kernels/nvfp4_estimate.py to results/nvfp4_configs_sm_90.json, and prints its table.
+
+python -m benchmarks._estimate_fit
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks._markdown import load
+from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma_large, nvfp4_wgmma_split
+
+RESULT = "nvfp4_configs_sm_90.json"
+# Of a fit by least squares of relative errors, so many times again with those down that were far off.
+ROUNDS, NEAR = 5, 0.05
+# The estimate of a weight is that of a fit without it and every so many others.
+FOLDS = 6
+
+Row = dict[str, Any]
+Times = dict[tuple[str, int, int, str], tuple[float, ...]]
+
+
+class Chosen(NamedTuple):
+    """What the estimate chooses for a row, its microseconds as estimated and as measured, and those of the best."""
+
+    row: Row
+    config: nvfp4_estimate.Config
+    estimated: float
+    measured: float
+    best: float
+
+
+def config_of(fields: Sequence[Any]) -> nvfp4_estimate.Config:
+    """What nvfp4_configs.py described."""
+    kernel, *numbers = fields
+    return nvfp4_wgmma_large.Config(*numbers) if kernel == "large" else nvfp4_wgmma_split.Config(*numbers)
+
+
+def measured(row: Row) -> Iterator[tuple[nvfp4_estimate.Config, float]]:
+    for *fields, us in row["us"]:
+        yield config_of(fields), us
+
+
+def fit(rows: Sequence[Row]) -> Times:
+    """(launch, step, tile, part) of each kind of tile, as `nvfp4_estimate.microseconds` adds them up."""
+    loads, times = defaultdict(list), defaultdict(list)
+    for row in rows:
+        for config, us in measured(row):
+            kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"])
+            loads[kind].append([1, *load_])
+            times[kind].append(us)
+    return {kind: _least_squares(np.array(loads[kind], float), np.array(times[kind])) for kind in sorted(loads)}
+
+
+def _least_squares(loads: np.ndarray, times: np.ndarray) -> tuple[float, ...]:
+    # A column that is the same everywhere has no time of its own, and none is negative.
+    used = [i for i in range(4) if i == 0 or np.ptp(loads[:, i]) > 0]
+    while True:
+        weight = 1 / times
+        for _ in range(ROUNDS):
+            found, *_ = np.linalg.lstsq(loads[:, used] * weight[:, None], times * weight, rcond=None)
+            errors = np.abs(loads[:, used] @ found / times - 1)
+            weight = 1 / times / np.sqrt(np.maximum(NEAR, errors))
+        if found.min() >= 0:
+            break
+        del used[int(found.argmin())]
+    result = np.zeros(4)
+    result[used] = found
+    return tuple(round(float(value), 3) for value in result)
+
+
+def chosen(row: Row, times: Times) -> Chosen:
+    """By the estimate with `times`."""
+    us = dict(measured(row))
+
+    def estimate(config: nvfp4_estimate.Config) -> float:
+        kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"])
+        return sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
+
+    config = min(us, key=estimate)
+    return Chosen(row, config, estimate(config), us[config], min(us.values()))
+
+
+def left_out(rows: Sequence[Row]) -> list[Chosen]:
+    """Of every row, by a fit that knows nothing of its weight."""
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    found = []
+    for fold in range(FOLDS):
+        unseen = set(layers[fold::FOLDS])
+        times = fit([row for row in rows if row["layer"] not in unseen])
+        found += [chosen(row, times) for row in rows if row["layer"] in unseen]
+    return found
+
+
+def main() -> None:
+    rows = load(RESULT)["rows"]
+    for (kernel, block_m, block_n, sharing), times in fit(rows).items():
+        print(f'    ("{kernel}", {block_m}, {block_n}, "{sharing}"): ({", ".join(map(str, times))}),')
+    slower = [each.measured / each.best for each in left_out(rows)]
+    print(f"left out: mean {np.mean(slower):.3f}, 95% {np.quantile(slower, 0.95):.3f}, most {max(slower):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the NVFP4 GEMM takes on an H100 under a configuration: the choice for weights that nobody has measured.
+
+The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds. The four
+numbers of each kind of tile are fitted to what was measured of every configuration on thirty weights
+(benchmarks/results/nvfp4_configs_sm_90.json) by `python -m benchmarks._estimate_fit`, which also says how much slower
+than the best the choice is for weights that are left out of the fit. What won at a weight of like size is a worse
+guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
+from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels.sizes import cdiv
+
+Config = nvfp4_wgmma_large.Config | nvfp4_wgmma_split.Config
+
+_SMS = 132
+# Bytes of x that the L2 cache holds beside the weight. Programs at different columns of more wait for memory: each of
+# their steps took 1.3 to 1.8 times as long.
+_CACHED, _UNCACHED_STEP = 32e6, 1.6
+# Programs that share the steps of all tiles have so many each, or more.
+_LEAST_STEPS = 8
+
+# Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
+_TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
+    ("large", 64, 128, "cut"): (4.627, 1.251, 0.0, 0.626),
+    ("large", 64, 128, "shares"): (4.984, 1.152, 0.0, 0.107),
+    ("large", 64, 128, "whole"): (0.942, 1.124, 2.222, 0.0),
+    ("large", 64, 256, "cut"): (5.331, 2.295, 0.0, 0.931),
+    ("large", 64, 256, "shares"): (6.85, 1.885, 0.0, 0.147),
+    ("large", 64, 256, "whole"): (0.0, 1.86, 5.326, 0.0),
+    ("large", 128, 128, "cut"): (4.83, 1.599, 0.0, 0.894),
+    ("large", 128, 128, "shares"): (5.826, 1.454, 0.0, 0.181),
+    ("large", 128, 128, "whole"): (2.13, 1.506, 1.353, 0.0),
+    ("large", 128, 256, "cut"): (6.496, 2.91, 0.0, 2.148),
+    ("large", 128, 256, "shares"): (9.411, 2.44, 0.0, 0.125),
+    ("large", 128, 256, "whole"): (1.513, 2.45, 3.786, 0.0),
+    ("large", 256, 128, "cut"): (5.059, 2.781, 1.641, 1.57),
+    ("large", 256, 128, "shares"): (8.513, 2.381, 0.0, 0.23),
+    ("large", 256, 128, "whole"): (0.259, 2.546, 2.957, 0.0),
+    ("split", 8, 64, "shared"): (2.182, 0.213, 0.688, 0.433),
+    ("split", 8, 64, "whole"): (0.807, 0.169, 1.887, 0.0),
+    ("split", 8, 128, "shared"): (2.235, 0.458, 0.808, 0.41),
+    ("split", 8, 128, "whole"): (0.0, 0.314, 2.702, 0.0),
+    ("split", 16, 64, "shared"): (2.296, 0.217, 0.786, 0.461),
+    ("split", 16, 64, "whole"): (0.485, 0.181, 2.23, 0.0),
+    ("split", 16, 128, "shared"): (2.365, 0.479, 1.03, 0.417),
+    ("split", 16, 128, "whole"): (0.0, 0.343, 2.813, 0.0),
+    ("split", 32, 64, "shared"): (2.146, 0.233, 1.196, 0.431),
+    ("split", 32, 64, "whole"): (0.552, 0.196, 2.522, 0.0),
+    ("split", 32, 128, "shared"): (2.751, 0.465, 1.015, 0.447),
+    ("split", 32, 128, "whole"): (0.0, 0.367, 2.923, 0.0),
+    ("split", 64, 64, "shared"): (1.765, 0.291, 1.522, 0.537),
+    ("split", 64, 64, "whole"): (0.567, 0.244, 2.853, 0.0),
+    ("split", 64, 128, "shared"): (2.765, 0.529, 1.253, 0.534),
+    ("split", 64, 128, "whole"): (0.0, 0.449, 3.326, 0.0),
+    ("split", 128, 64, "shared"): (0.529, 0.596, 2.234, 0.645),
+    ("split", 128, 64, "whole"): (0.207, 0.371, 3.261, 0.0),
+    ("split", 128, 128, "shared"): (2.472, 0.749, 2.186, 0.745),
+    ("split", 128, 128, "whole"): (0.0, 0.645, 3.868, 0.0),
+}
+
+
+class Load(NamedTuple):
+    """What the program with the most work does.
+
+    Attributes:
+        kind: kernel, rows of x and of the weight in a tile, and how tiles are shared out.
+        steps: steps of the split kernel, groups of steps of the large one.
+        tiles: tiles of which it computes something.
+        parts: programs that compute one tile; 0 where none is cut.
+    """
+
+    kind: tuple[str, int, int, str]
+    steps: float
+    tiles: float
+    parts: float
+
+
+def load_of(config: Config, m: int, n: int, k: int) -> Load:
+    """What `config` gives the busiest program to do, on 132 multiprocessors."""
+    if isinstance(config, nvfp4_wgmma_split.Config):
+        tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
+        if config.programs:
+            share = cdiv(tiles * steps, config.programs)
+            touched = _touched(tiles, steps, config.programs)
+            return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
+        waves = cdiv(tiles, _SMS)
+        return Load(_kind("split", config, "whole"), waves * steps, waves, 0)
+    tiles, groups = cdiv(m, config.block_m) * cdiv(n, config.block_n), nvfp4_wgmma_large.groups_of(k)
+    shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, _SMS)
+    if shares:
+        return Load(_kind("large", config, "shares"), cdiv(groups, shares), 1, shares)
+    whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, _SMS, config.cut)
+    if whole == tiles:
+        waves = cdiv(tiles, _SMS)
+        return Load(_kind("large", config, "whole"), waves * groups, waves, 0)
+    share = cdiv((tiles - whole) * groups, _SMS)
+    slower = _UNCACHED_STEP if config.cut == 2 and 2 * m * k > _CACHED else 1
+    steps = whole // _SMS * groups + share * slower
+    return Load(_kind("large", config, "cut"), steps, whole // _SMS, _SMS / (tiles - whole))
+
+
+def _kind(kernel: str, config: Config, sharing: str) -> tuple[str, int, int, str]:
+    return kernel, config.block_m, config.block_n, sharing
+
+
+def _touched(tiles: int, steps: int, programs: int) -> int:
+    """The most tiles of which one program has a stretch, where they share all steps evenly."""
+    each, longer = divmod(tiles * steps, programs)
+    begins = [program * each + min(program, longer) for program in range(programs + 1)]
+    return max(cdiv(end, steps) - begin // steps for begin, end in zip(begins, begins[1:], strict=False))
+
+
+def microseconds(config: Config, m: int, n: int, k: int) -> float:
+    """Of a product of x [m, k] and a weight [n, k]."""
+    load = load_of(config, m, n, k)
+    launch, step, tile, part = _TIMES[load.kind]
+    return launch + step * load.steps + tile * load.tiles + part * load.parts
+
+
+def configs(m: int, n: int, k: int) -> Iterator[Config]:
+    """Configurations of both kernels that could be the fastest, and that no sum of parts makes slow for sure."""
+    for whole in nvfp4_wgmma_split.configs(m):
+        if _SMS // 3 <= whole.tiles(m, n) <= 2 * _SMS:
+            yield whole
+    for shared in nvfp4_wgmma_split.shared_configs(m, n):
+        if shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= _LEAST_STEPS * shared.programs:
+            yield shared
+    yield from nvfp4_wgmma_large.configs(m, n, k)
+
+
+def fastest(m: int, n: int, k: int) -> Config | None:
+    """The configuration with the least estimate; None for few rows of a weight too small for these kernels."""
+    return min(configs(m, n, k), key=lambda config: microseconds(config, m, n, k), default=None)

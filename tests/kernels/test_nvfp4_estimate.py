@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate by which the NVFP4 GEMM on Hopper is configured for weights that nobody has measured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import _estimate_fit
+from benchmarks._markdown import load
+from llm_quant_rocm import hardware
+from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_hopper, nvfp4_wgmma
+from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config as Split
+
+HOPPER = hardware.nvidia(9, 0)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Sequence[dict[str, Any]]:
+    found: Sequence[dict[str, Any]] = load(_estimate_fit.RESULT)["rows"]
+    return found
+
+
+def test_the_table_is_that_of_the_committed_figures(rows: Sequence[dict[str, Any]]) -> None:
+    assert {kind: pytest.approx(times, abs=2e-3) for kind, times in _estimate_fit.fit(rows).items()} == (
+        nvfp4_estimate._TIMES
+    )
+
+
+def test_weights_that_the_fit_has_not_seen_are_nearly_as_fast_as_can_be(rows: Sequence[dict[str, Any]]) -> None:
+    slower = [each.measured / each.best for each in _estimate_fit.left_out(rows)]
+    assert len(slower) == len(rows) >= 250
+    assert np.mean(slower) < 1.02
+    assert np.quantile(slower, 0.95) < 1.08
+    assert max(slower) < 1.25
+
+
+def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[dict[str, Any]]) -> None:
+    errors = [abs(each.estimated / each.measured - 1) for each in _estimate_fit.left_out(rows)]
+    assert np.median(errors) < 0.08
+    assert np.quantile(errors, 0.95) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "load"),
+    [
+        # 64 rows of the weight and one of x in a tile: 128 tiles, all at once, of 64 steps.
+        (Split(8, 4), (1, 8192, 8192), (64, 1, 0)),
+        # 160 of them are two waves.
+        (Split(8, 4), (1, 10240, 8192), (128, 2, 0)),
+        # 80 tiles of 128 rows and 64 steps among 132 programs: up to 39 steps, of two tiles.
+        (Split(64, 2, programs=132), (64, 10240, 8192), (39, 2, 132 / 80)),
+        # 128 programs for 160 tiles: a tile and a quarter each, and never of three.
+        (Split(16, 4, programs=128), (16, 10240, 8192), (80, 2, 1)),
+        # 10 tiles of 32 groups, eight programs each.
+        (Large(64, 128, 2, shares=8), (64, 1280, 8192), (4, 1, 8)),
+        # So many would not run together: the tiles are cut instead.
+        (Large(64, 128, 2, shares=8), (64, 8192, 8192), (64 * 32 / 132, 0, 132 / 64)),
+        # 160 tiles: one each, and the rest in stretches; the x of 33 MB or more is not cached.
+        (Large(256, 128, 1), (1024, 5120, 2048), (8 + 2, 1, 132 / 28)),
+        (Large(256, 128, 2), (1024, 5120, 2048), (10, 0, 132 / 160)),
+        (Large(256, 128, 2), (1024, 5120, 25600), (122 * 1.6, 0, 132 / 160)),
+        (Large(256, 128, 0), (1024, 5120, 2048), (16, 2, 0)),
+    ],
+    ids=str,
+)
+def test_what_the_busiest_program_does(config: Any, shape: tuple[int, int, int], load: tuple[float, ...]) -> None:
+    found = nvfp4_estimate.load_of(config, *shape)
+    assert (np.ceil(found.steps), found.tiles, found.parts) == pytest.approx((np.ceil(load[0]), *load[1:]))
+
+
+def test_what_is_chosen_is_compiled_for_powers_of_two_of_rows_alone() -> None:
+    for n, k in ((8192, 8192), (1280, 8192), (512, 1024)):
+        for m in (1, 5, 9, 100, 129, 1000, 3000):
+            covering = max(8, 1 << (m - 1).bit_length())
+            assert nvfp4_hopper.default_config(m, n, k, HOPPER) == nvfp4_hopper.default_config(covering, n, k, HOPPER)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (512, 1024), (100, 128)], ids=str)
+def test_few_rows_of_a_small_weight_are_the_other_kernels(n: int, k: int) -> None:
+    for m in (1, 16, 32):
+        assert nvfp4_estimate.fastest(m, n, k) is None
+        assert isinstance(nvfp4_hopper.default_config(m, n, k, HOPPER), nvfp4_wgmma.Config)
+    for m in (33, 64, 100, 1000, 5000):
+        assert isinstance(nvfp4_hopper.default_config(m, n, k, HOPPER), Large | Split)
