@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) chooses from, on thirty weights.
+"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) chooses from, on 31 weights.
 
     python benchmarks/nvfp4_configs.py [--layers PATTERN ...]
 
