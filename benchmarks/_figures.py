@@ -217,6 +217,35 @@ def fp8_prefill() -> str:
     return f"{measured_on(result)}:\n\n{table(['rows', *harness.LAYERS, 'mean'], rows)}"
 
 
+def untuned(name: str, shown: Mapping[str, tuple[str, str]]) -> str:
+    """By rows of x, the mean over layers that nothing was tuned for of one's time over another's, and the least."""
+    result = load(name)
+    rows = []
+    for m in harness.UNTUNED_MS:
+        here = [row["us"] for row in result["rows"] if row["m"] == m]
+        found = [[us[theirs] / us[ours] for us in here if ours in us] for theirs, ours in shown.values()]
+        rows.append([str(m), *(f"{sum(each) / len(each):.2f} ({min(each):.2f})" if each else "" for each in found)])
+    return f"{measured_on(result)}:\n\n{table(['rows', *shown], rows)}"
+
+
+def nvfp4_untuned() -> str:
+    shown = {
+        "bf16": ("bf16", "nvfp4_gemm"),
+        "Marlin": ("marlin", "nvfp4_gemm"),
+        'bf16, with `prefill="fp8"`': ("bf16", "nvfp4_gemm_fp8"),
+    }
+    return untuned("nvfp4_gemm_untuned_sm_90.json", shown)
+
+
+def ptpc_untuned() -> str:
+    shown = {
+        "`torch._scaled_mm` rowwise over `ptpc_gemm`": ("torch_rowwise", "ptpc_gemm"),
+        "vLLM's CUTLASS over `ptpc_gemm`": ("vllm_cutlass", "ptpc_gemm"),
+        "bf16 over `ptpc_linear`": ("bf16", "ptpc_linear"),
+    }
+    return untuned("ptpc_gemm_untuned_sm_90.json", shown)
+
+
 def experts() -> str:
     result = load("nvfp4_moe_sm_90.json")
     return f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}"
@@ -368,8 +397,10 @@ TABLES: dict[str, Callable[[], str]] = {
         all_reduce,
         fused_norm,
         fused_engine,
+        ptpc_untuned,
         ptpc_experts,
         fp8_prefill,
+        nvfp4_untuned,
         experts,
         nvfp4_engine,
         sglang_engine,

@@ -29,10 +29,11 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     plot(result, name)
     names = measured(rows, EVERYONE)
     peers = measured(rows, PEERS)
-    llama = [row for row in rows if row["layer"] in harness.LAYERS]
+    untuned = "untuned" in name
+    of = rows if untuned else [row for row in rows if row["layer"] in harness.LAYERS]
     means = []
-    for m in dict.fromkeys(row["m"] for row in llama):
-        here = [row for row in llama if row["m"] == m]
+    for m in dict.fromkeys(row["m"] for row in of):
+        here = [row for row in of if row["m"] == m]
         found = harness.mean_ratios([_with_limit(row) for row in here], "bf16")
         means.append([str(m), *(f"{found[name]:.2f}" if name in found else "" for name in [*names, "limit"])])
     header = ["layer", "N", "K", "M", *names, "limit", *(f"{peer} / nvfp4_gemm" for peer in peers)]
@@ -43,12 +44,14 @@ def gemm(name: str, result: dict[str, Any]) -> str:
         for row in rows
     ]
     means_table = table(["M", *names, "limit"], means)
+    title = "NVFP4 GEMM, layers that nothing was tuned for" if untuned else "NVFP4 GEMM"
     return (
-        f"## NVFP4 GEMM\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"
+        f"## {title}\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"
         "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
         "which FP8 exceeds. `nvfp4_gemm_fp8` is "
         f"`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. {_peers(names)}\n\nMean speed-up "
-        f"over bf16 of Llama-3-70B's layers:\n\n{means_table}\n\nMicroseconds of all layers:\n\n"
+        f"over bf16 of {'all' if untuned else 'Llama-3-70B' + chr(39) + 's'} layers:\n\n{means_table}\n\nMicroseconds "
+        f"of all layers:\n\n"
         f"{table(header, body)}{failures(rows)}"
     )
 

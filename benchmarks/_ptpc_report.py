@@ -12,31 +12,14 @@ GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc
 OURS = ("triton", "ptpc_gemm", "ptpc_linear")
 
 
-def plot_gemm(name: str, result: dict[str, Any]) -> None:
+def plot_gemm(name: str, title: str, result: dict[str, Any]) -> None:
     """Speed-up over cuBLAS bf16 against M, a panel a layer."""
-    layers = list(dict.fromkeys(row["layer"] for row in result["rows"]))
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharex=True, sharey=True)
-    for axis, layer in zip(axes.flat, layers, strict=True):
-        rows = [row for row in result["rows"] if row["layer"] == layer]
-        for who in GEMMS:
-            if who in rows[0]["us"]:
-                ratios = [row["us"]["bf16"] / row["us"][who] for row in rows]
-                style = {"linewidth": 2.2} if who in OURS else {"linewidth": 1.2, "linestyle": "--"}
-                axis.plot([row["m"] for row in rows], ratios, marker=".", label=who, **style)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_ylim(bottom=0)
-        lines.by_size(axis, [row["m"] for row in rows])
-        axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}")
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
-    for axis in axes[1]:
-        axis.set_xlabel("M (tokens)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("speed-up over cuBLAS bf16")
-    figure.suptitle(f"PTPC GEMM, Llama-3-70B layers\n{measured_on(result)}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-    plt.close(figure)
+    layers = dict.fromkeys((row["layer"], row["n"], row["k"]) for row in result["rows"])
+    panels = {
+        f"{layer}: N={n} K={k}": lines.speed_up([row for row in result["rows"] if row["layer"] == layer], "m", "bf16")
+        for layer, n, k in layers
+    }
+    lines.plot(name, f"{title}\n{measured_on(result)}", panels, "M (tokens)", "speed-up over cuBLAS bf16")
 
 
 def plot_rows(name: str, result: dict[str, Any]) -> None:
@@ -67,12 +50,22 @@ def gemm_table(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
         us = row["us"]
-        ratios = [us["torch_rowwise"] / us["triton"], us["naive"] / us["ptpc_gemm"], us["bf16"] / us["ptpc_linear"]]
-        rows.append(
-            [row["layer"], str(row["m"]), *(f"{us[name]:.1f}" for name in names), *(f"{ratio:.2f}" for ratio in ratios)]
+        over = (
+            ("torch_rowwise", "triton"),
+            ("vllm_cutlass", "ptpc_gemm"),
+            ("naive", "ptpc_gemm"),
+            ("bf16", "ptpc_linear"),
         )
-    derived = ["torch_rowwise / triton", "naive / ptpc_gemm", "bf16 / ptpc_linear"]
-    return table(["layer", "M", *names, *derived], rows)
+        ratios = {f"{theirs} / {ours}": us[theirs] / us[ours] for theirs, ours in over if theirs in us}
+        rows.append(
+            [
+                row["layer"],
+                str(row["m"]),
+                *(f"{us[name]:.1f}" for name in names),
+                *(f"{ratio:.2f}" for ratio in ratios.values()),
+            ]
+        )
+    return table(["layer", "M", *names, *ratios], rows)
 
 
 def row_table(result: dict[str, Any]) -> str:
@@ -87,9 +80,10 @@ def row_table(result: dict[str, Any]) -> str:
 
 
 def gemm(name: str, result: dict[str, Any]) -> str:
-    plot_gemm(name, result)
+    title = "PTPC GEMM and linear layer" + (", layers that nothing was tuned for" if "untuned" in name else "")
+    plot_gemm(name, title, result)
     return (
-        f"## PTPC GEMM and linear layer\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`triton` is "
+        f"## {title}\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`triton` is "
         "our kernel, `ptpc_gemm` what the operator dispatches to, `ptpc_linear` the whole layer with the quantization "
         f"of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n{gemm_table(result)}"
     )
