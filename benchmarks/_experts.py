@@ -72,7 +72,7 @@ class Layer:
                 try:
                     self.runners[name].append(prepare(w13, w2))
                 except Exception as error:
-                    self.failed[name] = timing.first_line(error)
+                    self.failed[name] = timing.in_a_cell(error)
 
     def measure(self, tokens: int, router: str, bandwidth: float, rate: float) -> dict[str, Any]:
         """A row's figures; `bandwidth` in bytes and `rate` in operations a second."""

@@ -71,7 +71,7 @@ class Layer:
             try:
                 self.products[name] = [prepare(weight) for weight in weights]
             except Exception as error:
-                self.failed[name] = timing.first_line(error)
+                self.failed[name] = timing.in_a_cell(error)
 
     def measure(self, m: int) -> dict[str, Any]:
         x = torch.randn(m, self.k, device="cuda", dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def main() -> None:
             if folder:
                 everyone[name] = make(folder).prepare
         except Exception as error:
-            absent[name] = timing.first_line(error)
+            absent[name] = timing.in_a_cell(error)
     everyone |= {"nvfp4_gemm": exact, FP8: fp8}
     bandwidth, rate = timing.copy_bandwidth(), timing.bf16_rate()
     print(f"copy {bandwidth / 1e9:.0f} GB/s, bf16 {rate / 1e12:.0f} TFLOP/s", absent or "", flush=True)

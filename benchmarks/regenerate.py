@@ -9,7 +9,7 @@ stopped and called again; so are those that want other GPUs, or an engine that i
 would run, about how long each takes, and why the others would not. With --budget no step is begun that should not end
 within so many seconds. FOLDER is where `pip install --target` put vLLM, SGLang or Humming, where they are not
 installed; without them their columns are missing, and steps about an engine are left out. Figures go to
-benchmarks/results, or to $OUT. Where the machine has no git, COMMIT says which commit it is.
+benchmarks/results, or to $OUT. Where the machine has no git, LLM_QUANT_ROCM_COMMIT says which commit it is.
 """
 
 import argparse
@@ -154,12 +154,12 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = provenance.environment()
     if "commit" not in here:
-        raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set COMMIT")
+        raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set LLM_QUANT_ROCM_COMMIT")
     arch = hardware.detect(torch.device("cuda")).arch if gpus else hardware.CPU.arch
     folder = Path(os.environ.get("OUT", RESULTS))
     places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
     engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]
-    variables = {**os.environ, "COMMIT": here["commit"], "OUT": str(folder)}
+    variables = {**os.environ, "LLM_QUANT_ROCM_COMMIT": here["commit"], "OUT": str(folder)}
     print(provenance.line(here), flush=True)
     reasons: dict[Step, str | None] = {}
     for step in steps:

@@ -63,7 +63,7 @@ _ALL = (
     Variable(NVFP4, "0 leaves NVFP4 checkpoints to the engine", "1", ("0", "1")),
     Variable(
         f"{NVFP4}_PREFILL",
-        "fp8 computes calls of more than 64 tokens in FP8: faster, and less exact",
+        "fp8 computes calls of more than 64 tokens, decode too, in FP8 where that is faster; less exact",
         "`prefill` of the checkpoint's configuration, else exact",
         ("exact", "fp8"),
     ),
@@ -94,7 +94,11 @@ _ALL = (
         "0",
     ),
     Variable("HF_HUB_OFFLINE", "Hugging Face's: 1 forbids downloads, as the commands do where a model is local", "0"),
-    Variable("COMMIT", "what measurements name as their commit where the package lies in no repository", "git's"),
+    Variable(
+        "LLM_QUANT_ROCM_COMMIT",
+        "what measurements name as their commit where the package lies in no repository",
+        "git's",
+    ),
     Variable("XDG_CACHE_HOME", "the folder whose llm-quant-rocm holds what was measured on this machine", "~/.cache"),
 )
 VARIABLES = {variable.name: variable for variable in _ALL}

@@ -52,7 +52,7 @@ def amd(arch: str) -> Hardware:
     """Facts of an AMD architecture by its name as the driver gives it ("gfx942:sramecc+:xnack-")."""
     name = arch.split(":")[0]
     if name not in _AMD:
-        raise ValueError(f"{name} is not supported: llm-quant-rocm knows {', '.join(_AMD)}")
+        raise ValueError(f"{name} is not supported: llm-quant-rocm knows {', '.join(_AMD)}; run on one of these")
     return _AMD[name]
 
 

@@ -17,8 +17,8 @@ _PACKAGES = ("vllm", "sglang", "aiter", "lm-eval")
 def environment(gpus: int | None = None) -> dict[str, str]:
     """Names and versions of the machine and the software, and the day.
 
-    `commit` is that of the repository that this package lies in, or what the variable COMMIT says; an installed package
-    has its version alone.
+    `commit` is that of the repository that this package lies in, or what the variable LLM_QUANT_ROCM_COMMIT says; an
+    installed package has its version alone.
 
     Args:
         gpus: how many of the machine's were used; None: all.
@@ -30,7 +30,7 @@ def environment(gpus: int | None = None) -> dict[str, str]:
     versions |= {package: installed(package) for package in _PACKAGES}
     found |= {package: version for package, version in versions.items() if version}
     found |= {"python": platform.python_version(), "llm-quant-rocm": __version__}
-    commit = read("COMMIT") or _commit()
+    commit = read("LLM_QUANT_ROCM_COMMIT") or _commit()
     if commit:
         found["commit"] = commit
     return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d")}

@@ -131,11 +131,11 @@ def measure(
                 raise ArithmeticError(f"relative error {errors[name]} exceeds {tolerance[name]}")
             graphs[name] = capture(calls), len(calls)
         except Exception as error:
-            failed[name] = first_line(error)
+            failed[name] = in_a_cell(error)
     times = {name: round(t, 2) for name, t in time_graphs(graphs).items()}
     return {"us": times, "error": errors, **({"failed": failed} if failed else {})}
 
 
-def first_line(error: Exception) -> str:
+def in_a_cell(error: Exception) -> str:
     """An exception in a table's cell."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]

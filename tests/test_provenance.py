@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance.subprocess, "run", git := Mock(side_effect=FileNotFoundError("git")))
-    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.delenv("LLM_QUANT_ROCM_COMMIT", raising=False)
     assert "commit" not in provenance.environment()
     assert git.called == (ROOT / ".git").exists()
 

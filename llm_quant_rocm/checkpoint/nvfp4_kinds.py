@@ -147,7 +147,8 @@ def served_here(platform: str, capability: tuple[int, int] | None) -> bool:
     if capability is None:
         return False
     if platform == "rocm":
-        return capability[0] == 9  # CDNA: gfx90a, gfx942 and gfx950, which have no units for NVFP4
+        # CDNA, which has no units for NVFP4. gfx906 and gfx908 are 9.0 like gfx90a: `hardware.amd` refuses them.
+        return capability[0] == 9
     # Of NVIDIA's GPUs Hopper has kernels here. Older ones are better served by engines', newer ones by their own units.
     return platform == "cuda" and capability == (9, 0)
 

@@ -166,7 +166,10 @@ def better_left_to(own: Any, policy: Policy, variable: str) -> str | None:
     faster, or wants it so by the environment's `variable`."""
     if own is None or own.disabled or policy.measured or policy.settings.min_bytes is not None:
         return None
-    return f"its QuickReduce serves this codec, and nobody measured ours here: set {variable} for ours"
+    return (
+        "its QuickReduce serves this codec, and nobody measured ours here (llm-quant-rocm tune quick_reduce): set "
+        f"{variable} for ours"
+    )
 
 
 def hosts_of(group: dist.ProcessGroup, same_host: Callable[..., Sequence[bool]]) -> list[list[int]]:

@@ -85,7 +85,7 @@ class QuickReduce:
         # Who has none would leave the others waiting at the rendezvous, for as long as its store does.
         refusal = first_refusal(refusal, group)
         if refusal is not None:
-            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {refusal}")
+            raise NoPeerMemory(f"torch's symmetric memory gave a rank no {size >> 20} MiB: {refusal}")
         try:
             handle = symmetric_memory.rendezvous(region, group)
         except RuntimeError as error:

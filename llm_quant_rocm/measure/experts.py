@@ -137,7 +137,7 @@ class Layer:
             self._runners.setdefault(name, []).append(prepare())
         except Exception as error:  # a peer's reasons are its own
             self._runners.pop(name, None)
-            self.absent[name] = timing.first_line(error)
+            self.absent[name] = timing.in_a_cell(error)
 
     def measure(self, tokens: int, router: str = "fair") -> dict[str, Any]:
         """{"us": ..., "error": ...} by name, and "failed" where there is something."""

@@ -191,7 +191,9 @@ def _validate(
             f"{NAME}: x {tuple(x.shape)} and the weight [{n}, {k}] do not fit: [..., K] and [N, K] are needed"
         )
     if bias is not None and (bias.shape != (n,) or bias.dtype not in HALF_OR_SINGLE):
-        raise ValueError(f"{NAME}: bias must be bf16, fp16 or fp32 of shape ({n},)")
+        raise ValueError(
+            f"{NAME}: bias must be bf16, fp16 or fp32 of shape ({n},), not {bias.dtype} of shape {tuple(bias.shape)}"
+        )
     for label, tensor in (("weight", codes), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{NAME}: {label} is on {tensor.device}, x on {x.device}; move them to one device")

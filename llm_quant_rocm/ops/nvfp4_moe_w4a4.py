@@ -38,13 +38,14 @@ def nvfp4_moe_w4a4(
     experts = w13.codes.shape[0]
     if not (x.dim() == 2 and w13.k == w2.n == x.shape[1] and w13.n == 2 * w2.k and w2.codes.shape[0] == experts):
         raise ValueError(
-            f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.codes.shape)} and w2 {tuple(w2.codes.shape)} do not fit"
+            f"{NAME}: x {tuple(x.shape)}, w13 {(experts, w13.n, w13.k)} and w2 {(w2.codes.shape[0], w2.n, w2.k)} "
+            "do not fit: [T, H], [E, 2I, H] and [E, H, I] are needed"
         )
     for scale in input_scales:
         if scale.dtype != torch.float32:
             raise TypeError(f"{NAME}: input_scales must be fp32, not {scale.dtype}")
         if scale.shape != (experts,):
-            raise ValueError(f"{NAME}: input_scales must be [{experts}] each")
+            raise ValueError(f"{NAME}: input_scales must be [{experts}] each, not {list(scale.shape)}")
         check_device(NAME, "input_scales", scale, x)
     for label, weight in (("w13", w13), ("w2", w2)):
         check_device(NAME, label, weight.codes, x)

@@ -136,9 +136,11 @@ def _usual(call: GemmCall) -> str | None:
     """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
     where reading the weight takes the time, and where there are few tiles
     (benchmarks/results/ptpc_gemm_untuned_sm_90.json)."""
+    if call.hardware.arch != "sm_90":
+        return None
     from llm_quant_rocm.kernels.sizes import few_tiles
 
-    return "triton" if call.hardware.arch == "sm_90" and (call.m <= 64 or few_tiles(call.m, call.n)) else None
+    return "triton" if call.m <= 64 or few_tiles(call.m, call.n) else None
 
 
 @lru_cache(tuning.KEPT)
@@ -178,7 +180,10 @@ def _validate(
             f"{(*x_shape[:-1], 1)} and {(w_shape[0], 1)}"
         )
     if bias is not None and (bias.shape != w_shape[:1] or bias.dtype not in HALF_OR_SINGLE):
-        raise ValueError(f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(w_shape[:1])}")
+        raise ValueError(
+            f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(w_shape[:1])}, "
+            f"not {bias.dtype} of shape {tuple(bias.shape)}"
+        )
     if out_dtype not in HALF_OR_SINGLE:
         raise TypeError(f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
     for label, tensor in (("xscale", xscale), ("wq", wq), ("wscale", wscale), ("bias", bias)):

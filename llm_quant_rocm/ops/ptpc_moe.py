@@ -101,7 +101,8 @@ def _validate(
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
     if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         raise ValueError(
-            f"{NAME}: x is [T, H], w13 [E, 2I, H] and w2 [E, H, I]; got {x.shape}, {w13.shape} and {w2.shape}"
+            f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit: "
+            "[T, H], [E, 2I, H] and [E, H, I] are needed"
         )
     experts, hidden, inner = w2.shape
     if w13.shape != (experts, 2 * inner, hidden) or x.shape[1] != hidden:
@@ -112,7 +113,9 @@ def _validate(
     flavour = hardware.detect(x.device).fp8_dtype
     for label, codes, scale in (("w13", w13, w13_scale), ("w2", w2, w2_scale)):
         if codes.dtype != flavour:
-            raise TypeError(f"{NAME}: {label} is {codes.dtype}, but {x.device} computes in {flavour}")
+            raise TypeError(
+                f"{NAME}: {label} is {codes.dtype}, but {x.device} computes in {flavour}; quantize it for it"
+            )
         if scale.dtype != torch.float32 or scale.shape != (*codes.shape[:2], 1):
             raise ValueError(
                 f"{NAME}: {label}_scale must be fp32 of shape {(*codes.shape[:2], 1)}, "

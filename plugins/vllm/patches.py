@@ -7,7 +7,7 @@
 - Why no public hook serves: a platform plugin may override the method, but vLLM takes one such plugin only, which then
   stands for the whole platform; and whoever has another (a vendor's) could not use ours.
 - When it acts: where VLLM_ROCM_QUICK_REDUCE_QUANTIZATION names a codec. Elsewhere the answer is the platform's own.
-- Checked on: vLLM 0.26.0 and 0.33.0 by reading, 0.32.0 by running it.
+- Checked on: vLLM 0.26.0 and 0.32.0 by running it, 0.33.0 by reading.
 - It can go when vLLM lets a general plugin register a communicator, or an all-reduce.
 
 The variable itself is widened by our codecs in `vllm.envs.environment_variables`, a public table, by vLLM's own

@@ -17,7 +17,12 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The made-up engines, a lock of the test's own, and figures beside them."""
-    for name, value in {"PYTHONPATH": STAND_INS, "TMPDIR": tmp_path, "OUT": tmp_path, "COMMIT": "abc1234"}.items():
+    for name, value in {
+        "PYTHONPATH": STAND_INS,
+        "TMPDIR": tmp_path,
+        "OUT": tmp_path,
+        "LLM_QUANT_ROCM_COMMIT": "abc1234",
+    }.items():
         monkeypatch.setenv(name, str(value))
 
 

@@ -81,7 +81,7 @@ def test_without_a_gpu_it_says_what_is_passed_over(capsys: pytest.CaptureFixture
 SCRIPT = """
 import json, os, pathlib, sys
 path = pathlib.Path(os.environ["OUT"], "NAME.json")
-path.write_text(json.dumps({"environment": {"commit": os.environ["COMMIT"]}}))
+path.write_text(json.dumps({"environment": {"commit": os.environ["LLM_QUANT_ROCM_COMMIT"]}}))
 sys.exit(STATUS)
 """
 

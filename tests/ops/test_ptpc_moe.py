@@ -108,9 +108,9 @@ def test_the_operator_is_well_formed() -> None:
     ("change", "error", "words"),
     [
         ({"x": torch.zeros(8, 64, dtype=torch.int32)}, TypeError, "x is torch.int32"),
-        ({"x": torch.zeros(64)}, ValueError, r"x is \[T, H\], .* got torch.Size\(\[64\]\)"),
-        ({"w13": torch.zeros(64, 64)}, ValueError, r"w13 \[E, 2I, H\] .* got .*\(\[64, 64\]\) and"),
-        ({"w2": torch.zeros(64, 32)}, ValueError, r"w2 \[E, H, I\]; got .* and torch.Size\(\[64, 32\]\)"),
+        ({"x": torch.zeros(64)}, ValueError, r"x \(64,\), .* do not fit: \[T, H\]"),
+        ({"w13": torch.zeros(64, 64)}, ValueError, r"w13 \(64, 64\) and .* do not fit"),
+        ({"w2": torch.zeros(64, 32)}, ValueError, r"w2 \(64, 32\) do not fit"),
         ({"w13": torch.zeros(4, 60, 64)}, ValueError, r"w13 \(4, 60, 64\) and .* do not fit"),
         ({"x": torch.zeros(8, 60)}, ValueError, "do not fit"),
         ({"x": torch.zeros(7, 64)}, ValueError, "topk_ids"),

@@ -111,7 +111,7 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
         quantized = [ops.per_token_quant_fp8(weight) for weight in dense]
         found["vllm_fp8"] = [partial(_vllm_fp8, _custom_ops, *pair) for pair in quantized]
     except Exception as error:  # one for another torch fails in many ways
-        absent["vllm_fp8"] = timing.first_line(error)
+        absent["vllm_fp8"] = timing.in_a_cell(error)
     if torch.version.hip:
         found.pop("vllm_fp8", None)
         absent["vllm_fp8"] = "vLLM's own kernel is for CUDA; on ROCm it calls aiter and torch, as ptpc_linear does"

@@ -75,6 +75,6 @@ def _vllm_is_there(absent: dict[str, str]) -> bool:
             if name.startswith("vllm_"):
                 calls[0]()
     except Exception as error:  # one for another torch fails in many ways
-        absent["vLLM"] = timing.first_line(error)
+        absent["vLLM"] = timing.in_a_cell(error)
         return False
     return True

@@ -91,9 +91,13 @@ def _measured(operator: str, arch: str) -> int:
 
 def _problem(operator: str, error: Exception) -> Problem:
     forced = backends.forced(operator)
-    usual = "run on a supported device" if isinstance(error, NotImplementedError) else "as it says"
-    cure = f"unset {environment.backend_of(operator)}" if forced else usual
-    return Problem(str(error), cure)
+    if forced:
+        return Problem(str(error), f"unset {environment.backend_of(operator)}")
+    return (
+        Problem(str(error), "run on a supported device")
+        if isinstance(error, NotImplementedError)
+        else Problem.of(str(error))
+    )
 
 
 def _calls(device: torch.device, facts: hardware.Hardware) -> dict[str, list[Any]]:
