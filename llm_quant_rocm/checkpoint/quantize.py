@@ -104,46 +104,16 @@ def quantize_checkpoint(
             where the layout has no W4A16.
         OSError: the disk is too small.
     """
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
-    if layout not in SCHEMES[scheme]:
-        raise ValueError(f"layout {layout!r} is not one of {', '.join(SCHEMES[scheme])}")
-    if scheme != "nvfp4" and (input_amax is not None or search):
-        raise ValueError("input_amax and search are for the scheme nvfp4")
-    if layout == "modelopt-legacy" and input_amax is None:
-        raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
+    _check_options(scheme, layout, input_amax, search)
     reader = Reader(source)
-    _check_ignored(reader, ignore, source)
     modules = _modules_folders(source)
-    if reader.config.get("model_type") in _TRANSPOSED:
-        raise ValueError(
-            f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
-            "be quantized"
-        )
-    stay = in_mixers(map(_module, reader.weights))
-    chosen = {name for name in reader.weights if not _matches(_module(name), ignore) and _module(name) not in stay}
-    if not chosen:
-        raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")
-    _check_experts(reader)
-    if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
-        raise ValueError(
-            "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
-            "compressed-tensors, or keep the experts with ignore"
-        )
-    _check_fused(chosen, reader)
+    chosen = _chosen(reader, source, scheme, layout, ignore)
     if input_amax is not None:
         _check_inputs(chosen, input_amax)
     form = SCHEMES[scheme][layout]
     method: Scheme = Ptpc(form)
     if scheme == "nvfp4":
-
-        def siblings(name: str) -> list[str]:
-            if not share_global_scales:
-                return [name]
-            others = (f"{module}.weight" for module in fused_with(_module(name)))
-            return [other for other in others if other in reader.tensors]
-
-        method = NvFp4(form, search, siblings, lambda name: reader.read(name).to(device), input_amax)
+        method = _nvfp4(form, reader, search, share_global_scales, device, input_amax)
     for name in sorted(chosen):
         method.check(name, reader.tensors[name])
     settings = {
@@ -167,6 +137,56 @@ def quantize_checkpoint(
         sum(record["tensor_bytes"] for record in output.files.values()),
         dict(sorted(errors.items())),
     )
+
+
+def _check_options(scheme: str, layout: str, input_amax: Mapping[str, float] | None, search: bool) -> None:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
+    if layout not in SCHEMES[scheme]:
+        raise ValueError(f"layout {layout!r} is not one of {', '.join(SCHEMES[scheme])}")
+    if scheme != "nvfp4" and (input_amax is not None or search):
+        raise ValueError("input_amax and search are for the scheme nvfp4")
+    if layout == "modelopt-legacy" and input_amax is None:
+        raise ValueError("hf_quant_config.json describes W4A4 only: give input_amax, or take the layout modelopt")
+
+
+def _chosen(reader: Reader, source: Path, scheme: str, layout: str, ignore: Sequence[str]) -> set[str]:
+    """The names of the weights to quantize."""
+    _check_ignored(reader, ignore, source)
+    if reader.config.get("model_type") in _TRANSPOSED:
+        raise ValueError(
+            f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
+            "be quantized"
+        )
+    stay = in_mixers(map(_module, reader.weights))
+    chosen = {name for name in reader.weights if not _matches(_module(name), ignore) and _module(name) not in stay}
+    if not chosen:
+        raise ValueError(f"{source} has no two-dimensional weight that ignore leaves: there is nothing to quantize")
+    _check_experts(reader)
+    if (scheme, layout) == ("ptpc_fp8", "modelopt") and any(".experts." in name for name in chosen):
+        raise ValueError(
+            "engines read FP8 experts in ModelOpt's layout with one scale a tensor, not one a channel: take "
+            "compressed-tensors, or keep the experts with ignore"
+        )
+    _check_fused(chosen, reader)
+    return chosen
+
+
+def _nvfp4(
+    form: Layout,
+    reader: Reader,
+    search: bool,
+    share_global_scales: bool,
+    device: str,
+    input_amax: Mapping[str, float] | None,
+) -> NvFp4:
+    def siblings(name: str) -> list[str]:
+        if not share_global_scales:
+            return [name]
+        others = (f"{module}.weight" for module in fused_with(_module(name)))
+        return [other for other in others if other in reader.tensors]
+
+    return NvFp4(form, search, siblings, lambda name: reader.read(name).to(device), input_amax)
 
 
 def _write_weights(

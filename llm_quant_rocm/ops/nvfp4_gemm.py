@@ -167,7 +167,7 @@ BACKENDS = (
 def _choose(call: GemmCall) -> Choice:
     measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
     usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
-    return choose("nvfp4_gemm", BACKENDS, call, measured.backend if measured else usual)
+    return choose(NAME, BACKENDS, call, measured.backend if measured else usual)
 
 
 def _validate(

@@ -98,7 +98,7 @@ BACKENDS = (
 
 @cache
 def _choose(call: MoeCall) -> Choice:
-    return choose("nvfp4_moe", BACKENDS, call)
+    return choose(NAME, BACKENDS, call)
 
 
 def _validate(

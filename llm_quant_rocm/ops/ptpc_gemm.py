@@ -15,6 +15,7 @@ from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_as, rows_of
 from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8
 
+NAME = "ptpc_gemm"
 ROW = "row"
 LAYOUTS = (ROW, _aiter.LAYOUT)
 
@@ -120,7 +121,7 @@ def kernels_of(arch: str) -> ModuleType:
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
-    kernels, measured = kernels_of(device.arch), tuning.lookup("ptpc_gemm", device.arch, m, n, k)
+    kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     return kernels.config_of(measured.config) if measured else kernels.default_config(device, m, n, k)
 
 
@@ -145,8 +146,8 @@ def _usual(call: GemmCall) -> str | None:
 
 @lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
-    measured = tuning.lookup("ptpc_gemm", call.hardware.arch, call.m, call.n, call.k)
-    return choose("ptpc_gemm", BACKENDS, call, measured.backend if measured else _usual(call))
+    measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
+    return choose(NAME, BACKENDS, call, measured.backend if measured else _usual(call))
 
 
 def _validate(
@@ -158,41 +159,40 @@ def _validate(
     out_dtype: torch.dtype,
     layout: str,
 ) -> None:
-    name = "ptpc_gemm"
     for label, codes in (("xq", xq), ("wq", wq)):
         flavour = hardware.detect(codes.device).fp8_dtype
         if codes.dtype == flavour:
             continue
         if codes.dtype not in (fp8.OCP.dtype, fp8.FNUZ.dtype):
-            raise TypeError(f"{name}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8")
+            raise TypeError(f"{NAME}: {label} is {codes.dtype}, not E4M3; quantize it with ops.per_token_quant_fp8")
         cure = "convert it with formats.fp8.ocp_to_fnuz" if flavour == fp8.FNUZ.dtype else "quantize it for this device"
-        raise TypeError(f"{name}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}")
+        raise TypeError(f"{NAME}: {label} is {codes.dtype}, but {codes.device} computes in {flavour}; {cure}")
     x_shape, w_shape, device = xq.shape, wq.shape, xq.device
     if not x_shape or len(w_shape) != 2 or x_shape[-1] != w_shape[1]:
         raise ValueError(
-            f"{name}: xq {tuple(x_shape)} and wq {tuple(w_shape)} do not fit: [..., K] and [N, K] are needed"
+            f"{NAME}: xq {tuple(x_shape)} and wq {tuple(w_shape)} do not fit: [..., K] and [N, K] are needed"
         )
     if xscale.dtype != torch.float32 or wscale.dtype != torch.float32:
-        raise TypeError(f"{name}: scales are fp32, not {xscale.dtype} and {wscale.dtype}")
+        raise TypeError(f"{NAME}: scales are fp32, not {xscale.dtype} and {wscale.dtype}")
     if xscale.shape != (*x_shape[:-1], 1) or wscale.shape != (w_shape[0], 1):
         raise ValueError(
-            f"{name}: xscale {tuple(xscale.shape)} and wscale {tuple(wscale.shape)} must be "
+            f"{NAME}: xscale {tuple(xscale.shape)} and wscale {tuple(wscale.shape)} must be "
             f"{(*x_shape[:-1], 1)} and {(w_shape[0], 1)}"
         )
     if bias is not None and (bias.shape != w_shape[:1] or bias.dtype not in HALF_OR_SINGLE):
         raise ValueError(
-            f"{name}: bias must be bf16, fp16 or fp32 of shape {tuple(w_shape[:1])}, "
+            f"{NAME}: bias must be bf16, fp16 or fp32 of shape {tuple(w_shape[:1])}, "
             f"not {bias.dtype} of shape {tuple(bias.shape)}"
         )
     if out_dtype not in HALF_OR_SINGLE:
-        raise TypeError(f"{name}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
+        raise TypeError(f"{NAME}: out_dtype is {out_dtype}, not bf16, fp16 or fp32")
     for label, tensor in (("xscale", xscale), ("wq", wq), ("wscale", wscale), ("bias", bias)):
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name}: {label} is on {tensor.device}, xq on {device}; move them to one device")
+            raise ValueError(f"{NAME}: {label} is on {tensor.device}, xq on {device}; move them to one device")
     if layout not in LAYOUTS:
-        raise ValueError(f"{name}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"{NAME}: layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     if layout == ROW and wq.stride(1) != 1 and wq.numel() > 0 and w_shape[1] > 1:
-        raise ValueError(f"{name}: wq must have contiguous rows; it has strides {wq.stride()}")
+        raise ValueError(f"{NAME}: wq must have contiguous rows; it has strides {wq.stride()}")
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
@@ -238,7 +238,7 @@ def prepare_ptpc_weight(wq: torch.Tensor) -> tuple[torch.Tensor, str]:
     and where another backend is forced.
     """
     n, k = wq.shape
-    if forced("ptpc_gemm") not in (None, "aiter") or n % 16 or k % 32 or _aiter.refusal(wq.device):
+    if forced(NAME) not in (None, "aiter") or n % 16 or k % 32 or _aiter.refusal(wq.device):
         return wq, ROW
     return _aiter.shuffle_weight(wq), _aiter.LAYOUT
 

@@ -81,7 +81,7 @@ BACKENDS = (
 
 @cache
 def _choose(call: RowCall) -> Choice:
-    return choose("ptpc_moe", BACKENDS, call)
+    return choose(NAME, BACKENDS, call)
 
 
 def _validate(

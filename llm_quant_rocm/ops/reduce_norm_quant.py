@@ -73,7 +73,7 @@ BACKENDS = (
 
 @cache
 def _choose(call: Call) -> Choice:
-    return choose("reduce_norm_quant", BACKENDS, call)
+    return choose(NAME, BACKENDS, call)
 
 
 def _validate(
