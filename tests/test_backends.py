@@ -308,6 +308,12 @@ def test_a_weight_is_arranged_for_the_backend_that_is_forced(
     assert gemm_operator._choose(gemm_call(layout=layout)).backend.name == backend
 
 
+def test_an_empty_wish_forces_nothing(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_QUANT_ROCM_PTPC_GEMM", "")
+    _, layout = ops.prepare_ptpc_weight(torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz))
+    assert layout == "aiter_16x16"
+
+
 def test_an_unshuffled_weight_passes_aiter_over(aiter: Any) -> None:
     choice = gemm_operator._choose(gemm_call())
     assert choice.backend.name == "torch"

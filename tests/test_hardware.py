@@ -47,6 +47,7 @@ def test_an_unknown_amd_gpu_is_an_error_that_lists_the_known() -> None:
         ((8, 9), "sm_89", True, False),
         ((9, 0), "sm_90", True, True),
         ((10, 0), "sm_100", True, True),
+        ((12, 0), "sm_120", True, True),
     ],
 )
 def test_nvidia(capability: tuple[int, int], arch: str, fp8: bool, tma: bool) -> None:
@@ -54,6 +55,7 @@ def test_nvidia(capability: tuple[int, int], arch: str, fp8: bool, tma: bool) ->
     assert (found.arch, found.fp8_units, found.fp8_cast, found.tma) == (arch, fp8, fp8, tma)
     assert found.gpu and found.fp8_dtype == torch.float8_e4m3fn
     assert found.lanes == 32
+    assert found.nvfp4_units == (capability >= (10, 0))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

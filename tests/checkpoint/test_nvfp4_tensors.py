@@ -3,11 +3,17 @@
 
 import copy
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
+from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
+from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts, NvFp4Linear
 from llm_quant_rocm.checkpoint.nvfp4_tensors import (
     COMPRESSED_TENSORS,
     MODELOPT,
@@ -92,3 +98,35 @@ def test_prepared_weights_can_be_copied() -> None:
 def test_input_scales_are_positive(scale: float) -> None:
     with pytest.raises(ValueError, match="is not positive and finite"):
         input_global_scale(COMPRESSED_TENSORS, "a.q_proj", [torch.tensor(1.0), torch.tensor(scale)])
+
+
+W4A4 = Options(activations="nvfp4")
+EXPERTS = ExpertNames(lambda expert, shard: f"experts.{expert}.{shard}", lambda expert: expert, lambda expert: expert)
+
+
+def parameter(data: torch.Tensor, **others: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=False)
+
+
+def test_dummies_need_no_input_scales() -> None:
+    layer, linear = torch.nn.Module(), NvFp4Linear(MODELOPT, "a", W4A4, is_dummy=True)
+    engine = EngineLayers(parameter, parameter, (), SimpleNamespace)
+    linear.declare(layer, 32, [16], (16, 32), lambda *given: None, {}, engine)
+    linear.finish(layer)
+    assert linear.product(layer, torch.ones(3, 32).bfloat16(), None).isfinite().all()
+
+
+def test_experts_whose_activations_are_rounded_stay_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference computes them, whatever the kernels of this device read."""
+    monkeypatch.setattr(ops, "prepare_nvfp4_weight", None)
+    layer, experts = torch.nn.Module(), NvFp4Experts(MODELOPT, "experts", W4A4, is_dummy=True)
+    experts.declare(layer, EXPERTS, 2, 32, (16, 16), lambda *given: None, {})
+    experts.finish(layer)
+    ids, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    assert experts.product(layer, torch.ones(2, 32).bfloat16(), weights, ids, "silu", False).isfinite().all()
+
+
+def test_experts_that_ranks_would_cut_within_blocks() -> None:
+    experts = NvFp4Experts(MODELOPT, "experts", Options(), is_dummy=False)
+    with pytest.raises(ValueError, match=r"^experts\.0\.w2 has 24 of 48 input features on each of 2 ranks"):
+        experts.declare(torch.nn.Module(), EXPERTS, 2, 32, (24, 48), lambda *given: None, {})

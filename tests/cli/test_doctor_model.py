@@ -364,6 +364,9 @@ def test_a_clamped_swiglu_is_served_in_16_bits(tmp_path: Path) -> None:
     parts = model.examine(write(tmp_path, tensors, config={"text_config": {"swiglu_limit": 7.0}}), 1)
     assert list(plans(parts)) == ["16 bits"]
     assert "experts with a clamped SwiGLU (swiglu_limit)" in parts[0].notes[1]
+    # Which is nothing to a model without experts.
+    dense = model.examine(write(tmp_path, llama(weight), config=CONFIG | {"swiglu_limit": 7.0}), 1)
+    assert list(plans(dense)) == ["16 bits", "NVFP4", "PTPC FP8"]
 
 
 def test_bytes_of_another_quantization_need_no_scales_of_nvfp4(tmp_path: Path) -> None:
@@ -527,12 +530,26 @@ def test_sizes_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert shares["model.layers.*.self_attn.q_proj"] == [512, 8192]
 
 
+def test_what_latent_attention_compresses_is_on_every_rank(tmp_path: Path) -> None:
+    whole = {"q_a_proj": (1536, 7168), "kv_a_proj_with_mqa": (576, 7168), "q_b_proj": (24576, 1536)}
+    tensors: Tensors = {f"model.layers.0.self_attn.{name}.weight": ("BF16", shape) for name, shape in whole.items()}
+    rows = model.examine(write(tmp_path, tensors), 2)[1].rows
+    shares = {row.layer.rpartition(".")[2]: tuple(row.per_rank) for row in rows}
+    assert shares == whole | {"q_b_proj": (12288, 1536)}
+
+
 def test_vocabularies_are_padded_before_they_are_shared(tmp_path: Path) -> None:
     odd: Tensors = {f"{name}.weight": ("BF16", (32001, 8192)) for name in ("model.embed_tokens", "lm_head")}
     parts = model.examine(write(tmp_path, llama(weight) | odd), 2)
     assert problems(parts) == []
     shares = {row.layer: row.per_rank for row in parts[1].rows}
     assert shares["model.embed_tokens"] == shares["lm_head"] == [32064 // 2, 8192]
+
+
+@pytest.mark.parametrize("part", ["vision_tower", "visual", "audio_tower"])
+def test_encoders_need_not_be_on_the_ignore_list(part: str, tmp_path: Path) -> None:
+    tensors = llama(modelopt) | {f"model.{part}.layers.0.fc1.weight": ("BF16", (4096, 1024))}
+    assert problems(model.examine(write(tmp_path, tensors, MODELOPT), 1)) == []
 
 
 def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:

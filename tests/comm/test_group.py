@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a group's ranks say of each other: who is on whose host, and whose memory a GPU reaches."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from llm_quant_rocm.comm import group
 from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
+from llm_quant_rocm.comm.policy import Settings
+from llm_quant_rocm.formats.wire import CODECS
 
 GROUP: Any = None
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -44,3 +49,29 @@ def test_an_engines_own_serves_until_somebody_measured(measured: bool, least: in
     policy: Any = SimpleNamespace(measured=measured, settings=SimpleNamespace(min_bytes=least))
     assert (better_left_to(SimpleNamespace(disabled=False), policy, "X") is None) == ours
     assert better_left_to(None, policy, "X") is None
+
+
+@pytest.mark.parametrize("differs", [None, "settings", "steps"])
+def test_ranks_agree_before_they_serve(
+    differs: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of crossovers that one host alone has would send a message two ways."""
+
+    def gather(everyone: list[Any], mine: tuple[Any, ...], over: Any) -> None:
+        refusal, settings, steps, facts = mine
+        theirs = (replace(settings, min_bytes=1) if differs == "settings" else settings, steps)
+        everyone[:] = [mine, (refusal, theirs[0], steps[:1] if differs == "steps" else steps, facts)]
+
+    monkeypatch.setattr(group, "dist", MagicMock(**{"get_world_size.return_value": 2, "get_rank.return_value": 0}))
+    monkeypatch.setattr(group.dist, "all_gather_object", gather)
+    monkeypatch.setattr(group, "hosts_of", lambda *given: [[0, 1]])
+    monkeypatch.setattr(group, "first_refusal", lambda refusal, over: refusal)
+    monkeypatch.setattr(group, "_transport", MagicMock())
+    members: Any = SimpleNamespace(
+        engine="vLLM", name="tp:0", cpu_group=None, device=torch.device("cpu"), dtype=None, same_host=None,
+        visible_devices="ABSENT",
+    )  # fmt: skip
+    with caplog.at_level("INFO", logger="llm_quant_rocm"):
+        made = group.connect(members, Settings(CODECS["FP4"], min_bytes=0), lambda policy: None, MagicMock())
+    assert (made is None) == (differs is not None)
+    assert ("the ranks have different settings or measured crossovers" in caplog.text) == (differs is not None)

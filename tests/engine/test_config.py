@@ -10,6 +10,8 @@ import pytest
 import torch
 import vllm
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import GateLinear
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.models.utils import WeightsMapper
@@ -128,6 +130,15 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         PtpcFp8Config().maybe_update_config("model")
 
 
+def test_vllms_own_settings_of_online_quantization_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would change nothing, in silence."""
+    config = PtpcFp8Config()
+    config.maybe_update_config("absent")
+    monkeypatch.setattr(config, "online_quantization_config", object(), raising=False)
+    with pytest.raises(ValueError, match="cannot be combined with --quantization-config"):
+        config.maybe_update_config("absent")
+
+
 @pytest.mark.parametrize(
     ("entries", "ignored"),
     [
@@ -174,6 +185,19 @@ def test_router_gates_by_name() -> None:
     layers = ("mlp.gate_proj", "mlp.gate_up_proj", "per_layer_input_gate", "self_attn.o_proj", "output_gate_proj")
     assert all(is_router(f"model.layers.0.{name}") for name in gates)
     assert not any(is_router(f"model.layers.0.{name}") for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        (GateLinear, "model.layers.0.mlp.chooser"),  # a router by its class, whatever its name
+        (LinearBase, "model.layers.0.mlp.gate"),
+        (LinearBase, "score"),
+        (LinearBase, "vision_tower.patch_embedder.input_proj"),
+    ],
+)
+def test_layers_that_stay_as_they_are(kind: type, prefix: str) -> None:
+    assert isinstance(PtpcFp8Config().get_quant_method(object.__new__(kind), prefix), UnquantizedLinearMethod)
 
 
 def test_attention_gets_scales_of_its_cache() -> None:

@@ -70,6 +70,12 @@ def test_other_errors_are_not_ours_to_repeat(hook: Path, capsys: pytest.CaptureF
     assert end(caught.value, capsys) == ["the traceback"]
 
 
+def test_what_ends_no_process_of_vllm_is_not_repeated(hook: Path) -> None:
+    logging.getLogger("vllm.v1.worker").warning("goes on without it", exc_info=refusal())
+    logging.getLogger("a.library").error("caught", exc_info=refusal())
+    assert not hook.exists()
+
+
 def test_installed_once(hook: Path) -> None:
     before = sys.excepthook, os.environ[ERRORS], logging.getLogRecordFactory()
     last_line.install()

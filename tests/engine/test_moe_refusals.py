@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operator lacks to serve some experts is named before any weight is read."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
+from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
+from llm_quant_rocm_vllm import experts as experts_of_vllm
+from llm_quant_rocm_vllm import nvfp4_moe, padding
 from llm_quant_rocm_vllm.experts import expert_map, lacking
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
@@ -50,6 +55,22 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("activations", ["16bit", "nvfp4"])
+def test_rounded_activations_are_not_compiled(activations: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto"), model_config=SimpleNamespace(enforce_eager=eager)
+    )
+    for module in (experts_of_vllm, nvfp4_moe):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(padding, "is_to_find", lambda config: False)
+    config: Any = SimpleNamespace(tensors=MODELOPT, options=Options(activations))
+    layer: Any = SimpleNamespace(moe_config=experts())
+    refused = activations == "nvfp4" and not eager
+    with pytest.raises(ValueError, match="cannot be compiled: add --enforce-eager") if refused else nullcontext():
+        NvFp4MoEMethod(config, layer, "mlp.experts")
+
+
 def test_fp8_layers_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their product's way depends on the batch's size, as that of ptpc_fp8."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -64,3 +85,19 @@ def test_the_map_is_no_mask() -> None:
     whole, mask = torch.tensor([-1, -1, 0, 1]), torch.tensor([0, 0, 1, 1])
     layer: Any = SimpleNamespace(_expert_map=whole, expert_map=mask)
     assert expert_map(layer) is whole
+
+
+@pytest.mark.parametrize("to_find", [True, False])
+@pytest.mark.parametrize("on_input", [True, False])
+def test_what_the_operator_is_told_of_a_call(on_input: bool, to_find: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "places", lambda tokens: f"of {tokens}")
+    method: Any = object.__new__(NvFp4MoEMethod)
+    method.moe, method._padding_is_to_find = experts(activation=SimpleNamespace(value="gelu")), to_find
+    method.compute = lambda layer, x, weights, ids, **options: options
+    layer: Any = SimpleNamespace(_expert_map=torch.tensor([-1, 0]), apply_router_weight_on_input=on_input)
+    assert method.apply(layer, torch.ones(3, 4), None, None, None, None) == {
+        "activation": "gelu",
+        "apply_router_weight_on_input": on_input,
+        "expert_map": layer._expert_map,
+        "padding": "of 3" if to_find else None,
+    }

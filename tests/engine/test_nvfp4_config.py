@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 
@@ -214,6 +216,30 @@ def test_an_output_head_is_a_linear_to_compressed_tensors(ignore: list[str], alg
     # Who keeps it may not call it as vLLM does.
     kept = NvFp4Config.from_config({**COMPRESSED, "ignore": ["lm_head"]})
     assert kept.algorithm(head, "language_model.lm_head") is None
+
+
+@pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
+def test_the_projections_of_experts_are_quantized_alike_or_left_to_vllm(
+    ignore: list[str], algorithm: str | None
+) -> None:
+    experts: Any = RoutedExperts.__new__(RoutedExperts)
+    names = {f"ckpt_{name}_proj_name": f"{name}_proj" for name in ("gate", "up", "down")}
+    vars(experts).update(names)
+    config = NvFp4Config.from_config({**COMPRESSED, "ignore": ignore})
+    assert config.algorithm(experts, "model.layers.0.mlp.experts") == algorithm
+
+
+@pytest.mark.parametrize(
+    ("prefix", "algorithm"),
+    [
+        ("model.layers.0.mlp.down_proj", "NVFP4"),
+        ("vision_tower.encoder.layers.0.mlp.fc1", None),
+        ("model.vision_model.layers.0.mlp.fc1", None),
+        ("vit_large_projector.fc", None),
+    ],
+)
+def test_parts_that_older_modelopts_do_not_list(prefix: str, algorithm: str | None) -> None:
+    assert NvFp4Config.from_config(FLAT).algorithm(LinearBase.__new__(LinearBase), prefix) == algorithm
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from llm_quant_rocm.checkpoint.expert_tensors import ExpertTensors
 from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT as TENSORS
 from llm_quant_rocm.checkpoint.nvfp4_tensors import keep, kept
 from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm_vllm import fusion
 from llm_quant_rocm_vllm.experts import expert_names
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
@@ -249,6 +250,29 @@ def test_prefill_in_fp8_is_not_batch_invariant(monkeypatch: pytest.MonkeyPatch) 
     NvFp4Config.from_config(MODELOPT).maybe_update_config("absent")
     with pytest.raises(ValueError, match="LLM_QUANT_ROCM_NVFP4_PREFILL=fp8 chooses .* by batch size"):
         NvFp4Config.from_config(MODELOPT | {"prefill": "fp8"}).maybe_update_config("absent")
+
+
+def test_a_head_that_is_the_embedding_keeps_its_bias() -> None:
+    layer, embedding = torch.nn.Module(), torch.nn.Embedding(N, K)
+    keep(layer, weight())
+    layer.bias = bias = torch.nn.Parameter(torch.zeros(N))
+    assert method("lm_head").tie_weights(layer, embedding) is layer
+    assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
+    assert layer.weight is embedding.weight and layer.bias is bias
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_lets_vllm_fuse(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 layers begin with a quantization; NVFP4 layers have only an all-reduce before the norm."""
+    monkeypatch.setattr(fusion, "enable", enable := MagicMock())
+    engine = VllmConfig()
+    monkeypatch.setattr(engine.parallel_config, "tensor_parallel_size", ranks)
+    config = NvFp4Config.from_config(MODELOPT)
+    with set_current_vllm_config(engine):
+        NvFp4LinearMethod(config, "model.layers.0.mlp.down_proj")
+        assert enable.call_count == ranks - 1
+        Fp8LinearMethod(config, "model.layers.0.mlp.down_proj")
+        assert enable.call_count == ranks
 
 
 def fp8_layer(codes: torch.Tensor, scales: torch.Tensor) -> tuple[Fp8LinearMethod, torch.nn.Module]:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.utils import set_weight_attrs
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm_vllm import ptpc_linear, ptpc_moe
 from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
+from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
 N, K = 48, 32
 PREFIX = "model.layers.0.mixer.in_proj"
@@ -30,10 +34,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmConfig]:
         yield made
 
 
-def declared() -> Any:
+def declared(ignored: list[str] | None = None) -> Any:
     """A layer whose weight is declared; vLLM's loader copies."""
     layer: Any = torch.nn.Module()
-    layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(), PREFIX)
+    layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(ignored), PREFIX)
 
     def copy(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         param.data.copy_(loaded_weight)
@@ -77,12 +81,60 @@ def test_whoever_loads_a_weight_it_is_quantized(change: Any) -> None:
     assert torch.equal(layer.weight_scale, scale)
 
 
+def test_a_weight_is_quantized_once() -> None:
+    """vLLM asks again at the end of the load."""
+    layer = declared()
+    load(layer, torch.ones(N, K))
+    weight = layer.weight
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.weight is weight
+
+
 def test_a_weight_that_nobody_loads_is_missing() -> None:
     """Whatever it holds: memory as it was."""
     layer = declared()
     layer.weight = torch.nn.Parameter(torch.zeros(N, K, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight is missing from the checkpoint"):
         layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The ranks among which the scales of each weight are agreed upon, or None, and what is known of its rows."""
+    found: list[Any] = []
+
+    def quantize(weight: torch.Tensor, name: str, name_of_row: Any, group: Any, device: str, amax: Any) -> Any:
+        found.append((group, amax is not None))
+        return fp8.quantize_rows(weight, fp8.OCP)
+
+    for module, get in ((ptpc_linear, "get_tp_group"), (ptpc_moe, "get_ep_group")):
+        monkeypatch.setattr(module, "quantize_weight", quantize)
+        monkeypatch.setattr(module, get, lambda: SimpleNamespace(device_group="ranks"))
+    return found
+
+
+@pytest.mark.parametrize(("columns", "seen"), [(2 * K, True), (K, False)], ids=["whole", "cut before"])
+def test_ranks_share_the_rows_of_a_layer_whose_input_is_cut(columns: int, seen: bool, asked: list[Any]) -> None:
+    layer: Any = torch.nn.Module()
+    layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(), PREFIX)
+
+    def copy(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight[:, :K])
+
+    layer.quant_method.create_weights(layer, K, [N], 2 * K, N, torch.bfloat16, weight_loader=copy)
+    load(layer, torch.ones(N, columns))
+    load(declared(), torch.ones(N, K))
+    assert asked == [("ranks", seen), (None, False)]
+
+
+def test_ranks_share_the_rows_of_w2_alone(asked: list[Any]) -> None:
+    method: Any = object.__new__(PtpcFp8MoEMethod)
+    method.config, method.prefix, method.refuse_missing = MagicMock(), "experts", MagicMock()
+    for method.whole_rows in (WholeRows(32), None):
+        layer: Any = torch.nn.Module()
+        layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(torch.ones(2, 32, 16)) for _ in range(2))
+        method.prepare(layer)
+    assert asked == [(None, False), ("ranks", False), (None, False), (None, False)]
 
 
 def test_compiled_models_are_known_by_how_layers_compute(config: VllmConfig) -> None:
@@ -96,6 +148,8 @@ def test_compiled_models_are_known_by_how_layers_compute(config: VllmConfig) -> 
     assert __version__ in config.additional_config["llm_quant_rocm"], "another version may compute in another way"
     load(declared(), torch.zeros(N, K))
     assert config.compute_hash() == after
+    load(declared(["o_proj"]), torch.zeros(N, K))
+    assert config.compute_hash() != after, "layers that are left compute in another way"
 
 
 def test_parts_of_models_share_what_they_are_known_by(config: VllmConfig) -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nvfp4_checkpoints
@@ -19,7 +20,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from llm_quant_rocm_sglang import nvfp4, register
+from llm_quant_rocm_sglang import nvfp4, ptpc_fp8, register
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
@@ -98,6 +99,16 @@ def test_what_modelopt_says_of_a_mixed_checkpoint_elsewhere(
     assert found.quantized_layers == layers
 
 
+def test_what_config_json_says_of_a_mixed_checkpoint_comes_first(
+    nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    model = nvfp4_moe.write_mixed(tmp_path / "mixed")
+    layers = json.loads((model / "config.json").read_text())["quantization_config"]["quantized_layers"]
+    other = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "NVFP4"}}}
+    (model / "hf_quant_config.json").write_text(json.dumps({"quantization": other}))
+    assert configuration(model).quantized_layers == layers
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_rocm_too(checkpoints_by_kind: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang refuses methods on ROCm that a list does not name."""
@@ -165,6 +176,8 @@ def test_a_checkpoint_may_ask_for_ptpc() -> None:
     wishes = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}
     overrides = json.dumps({"quantization_config": wishes})
     assert method(DEMO, None, overrides) == method(DEMO, "ptpc_fp8", overrides) == "ptpc_fp8"
+    other: Any = SimpleNamespace(quantization="fp8", _parse_quant_hf_config=lambda: wishes)
+    assert ptpc_fp8.chosen(other) is None, "what the user wishes comes first"
     config = PtpcFp8Config.from_config({**wishes, "packed_modules_mapping": {}, "hf_config": None})
     assert config.layers.ignored == ["o_proj"]
     with pytest.raises(ValueError, match="knows no setting scheme"):

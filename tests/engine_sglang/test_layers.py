@@ -240,6 +240,7 @@ def test_what_models_fuse_is_added_to_what_all_do(config: Callable[[dict[str, li
     made = config({"in_proj": ["in_proj_a", "in_proj_b"]})
     made.update_packed_modules_mapping({"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]})
     assert set(made.packed_modules_mapping) >= {"qkv_proj", "gate_up_proj", "in_proj", "fused_qkv_a_proj_with_mqa"}
+    assert config({"gate_up_proj": ["w1", "w3"]}).packed_modules_mapping["gate_up_proj"] == ["w1", "w3"]
 
 
 @pytest.mark.parametrize("last", ["weight", "weight_scale", "weight_scale_2", None], ids=str)
@@ -339,6 +340,18 @@ def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | Non
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
     config.ignore = ["lm_head"]
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") is None
+
+
+@pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
+@pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
+def test_one_format_for_all_layers(kind: type, ignore: list[str], algorithm: str | None) -> None:
+    """As older versions of llm-compressor say it. Projections of experts are quantized alike, or left to SGLang."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    described = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    config = NvFp4Config.from_config({**described, "ignore": ignore})
+    prefix = "model.layers.0.mlp." + ("down_proj" if kind is LinearBase else "experts")
+    assert config.algorithm(object.__new__(kind), prefix) == algorithm
 
 
 @pytest.mark.parametrize(("wish", "words"), [("1", "--enable-deterministic-inference is set"), ("0", None)])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of ptpc_fp8 as its tensors arrive, by SGLang's own rules of which expert is where."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,24 @@ def test_experts_of_this_rank_are_quantized() -> None:
     method.process_weights_after_loading(layer)
     with pytest.raises(ValueError, match=f"{EXPERTS}.w2_weight was quantized to FP8 when .*: start the server again"):
         layer.w2_weight.weight_loader(layer.w2_weight, given[3, "w2"], f"{EXPERTS}.weight", "w2", 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_rows_of_w2_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of gate and up are whole on one rank, and the others have other ones."""
+    groups = []
+
+    def quantize(weight: torch.Tensor, name: str, name_of_row: Any, group: Any, *rest: Any) -> Any:
+        groups.append(group)
+        return fp8.quantize_rows(weight, fp8.OCP)
+
+    monkeypatch.setattr(ptpc_moe, "quantize_weight", quantize)
+    monkeypatch.setattr(ptpc_moe, "get_moe_tp_group", lambda: SimpleNamespace(device_group="ranks"))
+    layer, method = experts()
+    layer.moe_tp_size = ranks
+    method.quantize(layer, "w13_weight", torch.ones(2, 2 * INNER, HIDDEN))
+    method.quantize(layer, "w2_weight", torch.ones(2, HIDDEN, INNER))
+    assert groups == [None, "ranks" if ranks > 1 else None]
 
 
 @pytest.mark.parametrize(("shard", "name"), [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")])

@@ -62,6 +62,8 @@ def test_autocast_and_gradients_stay_outside() -> None:
         expected = call(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(call(x), expected)
+            with torch.no_grad():
+                assert torch.equal(call(x), expected)
         assert torch.equal(call(x.clone().requires_grad_()), expected)
 
 
