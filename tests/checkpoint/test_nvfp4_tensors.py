@@ -116,6 +116,34 @@ def test_dummies_need_no_input_scales() -> None:
     assert linear.product(layer, torch.ones(3, 32).bfloat16(), None).isfinite().all()
 
 
+class Plain(torch.nn.Module):
+    pass
+
+
+class OwnRules(Plain):
+    """A model's layer whose loader pads or repeats rows, as Mamba's does."""
+
+
+@pytest.mark.parametrize("kind", [Plain, OwnRules])
+def test_rows_are_counted_where_the_engine_has_no_rules_of_its_own(kind: type[Plain]) -> None:
+    layer, linear, loaded = kind(), NvFp4Linear(MODELOPT, "a", Options(), is_dummy=False), []
+    loaders: list[Any] = []
+
+    def keep_loader(data: torch.Tensor, weight_loader: Any, **others: Any) -> torch.nn.Parameter:
+        loaders.append(weight_loader)
+        return parameter(data)
+
+    engine = EngineLayers(keep_loader, parameter, (Plain,), SimpleNamespace)
+    linear.declare(layer, 32, [16], (16, 32), lambda *given: loaded.append(given), {}, engine)
+    rows = torch.zeros(20, 16, dtype=torch.uint8)
+    if kind is Plain:
+        with pytest.raises(ValueError, match=r"^a\.weight has shape \(20, 16\) .* configuration needs \(16, 16\)"):
+            loaders[0](layer.weight, rows)
+    else:
+        loaders[0](layer.weight, rows)
+    assert len(loaded) == (kind is OwnRules)
+
+
 def test_experts_whose_activations_are_rounded_stay_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference computes them, whatever the kernels of this device read."""
     monkeypatch.setattr(ops, "prepare_nvfp4_weight", None)
