@@ -220,12 +220,17 @@ def fp8_prefill() -> str:
 def untuned(name: str, shown: Mapping[str, tuple[str, str]]) -> str:
     """By rows of x, the mean over layers that nothing was tuned for of one's time over another's, and the least."""
     result = load(name)
-    rows = []
-    for m in harness.UNTUNED_MS:
-        here = [row["us"] for row in result["rows"] if row["m"] == m]
-        found = [[us[theirs] / us[ours] for us in here if ours in us] for theirs, ours in shown.values()]
-        rows.append([str(m), *(f"{sum(each) / len(each):.2f} ({min(each):.2f})" if each else "" for each in found)])
+    rows = [
+        [str(m), *(mean_and_least(result, m, theirs, ours) for theirs, ours in shown.values())]
+        for m in harness.UNTUNED_MS
+    ]
     return f"{measured_on(result)}:\n\n{table(['rows', *shown], rows)}"
+
+
+def mean_and_least(result: Row, m: int, theirs: str, ours: str) -> str:
+    here = [row["us"] for row in result["rows"] if row["m"] == m]
+    found = [us[theirs] / us[ours] for us in here if ours in us]
+    return f"{sum(found) / len(found):.2f} ({min(found):.2f})" if found else ""
 
 
 def nvfp4_untuned() -> str:
@@ -340,13 +345,32 @@ def overview() -> str:
         title = f"all-reduce, residual, norm and FP8 as one kernel, {result['environment']['device']}"
         add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
             f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
+    ms = (1, 16, 64, 256, 1024, 4096)
+    untuned = "mean (and least) of 16 layers of four models that nothing was tuned for"
     for name, result in results("nvfp4_gemm_sm_90"):
-        ms = (1, 16, 64, 256, 1024, 4096)
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
         title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
+    for name, result in results("nvfp4_gemm_untuned_sm_90"):
+        said = [f"{m}: {mean_and_least(result, m, 'bf16', 'nvfp4_gemm')}" for m in ms]
+        add(
+            name,
+            f"NVFP4 GEMM, {untuned}, {device(result)}",
+            f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}",
+        )
+    for name, result in results("ptpc_gemm_sm_90"):
+        said = [f"{m}: {mean(result, m, 'ptpc_linear')}" for m in ms]
+        title = f"PTPC FP8 linear layer, quantization of its input included, mean of Llama-3-70B's, {device(result)}"
+        add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
+    for name, result in results("ptpc_gemm_untuned_sm_90"):
+        said = [f"{m}: {mean_and_least(result, m, 'bf16', 'ptpc_linear')}" for m in ms]
+        add(
+            name,
+            f"the same, {untuned}, {device(result)}",
+            f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}",
+        )
     for name, result in results("nvfp4_moe_sm_90"):
         ratios = {title: over(result, "marlin", "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
         said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
