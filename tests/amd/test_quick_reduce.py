@@ -20,7 +20,7 @@ from llm_quant_rocm.kernels import quick_reduce
 from tests.amd import isa, tritons
 from tests.amd.budget import LDS
 from tests.amd.isolated import call
-from tests.amd.operators.quick_reduce import BUFFER, SMALL, Ranks, draw, stores_awaited
+from tests.amd.operators.quick_reduce import BUFFER, SMALL, Ranks, check, draw, stores_awaited
 from tests.amd.virtual_gpu import activate
 from tests.inputs import random_rows
 
@@ -111,6 +111,39 @@ def test_too_few_slots_are_found_when_ranks_stall(shot: str, slots: int) -> None
     with pytest.raises(AssertionError):
         for seed in range(3):
             call(tritons.VERSIONS[-1], ranks_that_stall, shot, slots, seed)
+
+
+@triton.jit
+def inbox_of_one_half(call, PHASE: tl.constexpr, tile, source, phase_bytes, PIECE_BYTES, WORLD: tl.constexpr):
+    """That of every other call, in every call."""
+    return (call * 0 + PHASE).to(tl.int64) * phase_bytes + (tile * WORLD + source).to(tl.int64) * PIECE_BYTES
+
+
+def calls_that_stall(planted: bool, seed: int) -> None:
+    """Four calls of two ranks that stall: one sends the next call's pieces while the other has not read this one's."""
+    activate("gfx942")
+    ranks = Ranks(2)
+    calls = [[random_rows(BUFFER // 64, 64, torch.bfloat16, 2 * number + rank).flatten() for rank in range(2)]
+             for number in range(4)]  # fmt: skip
+    with ExitStack() as replaced:
+        if planted:
+            replaced.enter_context(patch.object(quick_reduce, "inbox", inbox_of_one_half))
+        replaced.enter_context(stalls(seed))
+        with ranks.gpu.together():
+            found = [ranks.launch(quick_reduce.one_shot, inputs, CODECS["FP4"], ONE_PROGRAM) for inputs in calls]
+    for inputs, outs in zip(calls, found, strict=True):
+        check(quick_reduce.one_shot, inputs, outs, CODECS["FP4"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_of_ranks_that_stall(seed: int) -> None:
+    call(tritons.VERSIONS[-1], calls_that_stall, False, seed)
+
+
+def test_calls_that_share_an_inbox_are_found_when_ranks_stall() -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            call(tritons.VERSIONS[-1], calls_that_stall, True, seed)
 
 
 @pytest.mark.parametrize("triton", tritons.VERSIONS)

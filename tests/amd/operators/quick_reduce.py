@@ -147,6 +147,10 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
                  (quick_reduce.two_shot, codec, 1), (quick_reduce.two_shot, codec, world * BUFFER))  # fmt: skip
         for seed, (shot, of_shot, count) in enumerate(calls):
             ranks.call(shot, draw(world, count, dtype, seed), of_shot, **options)
+        # Finite values whose sums are not: these are the largest numbers.
+        most = random_rows(BUFFER // 64, 64, dtype, world).flatten().sign() * torch.finfo(dtype).max
+        for shot, of_shot in ((quick_reduce.two_shot, codec), (quick_reduce.one_shot, one_shot or codec)):
+            ranks.call(shot, [most] * world, of_shot, **options)
 
     def once(world: int, codec: Codec, of_one_shot: Codec) -> None:
         """One call of each, as many ranks are slow to execute: some owners have nothing, one has a part of a group."""
@@ -194,12 +198,23 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             for region in ranks.regions:
                 region[: 4 * box.phase_bytes] = 0xFF
 
+    def lost_in_between(codec: Codec) -> None:
+        """Rank 2 sends its pieces and ends before it sends sums: the others name it, and that they had its pieces."""
+        ranks = Ranks(3)
+        nowhere = torch.zeros_like(ranks.regions[2])
+        peers = ranks.gpu.addresses([*ranks.regions[:2], nowhere])
+        ranks.boxes[:2] = [replace(box, peers=peers) for box in ranks.boxes[:2]]
+        with ranks.gpu.together():
+            ranks.launch(quick_reduce.two_shot, draw(3, 6 * BUFFER - 576, torch.bfloat16), codec, patience=3000)
+        assert [box.lost() for box in ranks.boxes] == [(1, 2, 1), (1, 2, 1), (1, 0, 0)]
+
     fp4, names = CODECS["FP4"], dict(zip(DTYPES, DTYPE_IDS, strict=False))
     cases: dict[str, Callable[[], object]] = {
         "FP4 and INT4 of bf16, 2 ranks": partial(in_a_row, 2, fp4, torch.bfloat16, CODECS["INT4"])
     }
     if hardware.arch == "gfx942":
         cases |= {"late ranks": partial(late, CODECS["INT3"]), "a lost rank": partial(lost, CODECS["INT3"])}
+        cases["a rank lost between its pieces and its sums"] = partial(lost_in_between, CODECS["INT3"])
     if hardware.arch == "gfx942" and triton.__version__ != tritons.OLDEST:
         # To compile a kernel takes seconds: every codec and every number of ranks, and of fp16 one codec of each kind.
         # Of 7 ranks it is the codec that compiles soonest, and of 8 what is shipped.
