@@ -261,6 +261,9 @@ def grouped_gemm(
     row_weight [rows] are factors. `routing` has tiles of config.block_m rows. With an activation, for a configuration
     that `fuses` it, the first half of an expert's rows is the gate and the second up: [rows, N / 2]. Rows that no slot
     has come out as anything.
+
+    Between `schedule` and this call stands a kernel that waits for what comes before it, as `ptpc_moe_hopper` has them:
+    programs read the schedule before they wait for the kernel before them.
     """
     rows, k = xq.shape
     n = wq.shape[1]

@@ -187,7 +187,8 @@ def ptpc_moe(
     and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
     only fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1
     only) multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
-    reference/ptpc_moe.py; results do not depend on timing.
+    reference/ptpc_moe.py; results do not depend on timing. On Hopper the matrix units add FP8 products with fewer bits
+    than fp32 ("fast accumulation").
 
     Raises:
         TypeError: a dtype, or an FP8 flavour that the device does not compute in.
