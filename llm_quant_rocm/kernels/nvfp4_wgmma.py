@@ -290,6 +290,8 @@ def nvfp4_wgmma_kernel(
     if tile_expert is not None:
         expert = gl.load(tile_expert + tile_m, mask=begin < end, other=-1)
         if expert < 0:
+            if PDL:
+                gdc_wait()  # else a rank without a slot would end, and let the next one end, before those before it
             return
 
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)

@@ -41,8 +41,8 @@ from llm_quant_rocm.kernels.routing import Schedule
 # Of shared memory, for the ring and what is stored from.
 SHARED_BYTES = 225 * 1024
 BLOCK_K = 128
-# Rows of x, at most, and of the weight whose products a consumer stores at a time. Copies bring as many of the weight.
-STORE = (128, 64)
+# Rows of the weight whose products a consumer stores at a time, and that a copy brings.
+STORE = 64
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
 REGISTERS = 224
 
@@ -134,18 +134,14 @@ def _producer(
 
 @gluon.jit
 def _store(acc, m, n, out, staging):
-    """Stores acc^T, whose corner in the result is [m, n], as much at a time as `staging` has room for."""
+    """Stores acc^T, whose corner in the result is [m, n], as many rows of acc at a time as `staging` has room for."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, staging.shape[0], 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     if staging.shape[1] < ROWS:
         upper, lower = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
         _store(upper, m, n, out, staging)
         _store(lower, m, n + ROWS // 2, out, staging)
-    elif staging.shape[0] < COLUMNS:
-        left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-        _store(left, m, n, out, staging)
-        _store(right, m + COLUMNS // 2, n, out, staging)
     else:
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
         tma.store_wait(0)
@@ -269,11 +265,10 @@ def grouped_gemm(
     n = wq.shape[1]
     out = torch.empty((rows, n if activation is None else n // 2), dtype=dtype, device=xq.device)
     block_m, block_n = config.block_m, config.block_n
-    stored = min(block_m, STORE[0]), STORE[1]
-    ring_bytes = SHARED_BYTES - 2 * stored[0] * stored[1] * out.element_size()
+    ring_bytes = SHARED_BYTES - 2 * block_m * STORE * out.element_size()
     ptpc_wgmma_grouped_kernel[(multiprocessors(xq.device),)](
-        tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq.view(-1, k), STORE[1], BLOCK_K), xscale, wscale,
-        row_weight, tile_descriptor(out, *stored), routing.tile_expert, routing.tile_count, n, k,
+        tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq.view(-1, k), STORE, BLOCK_K), xscale, wscale,
+        row_weight, tile_descriptor(out, block_m, STORE), routing.tile_expert, routing.tile_count, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=ring_bytes // ((block_m + block_n) * BLOCK_K),
         ACTIVATION=activation, REGISTERS=REGISTERS, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip

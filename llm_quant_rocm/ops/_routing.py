@@ -81,6 +81,13 @@ def routed(
     return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map, padding
 
 
+def fair_slots(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> int:
+    """How many slots of topk_ids this rank's `experts` have if the router is fair to all experts: what a configuration
+    is chosen by. Known without reading the ids."""
+    known = experts if expert_map is None else expert_map.numel()
+    return -(-topk_ids.numel() * experts // known) if known else 0
+
+
 def local_ids(
     topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int, padding: torch.Tensor | None
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, fair_slots, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF, kernels_of
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
 
@@ -73,7 +73,7 @@ def _run_triton(
         activation,
         call.hardware,
         kernels.grouped_gemm,
-        _config(call.hardware, topk_ids.numel(), call.experts, call.hidden, call.inner),
+        _config(call.hardware, fair_slots(topk_ids, expert_map, call.experts), call.experts, call.hidden, call.inner),
     )
 
 

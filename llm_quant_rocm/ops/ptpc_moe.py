@@ -11,7 +11,7 @@ from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, fair_slots, local_ids, routed
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
 
 NAME = "ptpc_moe"
@@ -31,7 +31,7 @@ def _triton(
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
     device = hardware.detect(x.device)
-    config = _config(device, topk_ids.numel(), *w2.shape)
+    config = _config(device, fair_slots(topk_ids, expert_map, w2.shape[0]), *w2.shape)
     return kernels_of(device.arch).ptpc_moe(
         x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, padding, activation, fmt, device, config
     )

@@ -95,25 +95,26 @@ def test_absent_experts_and_padding(here: list[int]) -> None:
     assert not here or relative_error(found, expected.double()) < 0.02
 
 
-def test_scales_are_those_of_this_call() -> None:
+def test_scales_and_schedule_are_those_of_this_call() -> None:
     """Kernels begin before the ones that they depend on end, in the memory of the call before: what does not wait finds
-    that call's scales there."""
+    that call's scales there, or its tiles, which here are of all experts and of one in turns."""
     from llm_quant_rocm.kernels.pair_config import PairConfig
     from llm_quant_rocm.kernels.ptpc_moe_hopper import ptpc_moe
     from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
 
     given = experts(4000, 16, 4, 1024, 512)
-    x, *rest = (given[name].cuda() for name in ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids"))
+    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
+    x, *weights, ids = (given[name].cuda() for name in order)
     apart, config = replace(hardware.detect(CUDA), pdl=False), PairConfig(Config(128, 256), Config(128, 128))
 
-    def run(x: torch.Tensor, device: hardware.Hardware) -> torch.Tensor:
-        return ptpc_moe(x, *rest, None, None, "silu", fp8.for_device(CUDA), device, config)
+    def run(x: torch.Tensor, ids: torch.Tensor, device: hardware.Hardware) -> torch.Tensor:
+        return ptpc_moe(x, *weights, ids, None, None, "silu", fp8.for_device(CUDA), device, config)
 
-    inputs = [x, x * 64.0]
-    expected = [run(one, apart) for one in inputs]
+    inputs = [(x, ids), (x * 64.0, ids), (x, torch.full_like(ids, 5)), (x[:100], ids[:100])]
+    expected = [run(*one, apart) for one in inputs]
     for _ in range(20):
         for one, result in zip(inputs, expected, strict=True):
-            assert torch.equal(run(one, hardware.detect(CUDA)), result)
+            assert torch.equal(run(*one, hardware.detect(CUDA)), result)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from llm_quant_rocm import ops
+from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.backends import Backend, Choice
 from llm_quant_rocm.formats import fp8
 from tests import moe_inputs, nvfp4_inputs
@@ -93,3 +94,32 @@ def test_nothing_to_do_is_nobodys_business(calls: Callable[[str], Calls], shape:
         arguments[name] = arguments[name][:, :topk]
     assert torch.equal(ops.nvfp4_moe(**arguments), torch.zeros(tokens, hidden).bfloat16())
     assert not seen
+
+
+class Asked(Exception):
+    """For how many slots a configuration was asked."""
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize("operator", ["ptpc_moe", "nvfp4_moe"])
+@pytest.mark.parametrize(("everywhere", "slots"), [(None, 30), (4, 30), (8, 15), (7, 18)])
+def test_slots_of_experts_elsewhere_choose_no_configuration(
+    operator: str, everywhere: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of 4 experts out of `everywhere` has that part of 15 tokens' 30 slots, if the router is fair."""
+    module = import_module(f"llm_quant_rocm.ops.{operator}")
+
+    def ask(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> None:
+        raise Asked(slots)
+
+    monkeypatch.setattr(module, "_config", ask)
+    monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(9, 0))
+    expert_map = None if everywhere is None else torch.arange(everywhere, dtype=torch.int32) % 4
+    inputs = moe_inputs if operator == "ptpc_moe" else nvfp4_inputs
+    given = inputs.experts(15, 4, 2, 64, 32)
+    tail: tuple[Any, ...] = (expert_map, None, "silu", fp8.OCP)
+    if operator == "nvfp4_moe":
+        given |= {name: ops.PreparedNvFp4Weight.in_rows(given[name]) for name in ("w13", "w2")}
+        tail = (*tail[:3], module.MoeCall(hardware.nvidia(9, 0), 4, 64, 32, ("", "")))
+    with pytest.raises(Asked, match=f"^{slots}$"):
+        module.BACKENDS[0].run(*given.values(), *tail)
