@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks of routed experts share, in FP8 and in NVFP4, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP
-8) and Mixtral.
+8) and Mixtral, or of models for which nothing was tuned.
 
 A router that is fair and one that is skewed (its experts are drawn by Zipf's law) choose the experts; every call of a
 graph has its own choice, and a model's weights are in two sets that take turns. Results are compared with fp32 before
@@ -94,20 +94,21 @@ class Layer:
 
 
 def main(name: str, compared: Comparison, description: str | None) -> None:
-    """Measure what the command line asks for, into NAME_ARCHITECTURE.json."""
+    """Measure what the command line asks for, into NAME_ARCHITECTURE.json or NAME_untuned_ARCHITECTURE.json."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="folder that holds the package vllm, if it is not installed")
+    parser.add_argument("--untuned", action="store_true", help="models for which nothing was tuned")
     parser.add_argument("--models", nargs="+", default=["*"], help="patterns of the models' names")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=ROUTERS)
     args = parser.parse_args()
+    known = harness.UNTUNED_EXPERTS if args.untuned else WELL_KNOWN_EXPERTS
     models = {
-        model: shape
-        for model, shape in WELL_KNOWN_EXPERTS.items()
-        if any(fnmatchcase(model, pattern) for pattern in args.models)
+        model: shape for model, shape in known.items() if any(fnmatchcase(model, pattern) for pattern in args.models)
     }
     if not models:
-        parser.error(f"--models names none of {', '.join(WELL_KNOWN_EXPERTS)}")
+        parser.error(f"--models names none of {', '.join(known)}")
+    name += f"{'_untuned' * args.untuned}_{hardware.detect(torch.device('cuda')).arch}"
     if args.vllm:
         sys.path.insert(0, str(args.vllm))
     bandwidth, rate = timing.copy_bandwidth(), RATES[compared.rate]()
@@ -128,6 +129,6 @@ def main(name: str, compared: Comparison, description: str | None) -> None:
                 print(f"{model:14} {router:6} T={tokens:5}  {shown}  limit {row['limit_us']:.1f}", flush=True)
         del layer
         torch.cuda.empty_cache()
-        print("written to", harness.write(f"{name}_{hardware.detect(torch.device('cuda')).arch}", result))
+        print("written to", harness.write(name, result))
     for reason in dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items()):
         print("FAILED", reason)

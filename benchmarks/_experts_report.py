@@ -11,7 +11,7 @@ def fp8(name: str, result: dict[str, Any]) -> str:
     return _section(
         name,
         result,
-        "Routed experts in FP8",
+        _title("FP8", name),
         ["bf16", "bf16_grouped", "vllm_fp8", "vllm_cutlass", "ptpc_moe"],
         "`bf16` and `vllm_fp8` are vLLM's Triton experts and `vllm_cutlass` its CUTLASS experts in FP8, which serve "
         "FP8 with one scale a token and one a channel on Hopper. `bf16_grouped` is torch's grouped product in bf16 "
@@ -23,10 +23,14 @@ def nvfp4(name: str, result: dict[str, Any]) -> str:
     return _section(
         name,
         result,
-        "Routed experts in NVFP4",
+        _title("NVFP4", name),
         ["bf16", "marlin", "nvfp4_moe"],
         "`bf16` is vLLM's Triton experts and `marlin` its fused Marlin experts, which serve NVFP4 on Hopper.",
     )
+
+
+def _title(form: str, name: str) -> str:
+    return f"Routed experts in {form}" + (", models that nothing was tuned for" if "untuned" in name else "")
 
 
 def _section(name: str, result: dict[str, Any], title: str, everyone: list[str], who: str) -> str:

@@ -11,6 +11,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ PROMPTS = ("10 prompts", "64 prompts")
 # Of which README speaks.
 FEW_TOKENS = (1, 4, 16, 64)
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3/8": "DeepSeek-V3, 1/8 of each", "mixtral-8x7b": "Mixtral 8x7B"}
+UNTUNED_MODELS = {
+    "qwen3-235b/2": "Qwen3-235B-A22B, 1/2 of each",
+    "glm-4.5/4": "GLM-4.5, 1/4",
+    "llama-4-scout/2": "Llama-4-Scout, 1/2",
+    "mixtral-8x22b/4": "Mixtral 8x22B, 1/4",
+}
 
 Row = Mapping[str, Any]
 
@@ -172,25 +179,32 @@ def over(result: Row, peer: str, ours: str, model: str, router: str) -> dict[int
 
 def experts_table(result: Row, peer: str, ours: str) -> str:
     """A peer's time over ours under a fair router and, in brackets, a skewed one."""
-    columns = []
-    for model in MODELS:
+    titles = MODELS | UNTUNED_MODELS
+    columns = {}
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
         fair, skewed = (over(result, peer, ours, model, router) for router in ("fair", "skewed"))
-        columns.append({tokens: f"{fair[tokens]} ({skewed[tokens]})" for tokens in fair.keys() & skewed.keys()})
+        both = {tokens: f"{fair[tokens]} ({skewed[tokens]})" for tokens in fair.keys() & skewed.keys()}
+        columns[titles[model]] = both
     rows = [
-        [str(tokens), *(column.get(tokens, "") for column in columns)]
+        [str(tokens), *(column.get(tokens, "") for column in columns.values())]
         for tokens in dict.fromkeys(row["tokens"] for row in result["rows"])
     ]
-    return table(["tokens", *MODELS.values()], rows)
+    return table(["tokens", *columns], rows)
 
 
-def ptpc_experts() -> str:
-    result = load("ptpc_moe_sm_90.json")
+def ptpc_experts(name: str) -> str:
+    result = load(name)
     peers = {"vllm_cutlass": "CUTLASS", "vllm_fp8": "Triton"}
     return "\n\n".join(
         f"vLLM's {who} experts, {measured_on(result)}:\n\n{experts_table(result, peer, 'ptpc_moe')}"
         for peer, who in peers.items()
         if any(peer in row["us"] for row in result["rows"])
     )
+
+
+def nvfp4_experts(name: str) -> str:
+    result = load(name)
+    return f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}"
 
 
 # --- NVFP4
@@ -233,27 +247,16 @@ def mean_and_least(result: Row, m: int, theirs: str, ours: str) -> str:
     return f"{sum(found) / len(found):.2f} ({min(found):.2f})" if found else ""
 
 
-def nvfp4_untuned() -> str:
-    shown = {
-        "bf16": ("bf16", "nvfp4_gemm"),
-        "Marlin": ("marlin", "nvfp4_gemm"),
-        'bf16, with `prefill="fp8"`': ("bf16", "nvfp4_gemm_fp8"),
-    }
-    return untuned("nvfp4_gemm_untuned_sm_90.json", shown)
-
-
-def ptpc_untuned() -> str:
-    shown = {
-        "`torch._scaled_mm` rowwise over `ptpc_gemm`": ("torch_rowwise", "ptpc_gemm"),
-        "vLLM's CUTLASS over `ptpc_gemm`": ("vllm_cutlass", "ptpc_gemm"),
-        "bf16 over `ptpc_linear`": ("bf16", "ptpc_linear"),
-    }
-    return untuned("ptpc_gemm_untuned_sm_90.json", shown)
-
-
-def experts() -> str:
-    result = load("nvfp4_moe_sm_90.json")
-    return f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}"
+NVFP4_UNTUNED = {
+    "bf16": ("bf16", "nvfp4_gemm"),
+    "Marlin": ("marlin", "nvfp4_gemm"),
+    'bf16, with `prefill="fp8"`': ("bf16", "nvfp4_gemm_fp8"),
+}
+PTPC_UNTUNED = {
+    "`torch._scaled_mm` rowwise over `ptpc_gemm`": ("torch_rowwise", "ptpc_gemm"),
+    "vLLM's CUTLASS over `ptpc_gemm`": ("vllm_cutlass", "ptpc_gemm"),
+    "bf16 over `ptpc_linear`": ("bf16", "ptpc_linear"),
+}
 
 
 # --- engines
@@ -346,31 +349,21 @@ def overview() -> str:
         add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
             f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
     ms = (1, 16, 64, 256, 1024, 4096)
-    untuned = "mean (and least) of 16 layers of four models that nothing was tuned for"
     for name, result in results("nvfp4_gemm_sm_90"):
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
         title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
-    for name, result in results("nvfp4_gemm_untuned_sm_90"):
-        said = [f"{m}: {mean_and_least(result, m, 'bf16', 'nvfp4_gemm')}" for m in ms]
-        add(
-            name,
-            f"NVFP4 GEMM, {untuned}, {device(result)}",
-            f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}",
-        )
     for name, result in results("ptpc_gemm_sm_90"):
         said = [f"{m}: {mean(result, m, 'ptpc_linear')}" for m in ms]
         title = f"PTPC FP8 linear layer, quantization of its input included, mean of Llama-3-70B's, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
-    for name, result in results("ptpc_gemm_untuned_sm_90"):
-        said = [f"{m}: {mean_and_least(result, m, 'bf16', 'ptpc_linear')}" for m in ms]
-        add(
-            name,
-            f"the same, {untuned}, {device(result)}",
-            f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}",
-        )
+    for operator, what in (("nvfp4_gemm", "NVFP4 GEMM"), ("ptpc_linear", "PTPC FP8 linear layer")):
+        for name, result in results(f"{operator.split('_')[0]}_gemm_untuned_sm_90"):
+            title = f"{what}, mean (and least) of 16 layers of four models that nothing was tuned for, {device(result)}"
+            said = [f"{m}: {mean_and_least(result, m, 'bf16', operator)}" for m in ms]
+            add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
     for name, result in results("nvfp4_moe_sm_90"):
         ratios = {title: over(result, "marlin", "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
         said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
@@ -416,18 +409,17 @@ def overview() -> str:
 
 IN_ALL = "times as fast as bf16 with 10 and 64 prompts: "
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        all_reduce,
-        fused_norm,
-        fused_engine,
-        ptpc_untuned,
-        ptpc_experts,
-        fp8_prefill,
-        nvfp4_untuned,
-        experts,
-        nvfp4_engine,
-        sglang_engine,
-        overview,
-    )
+    "all_reduce": all_reduce,
+    "fused_norm": fused_norm,
+    "fused_engine": fused_engine,
+    "ptpc_untuned": partial(untuned, "ptpc_gemm_untuned_sm_90.json", PTPC_UNTUNED),
+    "ptpc_experts": partial(ptpc_experts, "ptpc_moe_sm_90.json"),
+    "ptpc_experts_untuned": partial(ptpc_experts, "ptpc_moe_untuned_sm_90.json"),
+    "fp8_prefill": fp8_prefill,
+    "nvfp4_untuned": partial(untuned, "nvfp4_gemm_untuned_sm_90.json", NVFP4_UNTUNED),
+    "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_sm_90.json"),
+    "nvfp4_experts_untuned": partial(nvfp4_experts, "nvfp4_moe_untuned_sm_90.json"),
+    "nvfp4_engine": nvfp4_engine,
+    "sglang_engine": sglang_engine,
+    "overview": overview,
 }

@@ -34,6 +34,13 @@ UNTUNED = {
     "qwen3-32b-tp4-down": (5120, 6400),
 }
 UNTUNED_MS = (1, 16, 64, 128, 256, 1024, 4096)
+# The same of experts: (experts, top-k, hidden, inner); /2 is one of two ranks.
+UNTUNED_EXPERTS = {
+    "qwen3-235b/2": (128, 8, 4096, 768),
+    "glm-4.5/4": (160, 8, 5120, 384),
+    "llama-4-scout/2": (16, 1, 5120, 4096),
+    "mixtral-8x22b/4": (8, 2, 6144, 4096),
+}
 
 
 def environment(gpus: int | None = None) -> dict[str, str]:

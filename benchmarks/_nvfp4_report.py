@@ -45,12 +45,13 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     ]
     means_table = table(["M", *names, "limit"], means)
     title = "NVFP4 GEMM, layers that nothing was tuned for" if untuned else "NVFP4 GEMM"
+    averaged = "all" if untuned else "Llama-3-70B's"
     return (
         f"## {title}\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"
         "`limit` is the larger of the least memory traffic at that bandwidth and of the operations at that rate, "
         "which FP8 exceeds. `nvfp4_gemm_fp8` is "
         f"`prefill='fp8'`, which computes calls of few rows as `nvfp4_gemm` does. {_peers(names)}\n\nMean speed-up "
-        f"over bf16 of {'all' if untuned else 'Llama-3-70B' + chr(39) + 's'} layers:\n\n{means_table}\n\nMicroseconds "
+        f"over bf16 of {averaged} layers:\n\n{means_table}\n\nMicroseconds "
         f"of all layers:\n\n"
         f"{table(header, body)}{failures(rows)}"
     )

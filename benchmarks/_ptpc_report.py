@@ -9,7 +9,6 @@ from benchmarks import _lines as lines
 from benchmarks._markdown import RESULTS, measured_on, table
 
 GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
-OURS = ("triton", "ptpc_gemm", "ptpc_linear")
 
 
 def plot_gemm(name: str, title: str, result: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts in NVFP4 against vLLM's own, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP 8) and Mixtral.
+"""Routed experts in NVFP4 against vLLM's own, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP 8) and Mixtral; with
+--untuned, of models for which nothing was tuned.
 
-    python benchmarks/nvfp4_moe.py [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...] [--routers ROUTER ...]
+    python benchmarks/nvfp4_moe.py [--untuned] [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...]
+        [--routers ROUTER ...]
 
 FOLDER is where `pip install --target` put vLLM, where it is not installed.
 Peers, both of vLLM: its fused Marlin experts, which serve NVFP4 on Hopper, given the workspace that vLLM makes at

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts in FP8 against vLLM's own, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP 8) and Mixtral.
+"""Routed experts in FP8 against vLLM's own, on the shapes of Qwen3-30B-A3B, DeepSeek-V3 (at TP 8) and Mixtral; with
+--untuned, of models for which nothing was tuned.
 
-    python benchmarks/ptpc_moe.py [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...] [--routers ROUTER ...]
+    python benchmarks/ptpc_moe.py [--untuned] [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...]
+        [--routers ROUTER ...]
 
 FOLDER is where `pip install --target` put vLLM, where it is not installed.
 Peers: vLLM's Triton experts in bf16 and, with one scale a token and one a channel as ours have, in FP8; its CUTLASS

@@ -59,9 +59,11 @@ STEPS = (
     Step("nvfp4_gemm_untuned_{arch}", "nvfp4_gemm.py", ("--untuned", "--vllm-ops", VLLM), seconds=100),
     Step("nvfp4_configs_{arch}", "nvfp4_configs.py", seconds=150),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
+    Step("nvfp4_moe_untuned_{arch}", "nvfp4_moe.py", ("--untuned", "--vllm", VLLM), seconds=150),
     Step("ptpc_gemm_{arch}", "ptpc_gemm.py", ("--vllm-ops", VLLM), seconds=90),
     Step("ptpc_gemm_untuned_{arch}", "ptpc_gemm.py", ("--untuned", "--vllm-ops", VLLM), seconds=60),
     Step("ptpc_moe_{arch}", "ptpc_moe.py", ("--vllm", VLLM), seconds=240),
+    Step("ptpc_moe_untuned_{arch}", "ptpc_moe.py", ("--untuned", "--vllm", VLLM), seconds=240),
     Step("row_quant_{arch}", "row_quant.py", ("--vllm-ops", VLLM), seconds=30),
     Step("routing_{arch}", "routing.py", ("--vllm-ops", VLLM), seconds=40),
     *(

@@ -36,9 +36,9 @@ KEPT = 4096
 # How far a weight may be from the one that was measured: all its sizes together larger or smaller by so much. A
 # configuration is cut for how many tiles fill the GPU, of which a weight further off has too few or too many.
 FARTHEST = 4
-# Operators, by architecture, whose defaults were measured on many weights: they serve a weight that was not better than
-# what won at another, and so a measurement counts for its own weight only.
-OWN_WEIGHT = {"sm_90": ("nvfp4_gemm", "nvfp4_gemm_fp8", "ptpc_gemm")}
+# Architectures on which the defaults were measured on many weights: they serve a weight that was not better than what
+# won at another, and so a measurement counts for its own weight only.
+OWN_WEIGHT = frozenset({"sm_90"})
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def shapes(operator: str, arch: str) -> tuple[Shape, ...]:
 @lru_cache(KEPT)
 def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
     """The measurement nearest to the shape, a `Measured` or `MeasuredExperts`: the weight nearest in log size, then the
-    smallest number of rows that covers `rows`. None where there is none within `FARTHEST`, or of the weight itself by
-    `OWN_WEIGHT`.
+    smallest number of rows that covers `rows`. None where there is none within `FARTHEST`, or on `OWN_WEIGHT` of the
+    weight itself.
 
     The next larger number, because a configuration's tiles are cut for the rows it was measured with; beyond the
     largest, the largest. A weight that was measured with fewer rows than its neighbours answers for no more than that:
@@ -124,7 +124,7 @@ def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
     def distance(shape: Shape) -> float:
         return sum(abs(math.log(theirs / ours)) for theirs, ours in zip(shape.weight, weight, strict=True))
 
-    farthest = 1 if operator in OWN_WEIGHT.get(arch, ()) else FARTHEST
+    farthest = 1 if arch in OWN_WEIGHT else FARTHEST
     largest: dict[tuple[int, ...], Shape] = {}
     for shape in shapes(operator, arch):
         if distance(shape) <= math.log(farthest) and shape.rows >= largest.get(shape.weight, shape).rows:

@@ -88,11 +88,10 @@ def test_a_weight_far_from_all_that_was_measured_finds_nothing(known: None, n: i
 
 def test_where_defaults_were_measured_only_the_weight_itself_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "shapes", lambda operator, arch: KNOWN)
-    monkeypatch.setattr(tuning, "OWN_WEIGHT", {"here": ("ptpc_gemm",)})
+    monkeypatch.setattr(tuning, "OWN_WEIGHT", {"here"})
     assert lookup(1, 8192, 8191) is None
     assert lookup(1, 8192, 8192) is not None
     assert lookup(1, 8192, 8191, "elsewhere") is not None
-    assert tuning.lookup.__wrapped__("nvfp4_gemm", "here", 1, 8192, 8191) is not None
 
 
 @pytest.mark.parametrize("operator", ["ptpc_gemm", "nvfp4_gemm"])

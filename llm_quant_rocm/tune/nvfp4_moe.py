@@ -22,7 +22,7 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     """Configurations worth trying for m tokens, the default among them."""
     slots = m * topk
     heights = heights_for(slots, experts)
-    default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner)
+    default = kernels_of(device.arch).moe_config(slots, experts)
     if device.arch != "sm_90":
         return list(dict.fromkeys([default, *(PairConfig(config, config) for config in _cdna(heights))]))
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config

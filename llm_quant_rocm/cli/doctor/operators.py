@@ -93,11 +93,9 @@ def _problem(operator: str, error: Exception) -> Problem:
     forced = backends.forced(operator)
     if forced:
         return Problem(str(error), f"unset {environment.backend_of(operator)}")
-    return (
-        Problem(str(error), "run on a supported device")
-        if isinstance(error, NotImplementedError)
-        else Problem.of(str(error))
-    )
+    if isinstance(error, NotImplementedError):
+        return Problem(str(error), "run on a supported device")
+    return Problem.of(str(error))
 
 
 def _calls(device: torch.device, facts: hardware.Hardware) -> dict[str, list[Any]]:
