@@ -278,3 +278,23 @@ def test_a_configuration_is_plain_data() -> None:
 
     config = GemmConfig(**SMALL, split_k=2)
     assert GemmConfig(**asdict(config)) == config
+
+
+def test_a_weight_that_the_kernels_before_write() -> None:
+    """What a product asks for early is what the kernel before it writes, in memory that other products read before."""
+    m, n, k = 16, 8192, 4096
+    x = random_rows(m, k, torch.bfloat16, seed=3).cuda()
+    weights = [random_rows(n, k, torch.bfloat16, seed=seed).cuda() for seed in range(4)]
+    product = ops.ptpc_gemm
+    expected = [product(*ops.per_token_quant_fp8(x), *ops.per_token_quant_fp8(weight)) for weight in weights]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        xq, xscale = ops.per_token_quant_fp8(x)
+        # The codes of a weight are freed after its product, and those of the next are where they were.
+        found = [product(xq, xscale, *ops.per_token_quant_fp8(weight)) for weight in weights]
+    for _ in range(50):
+        for result in found:
+            result.zero_()
+        graph.replay()
+        for result, wanted in zip(found, expected, strict=True):
+            assert_same(result, wanted)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels for Hopper that are written in Gluon, without a GPU, as their launches ask for it.
+"""Compiles kernels for Hopper without a GPU, as their launches ask for it: those that are written in Gluon, and the GEMM
+of few rows in FP8.
 
     python -m tests.kernels.compile_hopper CASE
 
-prints how many bytes of registers spill, and whether ptxas says that it did not leave products in flight (C7510 and its
-neighbours). A process of its own: Triton has one driver.
+prints how many bytes of registers spill, whether ptxas says that it did not leave products in flight (C7510 and its
+neighbours), and in which order the kernel first asks the L2 cache and the accelerator for tiles, waits for the kernel
+before and launches the next. A process of its own: Triton has one driver.
 """
 
 import re
@@ -27,12 +29,19 @@ from llm_quant_rocm.kernels import (
     nvfp4_wgmma,
     nvfp4_wgmma_large,
     nvfp4_wgmma_split,
+    ptpc_gemm,
     ptpc_wgmma,
     ptpc_wgmma_grouped,
 )
 from llm_quant_rocm.kernels.routing import Schedule
 
 HOPPER = hardware.nvidia(9, 0)
+SIGNS = {
+    "prefetch": "cp.async.bulk.prefetch",
+    "wait": "griddepcontrol.wait",
+    "load": "cp.async.bulk.tensor",
+    "launch": "griddepcontrol.launch_dependents",
+}
 
 
 class Driver:
@@ -94,6 +103,13 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
     ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
 
 
+def ptpc_few_rows(n: int) -> None:
+    xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, n))
+    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, n))
+    config = ptpc_gemm.GemmConfig(16, 64, 256, 3, 4, 1, swap_ab=True, tma=True)
+    ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
+
+
 def ptpc_experts(config: ptpc_wgmma_grouped.Config, activation: str | None = None) -> None:
     routing = four_tiles(config.block_m)
     x, w = (zeros(*shape, 1024, dtype=torch.float8_e4m3fn) for shape in ((routing.row_map.numel(),), (4, 512)))
@@ -116,6 +132,8 @@ CASES: dict[str, Callable[[], None]] = {
     "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
     "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
+    "PTPC, few rows": lambda: ptpc_few_rows(264 * 64),
+    "PTPC, few rows and many tiles": lambda: ptpc_few_rows(265 * 64),
     "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
     "PTPC, few rows of experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(8, 128)),
     "PTPC, experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256)),
@@ -134,7 +152,7 @@ def main(case: str) -> None:
         return run
 
     module: Any
-    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_wgmma, ptpc_wgmma_grouped):
+    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_grouped):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)
             kernel.run = only_compile(kernel)
@@ -142,12 +160,14 @@ def main(case: str) -> None:
         module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
     CASES[case]()
     (found,) = compiled
+    ptx = found.asm["ptx"]
+    order = sorted((sign for sign in SIGNS if SIGNS[sign] in ptx), key=lambda sign: ptx.index(SIGNS[sign]))
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(found.asm["ptx"])
+        source.write(ptx)
         source.flush()
         command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", source.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    print(sum(map(int, re.findall(r"(\d+) bytes spill stores", said))), "C75" in said)
+    print(sum(map(int, re.findall(r"(\d+) bytes spill stores", said))), "C75" in said, *order)
 
 
 if __name__ == "__main__":
