@@ -156,17 +156,20 @@ def gemm_fp8(
 
 
 # By the rows that an expert has on average, up to so many: what an H100 took least with, on average over the experts of
-# nine models. Where few experts have a row, their tiles alone would leave multiprocessors idle.
+# seven models. Tiles are a little higher than the average, so that few experts have two.
 _EXPERTS = (
-    (0.35, PairConfig(*2 * [nvfp4_wgmma.Config(8, 128, 64, 264, 4, 4)])),
-    (5, PairConfig(nvfp4_wgmma.Config(8, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
-    (12, PairConfig(nvfp4_wgmma.Config(16, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
-    (24, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
-    (48, PairConfig(nvfp4_wgmma_large.Config(64, 128, 0), nvfp4_wgmma_large.Config(64, 256, 0))),
+    (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
+    (14, PairConfig(nvfp4_wgmma.Config(16, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
+    (27, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
+    (60, PairConfig(nvfp4_wgmma_large.Config(64, 128, 0), nvfp4_wgmma_large.Config(64, 256, 0))),
     (inf, PairConfig(nvfp4_wgmma_large.Config(128, 256, 0), nvfp4_wgmma_large.Config(128, 128, 0))),
 )
+# Where no more experts than that have rows, and few each, their tiles alone would leave multiprocessors idle.
+_FEW_EXPERTS = 32
+_FEW = PairConfig(*2 * [nvfp4_wgmma.Config(8, 128, 64, 264, 4, 4)])
 
 
 def moe_config(slots: int, experts: int) -> PairConfig:
     """What should be fastest for `slots` rows of `experts` that nobody has measured."""
-    return _EXPERTS[bisect_left(_EXPERTS, slots / experts, key=itemgetter(0))][1]
+    chosen = _EXPERTS[bisect_left(_EXPERTS, slots / experts, key=itemgetter(0))][1]
+    return _FEW if chosen.block_m == _FEW.block_m and min(slots, experts) <= _FEW_EXPERTS else chosen

@@ -97,6 +97,6 @@ def _constants(columns: int, has_residual: bool, fmt: Fp8Format, hardware: Hardw
         "COLUMNS": columns,
         "PDL": hardware.pdl,
         "enable_fp_fusion": False,
-        **row_launch(columns, hardware, 2 if has_residual else 1),
+        **row_launch(columns, hardware, 2),
         **pdl_option(hardware),
     }

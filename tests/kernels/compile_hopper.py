@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels for Hopper without a GPU, as their launches ask for it: those that are written in Gluon, and the GEMM
-of few rows in FP8.
+"""Compiles kernels for Hopper without a GPU, as their launches ask for it: those written in Gluon, and the GEMM of few
+rows in FP8.
 
     python -m tests.kernels.compile_hopper CASE
 
