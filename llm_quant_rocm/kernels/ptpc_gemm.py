@@ -220,10 +220,10 @@ def ptpc_gemm(
     programs = tiles
     if config.programs:
         programs = min(tiles, config.programs * multiprocessors(xq.device))
-    # Where programs come after others, memory is busy with theirs.
-    together = tma and hardware.pdl and config.swap_ab and tiles * split_k <= 2 * multiprocessors(xq.device)
+    # Where programs come after others, memory is busy with theirs. Triton 3.6 pipelines no such loop for Blackwell.
+    early = tma and hardware.arch == "sm_90" and config.swap_ab and tiles * split_k <= 2 * multiprocessors(xq.device)
     ptpc_gemm_kernel[(programs, split_k)](
-        x, w, destination, xscale, wscale, bias, wq if together else None, m, n, k, xq.stride(0), wq.stride(0),
+        x, w, destination, xscale, wscale, bias, wq if early else None, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,

@@ -6,7 +6,8 @@ rows in FP8.
 
 prints how many bytes of registers spill, whether ptxas says that it did not leave products in flight (C7510 and its
 neighbours), and in which order the kernel first asks the L2 cache and the accelerator for tiles, waits for the kernel
-before and launches the next. A process of its own: Triton has one driver.
+before and launches the next. A case that says so is compiled for Blackwell. A process of its own, as Triton has one
+driver.
 """
 
 import re
@@ -19,8 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware
@@ -35,7 +36,7 @@ from llm_quant_rocm.kernels import (
 )
 from llm_quant_rocm.kernels.routing import Schedule
 
-HOPPER = hardware.nvidia(9, 0)
+HOPPER, BLACKWELL = hardware.nvidia(9, 0), hardware.nvidia(10, 0)
 SIGNS = {
     "prefetch": "cp.async.bulk.prefetch",
     "wait": "griddepcontrol.wait",
@@ -49,8 +50,11 @@ class Driver:
 
     launcher_cls = SimpleNamespace
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -103,11 +107,11 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
     ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
 
 
-def ptpc_few_rows(n: int) -> None:
+def ptpc_few_rows(n: int, device: hardware.Hardware = HOPPER) -> None:
     xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, n))
     scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, n))
     config = ptpc_gemm.GemmConfig(16, 64, 256, 3, 4, 1, swap_ab=True, tma=True)
-    ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
+    ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, device, config)
 
 
 def ptpc_experts(config: ptpc_wgmma_grouped.Config, activation: str | None = None) -> None:
@@ -134,6 +138,7 @@ CASES: dict[str, Callable[[], None]] = {
     "FP8": lambda: fp8(MANY(128, 128, 2)),
     "PTPC, few rows": lambda: ptpc_few_rows(264 * 64),
     "PTPC, few rows and many tiles": lambda: ptpc_few_rows(265 * 64),
+    "PTPC, few rows, on Blackwell": lambda: ptpc_few_rows(264 * 64, BLACKWELL),
     "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
     "PTPC, few rows of experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(8, 128)),
     "PTPC, experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256)),
@@ -142,7 +147,8 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main(case: str) -> None:
-    driver.set_active(Driver())
+    capability = 100 if case.endswith("on Blackwell") else 90
+    driver.set_active(Driver(capability))
     compiled = []
 
     def only_compile(kernel: Any) -> Any:
@@ -165,7 +171,8 @@ def main(case: str) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
         source.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", source.name, "-o", "/dev/null"]
+        arch = f"-arch={sm_arch_from_capability(capability)}"
+        command = [get_ptxas(capability).path, arch, "-v", source.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     print(sum(map(int, re.findall(r"(\d+) bytes spill stores", said))), "C75" in said, *order)
 

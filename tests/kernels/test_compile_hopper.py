@@ -32,6 +32,7 @@ def compiled(case: str) -> list[str]:
 ORDERS = {
     "PTPC, few rows": ["prefetch", "wait", "load", "launch"],
     "PTPC, few rows and many tiles": ["wait", "launch", "load"],
+    "PTPC, few rows, on Blackwell": ["wait", "launch", "load"],
     "few rows": ["load", "wait", "launch"],
     "K split in four": ["load", "wait", "launch"],
 }
