@@ -63,6 +63,8 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
         split_k = max(1, min(8, 256 * 64 // max(n, 1), k // 1024))
         swap = hardware.tma
         return GemmConfig(block_m, 64, 128, 6 if hardware.tma else 2, 4, 1, split_k, swap, hardware.tma and k % 16 == 0)
+    if hardware.arch.startswith("sm_12"):  # with 99 KiB of shared memory, less than half of what the others have
+        return GemmConfig(128, 128, 128, 3, 4 if m <= 256 else 8, tma=k % 16 == 0)
     if hardware.tma:
         return GemmConfig(128, 128 if m <= 256 else 256, 128, 4, 4 if m <= 256 else 8, tma=k % 16 == 0)
     if not hardware.fp8_units:

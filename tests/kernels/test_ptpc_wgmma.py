@@ -11,7 +11,7 @@ if not find_spec("triton"):
     pytest.skip("needs Triton", allow_module_level=True)
 
 from llm_quant_rocm import hardware
-from llm_quant_rocm.kernels import ptpc_hopper, ptpc_wgmma
+from llm_quant_rocm.kernels import ptpc_gemm, ptpc_hopper, ptpc_wgmma
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
 
 
@@ -48,6 +48,13 @@ def test_rings_fit_into_shared_memory_and_rows_into_lines(m: int, k: int) -> Non
             assert (config.block_m + config.block_n) * config.block_k * config.stages <= 200 * 1024
             assert config.tma == (k % 16 == 0)
             assert config.split_k == 1 or n <= 2048
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 512, 4096])
+@pytest.mark.parametrize(("capability", "shared_kib"), [((9, 0), 227), ((10, 0), 227), ((12, 0), 99), ((12, 1), 99)])
+def test_unmeasured_gpus_have_the_shared_memory(m: int, capability: tuple[int, int], shared_kib: int) -> None:
+    config = ptpc_gemm.default_config(hardware.nvidia(*capability), m, 4096, 8192)
+    assert (config.block_m + config.block_n) * config.block_k * config.stages <= shared_kib * 1024
 
 
 def test_a_tile_is_cut_for_few_waves() -> None:
