@@ -35,6 +35,8 @@ SETTINGS = {
 }
 # vLLM compiles what takes the logprobs of an eager engine too: half of its time, and nothing of ours.
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
+# Where vLLM's attention on a CPU reads a KV cache in FP8.
+FP8_KV_CACHE = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 HERE = Path(__file__).parent
 LIMIT = 900  # seconds for one engine: two ranks take 20 on a machine with nothing else to do
 

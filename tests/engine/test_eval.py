@@ -2,9 +2,12 @@
 """`llm-quant-rocm eval` on the demo model, in a real vLLM, offline."""
 
 import json
+import math
 from pathlib import Path
 
+import fake_quantized
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from llm_quant_rocm.cli import app
@@ -24,6 +27,16 @@ metric_list:
 """
 
 
+def word_perplexity_in_fp32() -> float:
+    """Of the demo model over the held-out text, by transformers: 511 tokens at a time, the first of them the one that
+    begins a text, as one of the 512 positions is for a token to come."""
+    text, tokenizer = (DEMO_MODEL / "heldout.txt").read_text(), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    windows = [[tokenizer.bos_token_id, *tokens[start : start + 510]] for start in range(0, len(tokens), 510)]
+    loss = -fake_quantized.logprobs(fake_quantized.load(DEMO_MODEL), windows).double().sum().item()
+    return math.exp(loss / len(text.split()))
+
+
 @pytest.mark.usefixtures("forked")
 def test_perplexity_of_the_demo_model() -> None:
     result = CliRunner().invoke(app, ["eval", str(DEMO_MODEL), "--quantization", "bf16,nvfp4", "--json"])
@@ -32,7 +45,8 @@ def test_perplexity_of_the_demo_model() -> None:
     assert {"device", "torch", "llm-quant-rocm", "date"} <= answer["environment"].keys()
     assert (answer["words"], answer["context"]) == (7656, 512)
     bf16, nvfp4 = answer["methods"]["bf16"], answer["methods"]["nvfp4"]
-    assert bf16["word_perplexity"] == pytest.approx(4427, rel=1e-3)
+    # A CPU adds in its own order, and rounds to bf16 in between: 4427 with AVX-512, 4422 without.
+    assert bf16["word_perplexity"] == pytest.approx(word_perplexity_in_fp32(), rel=2e-3)
     # Rounded to nearest it would lose 9.2%: benchmarks/results/quantize_cpu.json.
     assert 5.0 < nvfp4["loss_percent"] < 8.5
     assert "NvFp4LinearMethod" in nvfp4["linear_methods"]

@@ -102,6 +102,7 @@ def test_a_checkpoint_may_ask_for_the_method_itself(dense_checkpoint: Path, tmp_
     assert "quantizing 6 linear layers" in result.log
 
 
+@pytest.mark.skipif(not engines.FP8_KV_CACHE, reason="vLLM's KV cache in FP8 wants a CPU with AVX-512")
 def test_fp8_kv_cache(dense: engines.Result, dense_checkpoint: Path, tmp_path: Path) -> None:
     result = succeed(engines.run(tmp_path, dense_checkpoint, quantization="ptpc_fp8", kv_cache_dtype="fp8_e4m3"))
     difference = (result.logprobs - dense.logprobs).abs().mean()
