@@ -97,6 +97,6 @@ def _constants(columns: int, has_residual: bool, fmt: Fp8Format, hardware: Hardw
         "COLUMNS": columns,
         "PDL": hardware.pdl,
         "enable_fp_fusion": False,
-        **row_launch(columns, hardware, 2),
+        **row_launch(columns, hardware, 2),  # x, and the residual or the weight
         **pdl_option(hardware),
     }
