@@ -7,6 +7,9 @@ accelerator fill a ring in shared memory with tiles of x and of the weight; two 
 one half of a tile's rows of x each. The consumers do not wait for each other, and the producer is as many steps ahead
 as the ring is long: while one consumer applies the scales and stores its result, the matrix units have the other's
 work, and the next tile's loads go on.
+
+Where the tiles of the last wave are half as many as there are multiprocessors, or fewer, each is two programs': one
+consumer of either multiplies, in little more than half of the time.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ BLOCK_K = 128
 STORE = (64, 128)
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
 REGISTERS = 240
+# Multiprocessors of an H100.
+_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,22 @@ class Config:
 def default_config(m: int, n: int) -> Config:
     """A sound choice for shapes that nobody has measured."""
     # A tile of 256 columns takes twice the time of one of 128, less what loading its rows of x once instead of twice
-    # saves, in full waves of an H100's multiprocessors.
-    wide, narrow = (cdiv(cdiv(m, 128) * cdiv(n, block_n), 132) for block_n in (256, 128))
-    return Config(128, 256 if 2 * wide <= 1.05 * narrow else 128, 16)
+    # saves.
+    wide, narrow = (_waves(cdiv(m, 128) * cdiv(n, block_n)) for block_n in (256, 128))
+    return Config(128, 256 if 2 * wide <= 1.02 * narrow else 128, 16)
+
+
+def _waves(tiles: int) -> float:
+    """How many waves of an H100's multiprocessors so many tiles take. A consumer alone needs 0.6 of the time of two for
+    a tile."""
+    whole = whole_tiles(tiles, _SMS)
+    return cdiv(whole, _SMS) + (0.6 if whole < tiles else 0)
+
+
+def whole_tiles(tiles: int, programs: int) -> int:
+    """How many of the tiles are one program's each."""
+    last = tiles % programs
+    return tiles - last if 2 * last <= programs else tiles
 
 
 def serves(xq: torch.Tensor, wq: torch.Tensor, out_dtype: torch.dtype) -> bool:
@@ -66,8 +84,16 @@ def serves(xq: torch.Tensor, wq: torch.Tensor, out_dtype: torch.dtype) -> bool:
 
 
 @gluon.jit
+def _tile_of(piece, whole):
+    """The tile of a piece of work, and which consumer has it, 0 or 1, or both (2): from number `whole` on there are two
+    pieces to a tile."""
+    rest = piece - whole
+    return gl.where(rest < 0, piece, whole + rest // 2), gl.where(rest < 0, 2, rest % 2)
+
+
+@gluon.jit
 def _producer(
-    x, w, x_ring, w_ring, ready, empty, M, N, K,
+    x, w, x_ring, w_ring, ready, empty, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
@@ -79,7 +105,8 @@ def _producer(
         gdc_launch_dependents()
     stage = 0
     phase = 1
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+    for piece in range(gl.program_id(0), 2 * tiles_m * tiles_n - whole, gl.num_programs(0)):
+        tile, _ = _tile_of(piece, whole)
         tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
@@ -120,7 +147,7 @@ def _store(acc, m, n, x_scale, w_scale, bias, out, staging, M, N):
 
 @gluon.jit
 def _consumer(
-    x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, HALF: gl.constexpr,
+    x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, whole, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of x, the upper (0) or the lower ones (1), with its rows of the weight."""
@@ -131,34 +158,43 @@ def _consumer(
     tiles_n = gl.cdiv(N, BLOCK_N)
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
-        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=layout)
-        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-        for step in range(0, gl.maximum(gl.cdiv(K, BLOCK_K), 1)):
-            mbarrier.wait(ready.index(stage), phase)
-            rows = x_ring.index(stage).slice(HALF * ROWS, ROWS)
-            acc = warpgroup_mma(rows, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-            # Now the step before is finished, and its stage free.
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
-            stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-        m = tile_m * BLOCK_M + HALF * ROWS
-        _store(acc, m, tile_n * BLOCK_N, x_scale, w_scale, bias, out, staging.index(HALF), M, N)
+    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+    steps = gl.maximum(gl.cdiv(K, BLOCK_K), 1)
+    for piece in range(gl.program_id(0), 2 * tiles_m * tiles_n - whole, gl.num_programs(0)):
+        tile, consumer = _tile_of(piece, whole)
+        if consumer == 1 - HALF:
+            for _ in range(0, steps):
+                mbarrier.wait(ready.index(stage), phase)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage, phase = advance(stage, phase, STAGES)
+        else:
+            acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=layout)
+            for step in range(0, steps):
+                mbarrier.wait(ready.index(stage), phase)
+                rows = x_ring.index(stage).slice(HALF * ROWS, ROWS)
+                acc = warpgroup_mma(rows, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
+                # Now the step before is finished, and its stage free.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+                stage, phase = advance(stage, phase, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
+            m = tile_m * BLOCK_M + HALF * ROWS
+            _store(acc, m, tile_n * BLOCK_N, x_scale, w_scale, bias, out, staging.index(HALF), M, N)
     tma.store_wait(0)
     leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "whole"])
 def ptpc_wgmma_kernel(
-    x, w, x_scale, w_scale, bias, out, M, N, K,
+    x, w, x_scale, w_scale, bias, out, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """A program's share of the tiles of out. x, w and out are descriptors, of E4M3 and of 16-bit values."""
+    """A program's share of the tiles of out, of which those from number `whole` on are two programs' each. x, w and out
+    are descriptors, of E4M3 and of 16-bit values."""
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w.layout)
     staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
@@ -172,14 +208,14 @@ def ptpc_wgmma_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, gl.constexpr(0),
+                x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, whole, gl.constexpr(0),
                 BLOCK_M, BLOCK_N, GROUP_M, STAGES,
             )),
             (_consumer, (
-                x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, gl.constexpr(1),
+                x_scale, w_scale, bias, out, x_ring, w_ring, staging, ready, empty, M, N, K, whole, gl.constexpr(1),
                 BLOCK_M, BLOCK_N, GROUP_M, STAGES,
             )),
-            (_producer, (x, w, x_ring, w_ring, ready, empty, M, N, K, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PDL)),
+            (_producer, (x, w, x_ring, w_ring, ready, empty, M, N, K, whole, BLOCK_M, BLOCK_N, GROUP_M, STAGES, PDL)),
             (leave, (M,)),
             (leave, (M,)),
         ],
@@ -203,10 +239,12 @@ def ptpc_wgmma(
     (m, k), n = xq.shape, wq.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=xq.device)
     block_m, block_n = config.block_m, config.block_n
-    programs = min(cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(xq.device))
+    tiles, programs = cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(xq.device)
+    whole = whole_tiles(tiles, programs)
+    programs = min(2 * tiles - whole, programs)
     ptpc_wgmma_kernel[(programs,)](
         tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
-        tile_descriptor(out, *STORE), m, n, k,
+        tile_descriptor(out, *STORE), m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=config.group_m,
         STAGES=RING_BYTES // ((block_m + block_n) * BLOCK_K), REGISTERS=REGISTERS, PDL=hardware.pdl,
         num_warps=4, **pdl_option(hardware),

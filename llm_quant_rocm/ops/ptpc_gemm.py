@@ -135,13 +135,14 @@ BACKENDS = (
 
 def _usual(call: GemmCall) -> str | None:
     """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
-    where reading the weight takes the time, and where there are few tiles
-    (benchmarks/results/ptpc_gemm_untuned_sm_90.json)."""
+    where reading the weight takes the time, and where its tiles fill an H100's 132 multiprocessors once or not quite,
+    or once or twice and at most half of them once more (benchmarks/results/ptpc_gemm_untuned_sm_90.json)."""
     if call.hardware.arch != "sm_90":
         return None
-    from llm_quant_rocm.kernels.sizes import few_tiles
+    from llm_quant_rocm.kernels.sizes import cdiv
 
-    return "triton" if call.m <= 64 or few_tiles(call.m, call.n) else None
+    tiles = cdiv(call.m, 128) * cdiv(call.n, 128)
+    return "triton" if call.m <= 64 or tiles <= 100 or 0 < tiles % 132 <= 66 and tiles <= 330 else None
 
 
 @lru_cache(tuning.KEPT)

@@ -30,13 +30,10 @@ def test_it_serves_rows_of_16_byte_lines() -> None:
     assert ptpc_wgmma.serves(codes(300, 544)[:, 16:528], w, torch.bfloat16)
 
 
-def test_few_rows_and_few_tiles_are_the_other_kernels() -> None:
+def test_few_rows_are_the_other_kernels() -> None:
     chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
     assert isinstance(chosen(64, 8192, 8192), GemmConfig)
-    assert isinstance(chosen(65, 8448, 8192), GemmConfig)
-    assert isinstance(chosen(65, 8449, 8192), ptpc_wgmma.Config)
-    assert isinstance(chosen(256, 4224, 8192), GemmConfig)
-    assert isinstance(chosen(257, 4224, 8192), ptpc_wgmma.Config)
+    assert isinstance(chosen(65, 8192, 8192), ptpc_wgmma.Config)
 
 
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
@@ -57,8 +54,17 @@ def test_unmeasured_gpus_have_the_shared_memory(m: int, capability: tuple[int, i
     assert (config.block_m + config.block_n) * config.block_k * config.stages <= shared_kib * 1024
 
 
-def test_a_tile_is_cut_for_few_waves() -> None:
-    """128 tiles of 128 columns are one wave, 256 of them are one of 256 columns."""
-    assert ptpc_wgmma.default_config(256, 8192).block_n == 128
-    assert ptpc_wgmma.default_config(512, 8192).block_n == 256
+def test_tiles_are_narrow_where_wide_ones_leave_more_of_a_wave_empty() -> None:
+    """On 132 multiprocessors, n / 128 and n / 256 tiles for each 128 rows."""
+    assert ptpc_wgmma.default_config(256, 8192).block_n == 128  # 128, 64
+    assert ptpc_wgmma.default_config(512, 8192).block_n == 256  # 256, 128
+    assert ptpc_wgmma.default_config(512, 10240).block_n == 128  # 320, 160: half of a wave is enough for the rest
+    assert ptpc_wgmma.default_config(1024, 6144).block_n == 128  # 384, 192
     assert ptpc_wgmma.default_config(4096, 57344).block_n == 256
+
+
+@pytest.mark.parametrize(
+    ("tiles", "whole"), [(1, 0), (66, 0), (67, 67), (132, 132), (198, 132), (199, 199), (264, 264)]
+)
+def test_a_last_wave_of_few_tiles_is_two_programs_each(tiles: int, whole: int) -> None:
+    assert ptpc_wgmma.whole_tiles(tiles, 132) == whole
