@@ -33,7 +33,8 @@ UNTUNED = {
     "qwen3-32b-tp4-gate_up": (12800, 5120),
     "qwen3-32b-tp4-down": (5120, 6400),
 }
-UNTUNED_MS = (1, 16, 64, 128, 256, 1024, 4096)
+# Some of them fill no tile.
+UNTUNED_MS = (1, 16, 48, 64, 100, 128, 256, 300, 1000, 1024, 4096)
 # Experts for which nothing was tuned, (experts, top-k, hidden, inner); /2 is one of two ranks. NVFP4's defaults were
 # chosen by these and by the well-known ones.
 UNTUNED_EXPERTS = {

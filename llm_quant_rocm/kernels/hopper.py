@@ -45,6 +45,34 @@ def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def first_row(tile_m, M, BLOCK: gl.constexpr):
+    """The row of the matrix that is the first one of tile number `tile_m`: the last tile begins so much earlier that it
+    ends with the matrix."""
+    return gl.maximum(gl.minimum(tile_m * BLOCK, M - BLOCK), 0)
+
+
+@gluon.jit
+def row_in_tile(first, number, M, BLOCK: gl.constexpr):
+    """The row of the matrix that is row `number` of a tile, of which `first` is the first one (`row_descriptor`)."""
+    if BLOCK >= 16:
+        folded = (M > BLOCK // 2) & (number >= BLOCK // 2)
+        return first + number + gl.where(folded, gl.minimum(M - BLOCK, 0), 0)
+    else:
+        return first + number
+
+
+@gluon.jit
+def load_rows(x, row, column, ready, tile, pred=True):
+    """Has the accelerator fill `tile` with a matrix, x its `row_descriptor`, from `first_row` and `column` on."""
+    WIDTH: gl.constexpr = x.block_shape[2]
+    PARTS: gl.constexpr = tile.shape[1] // WIDTH
+    HALVES: gl.constexpr = x.block_shape[0]
+    halves = reinterpret(tile, x.dtype, [PARTS * HALVES, x.block_shape[1], WIDTH], x.layout)
+    for i in gl.static_range(PARTS):
+        load_tile(x, [0, row, column + i * WIDTH], ready, halves.slice(i * HALVES, HALVES), pred=pred)
+
+
+@gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage of a ring, and its barrier's phase."""
     wrapped = stage == STAGES - 1
@@ -56,6 +84,30 @@ def leave(value):
     """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
     not keep products in flight from one turn of an inner loop to the next (C7512)."""
     gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """A matrix [M, K] for `load_rows`, in tiles of so many rows and lines of 128 bytes, as a wgmma takes them.
+
+    For a row beyond a matrix the accelerator takes longer than for one of it, by so much that in tiles of 128 a product
+    of 65 rows took longer than one of 128. So tiles do not reach beyond it: the last one begins earlier, and that of
+    fewer rows than a tile has, but more than half of them, is the first half and the last. In a tile of 8 rows, or half
+    of a tile, it matters less.
+    """
+    m, k = tensor.shape
+    stride, width = tensor.stride(0), 128 // tensor.element_size()
+    halves = 2 if rows >= 16 else 1
+    half = rows // halves
+    # In the first dimension a step is from one half to the other.
+    apart = half if m >= rows or m <= half else m - half
+    shape = [1, m, k] if m <= half or halves == 1 else [2, m - apart, k]
+    block = [halves, half, width]
+    return TensorDescriptor(tensor, shape, [apart * stride, stride, 1], block, _half_layout(tensor.element_size()))
+
+
+@cache
+def _half_layout(size: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, size * 8, 3)
 
 
 def tile_descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -138,11 +138,12 @@ def store_layout(width, num_warps):
 
 @gluon.jit
 def epilogue(
-    acc, tile_m, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
+    acc, first, least, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, bias, activation, router weight, rounding."""
+    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, bias, activation, router weight, rounding. Its
+    columns are rows of the result from `first` on; those before `least` are another tile's."""
     rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
     acc = acc * UNSCALE * gl.load(global_scale + rows, mask=rows < N, other=0.0)[:, None]
     if bias is not None:
@@ -154,12 +155,12 @@ def epilogue(
         acc = (gate * up.to(dtype).to(gl.float32)).reshape(WIDTH, BLOCK_M)
         N = N // 2
     if row_weight is not None:
-        m_acc = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
+        m_acc = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
         acc *= gl.load(row_weight + m_acc, mask=m_acc < M, other=0.0)[None, :]
     layout: gl.constexpr = store_layout(WIDTH, num_warps)
-    m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     n = tile_n * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
-    inside = m < M
+    inside = (m >= least) & (m < M)
     if row_map is not None:
         m = gl.load(row_map + m, mask=inside, other=-1)
         inside = m >= 0
@@ -375,7 +376,7 @@ def nvfp4_wgmma_kernel(
                 if tile_expert is not None:
                     scale += gl.load(tile_expert + tile_m) * N
                 epilogue(
-                    total, tile_m, tile_n, scale, bias, out, row_map, row_weight, M, N,
+                    total, tile_m * BLOCK_M, 0, tile_n, scale, bias, out, row_map, row_weight, M, N,
                     BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
                 )  # fmt: skip
             acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)

@@ -36,7 +36,18 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
-from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, tile_descriptor
+from llm_quant_rocm.kernels.hopper import (
+    advance,
+    cta_barrier,
+    first_row,
+    init_ring,
+    leave,
+    load_rows,
+    load_tile,
+    place,
+    row_descriptor,
+    row_in_tile,
+)
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     decode_operand,
     descriptor,
@@ -48,7 +59,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
-from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, give_part, store_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, columns_of, give_part, store_part, take_parts
 
 RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
@@ -166,7 +177,7 @@ def _producer(
             corner = [first_piece + step * DEPTH, tile_n * (BLOCK_N // 16), 0]
             load_tile(words, corner, ready.index(stage), codes.index(stage))
             load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
-            load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+            load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -270,6 +281,7 @@ def _consumer(
             scale += gl.load(tile_expert + tile_m) * N
             if HALF == 0:
                 prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+        first_m = first_row(tile_m, M, BLOCK_M)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
@@ -299,17 +311,17 @@ def _consumer(
             slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 32 if FP8 else 16])
             store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
             _await_parts(flags + (tile * 2 + HALF) * 2, SHARES)
-            slices = gl.cdiv(gl.minimum(M - tile_m * BLOCK_M, BLOCK_M), SLICE)
-            for i in range(program % SHARES, slices, SHARES):
+            for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
                 total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
                 for share in gl.static_range(SHARES):
                     source = ((tile * SHARES + share) * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M) + i * (ROWS * SLICE)
                     total = add_part(total, parts + source, slice_layout)
+                row = row_in_tile(first_m, i * SLICE, M, BLOCK_M)
                 if FP8:
-                    total = _times_columns(total, x_scale, tile_m * BLOCK_M + i * SLICE, M)
+                    total = _times_columns(total, x_scale, row, M)
                 epilogue(
-                    total, tile_m * (BLOCK_M // SLICE) + i, tile_n * 2 + HALF, global_scale, bias, out, None, None, M,
-                    N, SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
+                    total, row, tile_m * BLOCK_M, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N, SLICE,
+                    ROWS, dtype, UNSCALE, None, slice_layout, 4,
                 )  # fmt: skip
         elif parts is not None:
             if first > 0:
@@ -318,12 +330,16 @@ def _consumer(
                 cut_groups = (tiles - whole) * tile_groups
                 acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
         if SHARES == 0 and first == 0:
-            if FP8:
-                acc = _times_columns(acc, x_scale, tile_m * BLOCK_M, M)
-            epilogue(
-                acc, tile_m, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
-                BLOCK_M, ROWS, dtype, UNSCALE, ACTIVATION, acc_layout, 4,
-            )  # fmt: skip
+            half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2, 32 if FP8 else 16])
+            for half in gl.static_range(2):
+                part = columns_of(acc, BLOCK_M // 2, half, half_layout)
+                row = row_in_tile(first_m, half * (BLOCK_M // 2), M, BLOCK_M)
+                if FP8:
+                    part = _times_columns(part, x_scale, row, M)
+                epilogue(
+                    part, row, tile_m * BLOCK_M, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
+                    BLOCK_M // 2, ROWS, dtype, UNSCALE, ACTIVATION, half_layout, 4,
+                )  # fmt: skip
     leave(stage)
 
 
@@ -338,14 +354,16 @@ def nvfp4_wgmma_large_kernel(
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
-    x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32];
-    x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that `decode_words_fp8` names.
+    x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
+    K, row tiles, 32]; x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that
+    `decode_words_fp8` names.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
     for each, say which are there. With SHARES as many programs compute each tile. The rest is that of
     `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
+    ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], ring_layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -472,7 +490,7 @@ def _launch(
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
-        tile_descriptor(x, config.block_m, block_k), x_scale,
+        row_descriptor(x, config.block_m), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,

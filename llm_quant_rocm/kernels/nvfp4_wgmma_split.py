@@ -25,7 +25,18 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.flags import flags_of
-from llm_quant_rocm.kernels.hopper import advance, cta_barrier, init_ring, leave, load_tile, place, reinterpret
+from llm_quant_rocm.kernels.hopper import (
+    advance,
+    cta_barrier,
+    first_row,
+    init_ring,
+    leave,
+    load_rows,
+    place,
+    reinterpret,
+    row_descriptor,
+    row_in_tile,
+)
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     descriptor,
     epilogue,
@@ -36,7 +47,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
-from llm_quant_rocm.kernels.wgmma_parts import begin_of, give_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import begin_of, columns_of, give_part, take_parts
 
 RING_BYTES = 216 * 1024
 # Of the ring; more bring nothing.
@@ -165,8 +176,8 @@ def _producer(
         gdc_launch_dependents()
     step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
-        corner = [tile_m * BLOCK_M, step * BLOCK_K]
-        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
+        first_m = first_row(tile_m, M, BLOCK_M)
+        load_rows(x, first_m, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     stage = FIRST % STAGES
     phase = 1 if FIRST < STAGES else 0
@@ -174,24 +185,10 @@ def _producer(
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         fetch_weight(*weight, stage, tile_n, step, 0, True)
-        load_tile(x, [tile_m * BLOCK_M, step * BLOCK_K], ready.index(stage), ring.index(stage))
+        load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)
-
-
-@gluon.jit
-def _columns(acc, SLICE: gl.constexpr, NUMBER: gl.constexpr, layout: gl.constexpr):
-    """Columns NUMBER * SLICE and following of acc [64, M], SLICE of them: registers that each thread has."""
-    PARTS: gl.constexpr = acc.shape[1] // SLICE
-    if PARTS > 1:
-        low, high = gl.split(acc.reshape(64, 2, acc.shape[1] // 2).permute(0, 2, 1))
-        if NUMBER < PARTS // 2:
-            return _columns(low, SLICE, NUMBER, layout)
-        else:
-            return _columns(high, SLICE, NUMBER - PARTS // 2, layout)
-    else:
-        return gl.convert_layout(acc, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -277,7 +274,7 @@ def _consumer(
             mbarrier.wait(taken, 0)
         for adder in gl.static_range(SLICES):
             if adder != MINE:
-                columns = _columns(acc, SLICE, adder, slice_layout)
+                columns = columns_of(acc, SLICE, adder, slice_layout)
                 _store_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
         cta_barrier()
         mbarrier.arrive(added, count=1)
@@ -286,7 +283,7 @@ def _consumer(
             total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
             for owner in gl.static_range(SPLIT_K):
                 if owner == MINE:
-                    total += _columns(acc, SLICE, MINE, slice_layout)
+                    total += columns_of(acc, SLICE, MINE, slice_layout)
                 else:
                     total += _load_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), slice_layout)
             if SHARED:
@@ -303,9 +300,10 @@ def _consumer(
                 else:
                     give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
             if whole:
+                row = row_in_tile(first_row(tile_m, M, BLOCK_M), MINE * SLICE, M, BLOCK_M)
                 epilogue(
-                    total, tile_m * (BLOCK_M // SLICE) + MINE, tile_n * GROUPS + GROUP, global_scale, bias, out, None,
-                    None, M, N, SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
+                    total, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, global_scale, bias, out, None, None, M, N,
+                    SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
                 )  # fmt: skip
         elif SHARED:
             mbarrier.arrive(taken, count=1)
@@ -323,14 +321,15 @@ def nvfp4_wgmma_split_kernel(
     """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns, or with `parts` a program's share of the
     steps of all tiles.
 
-    x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
-    N is the number of rows of the weight that are stored; the packed weight has them padded. `parts` fp32 [programs, 4,
-    64 * max(BLOCK_M / SPLIT_K, 8)] has room for a part of each consumer, and `flags`, a zero for each, say which are
-    there.
+    x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
+    K, row tiles, 32]. N is the number of rows of the weight that are stored; the packed weight has them padded. `parts`
+    fp32 [programs, 4, 64 * max(BLOCK_M / SPLIT_K, 8)] has room for a part of each consumer, and `flags`, a zero for
+    each, say which are there.
     """
     NT: gl.constexpr = BLOCK_N // 16
     SHARED: gl.constexpr = parts is not None
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], x.layout)
+    ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], ring_layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -406,7 +405,7 @@ def gemm_split(
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS
     nvfp4_wgmma_split_kernel[(programs,)](
-        descriptor(x, [config.block_m, depth * COLUMNS], 128),
+        row_descriptor(x, config.block_m),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, m, n, k,

@@ -27,7 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
-from llm_quant_rocm.kernels.hopper import advance, leave, load_tile, place, store_tile, tile_descriptor
+from llm_quant_rocm.kernels.hopper import (
+    advance,
+    first_row,
+    leave,
+    load_rows,
+    load_tile,
+    place,
+    row_descriptor,
+    row_in_tile,
+    store_tile,
+    tile_descriptor,
+)
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
 from llm_quant_rocm.kernels.sizes import cdiv
@@ -111,8 +122,8 @@ def _producer(
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
-            load_tile(x, [tile_m * BLOCK_M, k], ready.index(stage), x_ring.index(stage))
-            load_tile(w, [tile_n * BLOCK_N, k], ready.index(stage), w_ring.index(stage))
+            load_rows(x, first_row(tile_m, M, BLOCK_M), k, ready.index(stage), x_ring.index(stage))
+            load_tile(w, [first_row(tile_n, N, BLOCK_N), k], ready.index(stage), w_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -180,8 +191,9 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
-            m = tile_m * BLOCK_M + HALF * ROWS
-            _store(acc, m, tile_n * BLOCK_N, x_scale, w_scale, bias, out, staging.index(HALF), M, N)
+            # What is in two tiles, or twice in one, is stored twice, with the same bits.
+            m = row_in_tile(first_row(tile_m, M, BLOCK_M), HALF * ROWS, M, BLOCK_M)
+            _store(acc, m, first_row(tile_n, N, BLOCK_N), x_scale, w_scale, bias, out, staging.index(HALF), M, N)
     tma.store_wait(0)
     leave(stage)
 
@@ -193,9 +205,9 @@ def ptpc_wgmma_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """A program's share of the tiles of out, of which those from number `whole` on are two programs' each. x, w and out
-    are descriptors, of E4M3 and of 16-bit values."""
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    """A program's share of the tiles of out, of which those from number `whole` on are two programs' each. x
+    (`row_descriptor`), w and out are descriptors, of E4M3 and of 16-bit values."""
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], w.layout)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w.layout)
     staging = gl.allocate_shared_memory(out.dtype, [2] + out.block_shape, out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -243,7 +255,7 @@ def ptpc_wgmma(
     whole = whole_tiles(tiles, programs)
     programs = min(2 * tiles - whole, programs)
     ptpc_wgmma_kernel[(programs,)](
-        tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
+        row_descriptor(xq, block_m), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
         tile_descriptor(out, *STORE), m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=config.group_m,
         STAGES=RING_BYTES // ((block_m + block_n) * BLOCK_K), REGISTERS=REGISTERS, PDL=hardware.pdl,

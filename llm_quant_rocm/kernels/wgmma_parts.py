@@ -52,6 +52,20 @@ def add_part(acc, part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(acc, SLICE: gl.constexpr, NUMBER: gl.constexpr, layout: gl.constexpr):
+    """Columns NUMBER * SLICE and following of acc [N, M], SLICE of them: registers that each thread has."""
+    PARTS: gl.constexpr = acc.shape[1] // SLICE
+    if PARTS > 1:
+        low, high = gl.split(acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1))
+        if NUMBER < PARTS // 2:
+            return columns_of(low, SLICE, NUMBER, layout)
+        else:
+            return columns_of(high, SLICE, NUMBER - PARTS // 2, layout)
+    else:
+        return gl.convert_layout(acc, layout, assert_trivial=True)
+
+
+@gluon.jit
 def give_part(acc, parts, flags, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Stores the program's part acc [N, M] in `parts` fp32 [programs, CONSUMERS, N * M], and tells by `flags`, a zero
     for each, that it is there."""

@@ -129,7 +129,9 @@ def _run_triton(
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
-    return kernels.config_of(measured.config) if measured else kernels.default_config(m, n, k, device)
+    if measured is None:
+        return kernels.default_config(m, n, k, device)
+    return kernels.fitted(kernels.config_of(measured.config), m, n, k, measured.m)
 
 
 def _torch_refusal(call: GemmCall) -> str | None:

@@ -2,6 +2,7 @@
 """The estimate by which the NVFP4 GEMM on Hopper is configured for weights that nobody has measured."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,22 @@ def test_what_the_busiest_program_does(config: Any, shape: tuple[int, int, int],
     assert (np.ceil(found.steps), found.tiles, found.parts) == pytest.approx((np.ceil(load[0]), *load[1:]))
 
 
-def test_what_is_chosen_is_compiled_for_powers_of_two_of_rows_alone() -> None:
+def test_few_numbers_of_rows_decide_what_is_chosen() -> None:
     for n, k in ((8192, 8192), (1280, 8192), (512, 1024)):
-        for m in (1, 5, 9, 100, 129, 1000, 3000):
-            covering = max(8, 1 << (m - 1).bit_length())
-            assert nvfp4_hopper.default_config(m, n, k, HOPPER) == nvfp4_hopper.default_config(covering, n, k, HOPPER)
+        for m, planned in ((1, 8), (5, 8), (9, 16), (100, 128), (129, 192), (300, 320), (1000, 1024), (3000, 3008)):
+            assert nvfp4_hopper.default_config(m, n, k, HOPPER) == nvfp4_hopper.default_config(planned, n, k, HOPPER)
+
+
+def test_a_measured_configuration_gives_way_where_it_would_compute_many_rows_for_nothing() -> None:
+    measured, shape = Large(256, 128, 1), (10240, 8192)
+    fitted = partial(nvfp4_hopper.fitted, measured, n=shape[0], k=shape[1], measured_m=512)
+    assert fitted(300) == nvfp4_estimate.fastest(320, *shape)
+    assert fitted(300).block_m == 128
+    assert fitted(512) == fitted(500) == measured
+    few = Split(128, 2)
+    assert nvfp4_hopper.fitted(few, 65, *shape, measured_m=128) is few
+    unknown = nvfp4_wgmma.Config(128, 64, 64)
+    assert nvfp4_hopper.fitted(unknown, 300, *shape, measured_m=512) is unknown
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (512, 1024), (100, 128)], ids=str)
