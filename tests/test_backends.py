@@ -156,8 +156,8 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
     [
         ("gfx942", {}, "torch", [NO_AITER]),
         ("gfx950", {}, "torch", [NO_AITER]),
-        # On Hopper few rows are ours where nobody measured, up to 100 tiles of 128 x 128, and one or two waves of 132
-        # with no more than half a one.
+        # On Hopper few rows are ours where nobody measured and, of short K, up to 100 tiles of 128 x 128, one or two
+        # waves of 132 with no more than half a one, and a few rows in the last tile of up to 512.
         ("sm_90", {}, "triton", []),
         ("sm_90", {"m": 64, "n": 65536}, "triton", []),
         ("sm_90", {"m": 256, "n": 6400}, "triton", []),
@@ -167,6 +167,13 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
         ("sm_90", {"m": 65, "n": 199 * 128}, "torch", [NO_AITER]),
         ("sm_90", {"m": 1280, "n": 33 * 128}, "triton", []),
         ("sm_90", {"m": 1280, "n": 34 * 128}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 300, "n": 65536}, "triton", []),
+        ("sm_90", {"m": 384, "n": 65536}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 550, "n": 65536}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 256, "n": 4224, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 256, "n": 4240, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 100, "n": 4224, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 300, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
         ("gfx942", {"m": 1}, "torch", [NO_AITER]),
         ("sm_90", MANY | {"bias_dtype": torch.bfloat16}, "triton", [NO_AITER, ANY_BIAS]),
         ("gfx942", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),

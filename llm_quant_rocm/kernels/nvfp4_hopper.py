@@ -132,8 +132,8 @@ def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config 
     quantizing = 3 * m * k / _COPY + _LAUNCH
     waves = cdiv(cdiv(m, 256) * cdiv(n, 128), _SMS)
     decoding = quantizing + waves * (k * _TILE_COLUMN + _TILE)
-    # 9/16 of a byte of each weight read, one written.
-    expanding = quantizing + n * k * 25 / 16 / _COPY + 2 * m * n * k / _CUBLAS_FP8 + 2 * _LAUNCH
+    # 9/16 of a byte of each weight read, one written; cuBLAS's tiles have 128 rows.
+    expanding = quantizing + n * k * 25 / 16 / _COPY + 2 * cdiv(m, 128) * 128 * n * k / _CUBLAS_FP8 + 2 * _LAUNCH
     least = min(exact, decoding, expanding)
     if least == exact:
         return None

@@ -72,6 +72,11 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     return GemmConfig(128, 128, 128, 2, 8)  # with 4 warps Triton 3.6 spills on gfx950 where K is ragged
 
 
+def fitted(config: GemmConfig, m: int, n: int) -> GemmConfig:
+    """`config`, which may have been measured with more rows, for m rows of a weight of n."""
+    return config
+
+
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """tile_m and tile_n of the output tile number `tile`: GROUP_M tiles of M at a time with all tiles of N."""

@@ -10,7 +10,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_gemm as few_rows
 from llm_quant_rocm.kernels import ptpc_wgmma
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.kernels.sizes import next_power_of_2
+from llm_quant_rocm.kernels.sizes import few_tiles, next_power_of_2
 
 Config = GemmConfig | ptpc_wgmma.Config
 
@@ -29,7 +29,17 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
         else:
             block_k, stages = 256, max(2, min(6 if n <= 66 * 64 else 5, k // 256))
         return GemmConfig(max(16, next_power_of_2(m)), 64, block_k, stages, 4, 1, swap_ab=True, tma=True)
+    if k % 16 == 0 and m > 64 and few_tiles(m, n):
+        return fitted(GemmConfig(64, 128, 256, 4, 4, tma=True, programs=1), m, n)
     return few_rows.default_config(hardware, m, n, k) if m <= 64 else ptpc_wgmma.default_config(m, n)
+
+
+def fitted(config: Config, m: int, n: int) -> Config:
+    """`config`, which may have been measured with more rows, or one of the other kernel, whose tiles do not reach
+    beyond x: for many rows there the accelerator takes long (`hopper.row_descriptor`)."""
+    if m > 64 and isinstance(config, GemmConfig) and -m % config.block_m >= 16:
+        return ptpc_wgmma.default_config(m, n)
+    return config
 
 
 def ptpc_gemm(

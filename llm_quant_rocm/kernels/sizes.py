@@ -8,6 +8,11 @@ def cdiv(number: int, by: int) -> int:
     return -(-number // by)
 
 
+def few_tiles(m: int, n: int) -> bool:
+    """Whether tiles of 128 x 128 leave half of an H100's multiprocessors without one."""
+    return cdiv(m, 128) * cdiv(n, 128) <= 66
+
+
 def next_power_of_2(number: int) -> int:
     """The smallest power of two of at least `number`, which is positive."""
     return 1 << (number - 1).bit_length()

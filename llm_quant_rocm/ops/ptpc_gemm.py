@@ -122,7 +122,9 @@ def kernels_of(arch: str) -> ModuleType:
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
-    return kernels.config_of(measured.config) if measured else kernels.default_config(device, m, n, k)
+    if measured is None:
+        return kernels.default_config(device, m, n, k)
+    return kernels.fitted(kernels.config_of(measured.config), m, n)
 
 
 BACKENDS = (
@@ -135,14 +137,20 @@ BACKENDS = (
 
 def _usual(call: GemmCall) -> str | None:
     """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
-    where reading the weight takes the time, and where its tiles fill an H100's 132 multiprocessors once or not quite,
-    or once or twice and at most half of them once more (benchmarks/results/ptpc_gemm_untuned_sm_90.json)."""
+    where reading the weight takes the time, where there are few tiles, and, unless K is long, where tiles fill an
+    H100's 132 multiprocessors not quite, or once or twice and at most half of them once more, and where the last tiles
+    of few rows are half empty or more. The longer K, the more of that is lost again right behind the quantization of x
+    (benchmarks/results/ptpc_gemm_untuned_sm_90.json: the whole layer)."""
     if call.hardware.arch != "sm_90":
         return None
-    from llm_quant_rocm.kernels.sizes import cdiv
+    from llm_quant_rocm.kernels.sizes import cdiv, few_tiles
 
+    if call.m <= 64 or (few_tiles(call.m, call.n) and -call.m % 64 < 16):
+        return "triton"
     tiles = cdiv(call.m, 128) * cdiv(call.n, 128)
-    return "triton" if call.m <= 64 or tiles <= 100 or 0 < tiles % 132 <= 66 and tiles <= 330 else None
+    well_filled = tiles <= 100 or (tiles <= 330 and 0 < tiles % 132 <= 66)
+    half_empty = call.m <= 512 and 0 < call.m % 128 <= 64
+    return "triton" if call.k < 6144 and (well_filled or half_empty) else None
 
 
 @lru_cache(tuning.KEPT)

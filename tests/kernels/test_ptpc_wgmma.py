@@ -30,10 +30,23 @@ def test_it_serves_rows_of_16_byte_lines() -> None:
     assert ptpc_wgmma.serves(codes(300, 544)[:, 16:528], w, torch.bfloat16)
 
 
-def test_few_rows_are_the_other_kernels() -> None:
+def test_few_rows_and_few_tiles_are_the_other_kernels() -> None:
     chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
     assert isinstance(chosen(64, 8192, 8192), GemmConfig)
-    assert isinstance(chosen(65, 8192, 8192), ptpc_wgmma.Config)
+    assert isinstance(chosen(128, 8448, 8192), GemmConfig)
+    assert isinstance(chosen(128, 8449, 8192), ptpc_wgmma.Config)
+    assert isinstance(chosen(256, 4224, 8192), GemmConfig)
+    assert isinstance(chosen(257, 4224, 8192), ptpc_wgmma.Config)
+
+
+def test_tiles_that_would_reach_far_beyond_x_give_way() -> None:
+    few = GemmConfig(64, 128, 256, 4, 4, tma=True)
+    for m, given in ((64, few), (113, few), (128, few), (65, None), (100, None), (112, None)):
+        found = ptpc_hopper.fitted(few, m, 8192)
+        assert found is given if given else isinstance(found, ptpc_wgmma.Config)
+    many = ptpc_wgmma.Config(128, 256, 4)
+    assert ptpc_hopper.fitted(many, 65, 8192) is many
+    assert isinstance(ptpc_hopper.default_config(hardware.nvidia(9, 0), 65, 8192, 8192), ptpc_wgmma.Config)
 
 
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
