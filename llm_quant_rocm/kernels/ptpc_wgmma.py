@@ -123,7 +123,7 @@ def _producer(
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
             load_rows(x, first_row(tile_m, M, BLOCK_M), k, ready.index(stage), x_ring.index(stage))
-            load_tile(w, [first_row(tile_n, N, BLOCK_N), k], ready.index(stage), w_ring.index(stage))
+            load_tile(w, [tile_n * BLOCK_N, k], ready.index(stage), w_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -191,9 +191,9 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
-            # What is in two tiles, or twice in one, is stored twice, with the same bits.
+            # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
             m = row_in_tile(first_row(tile_m, M, BLOCK_M), HALF * ROWS, M, BLOCK_M)
-            _store(acc, m, first_row(tile_n, N, BLOCK_N), x_scale, w_scale, bias, out, staging.index(HALF), M, N)
+            _store(acc, m, tile_n * BLOCK_N, x_scale, w_scale, bias, out, staging.index(HALF), M, N)
     tma.store_wait(0)
     leave(stage)
 
