@@ -6,7 +6,13 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Renamed after Triton 3.6.
@@ -45,15 +51,16 @@ def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def first_row(tile_m, M, BLOCK: gl.constexpr):
+def _first_row(tile_m, M, BLOCK: gl.constexpr):
     """The row of the matrix that is the first one of tile number `tile_m`: the last tile begins so much earlier that it
     ends with the matrix."""
     return gl.maximum(gl.minimum(tile_m * BLOCK, M - BLOCK), 0)
 
 
 @gluon.jit
-def row_in_tile(first, number, M, BLOCK: gl.constexpr):
-    """The row of the matrix that is row `number` of a tile, of which `first` is the first one (`row_descriptor`)."""
+def row_in_tile(tile_m, number, M, BLOCK: gl.constexpr):
+    """The row of the matrix that is row `number` of tile number `tile_m`, as `load_rows` fills it."""
+    first = _first_row(tile_m, M, BLOCK)
     if BLOCK >= 16:
         folded = (M > BLOCK // 2) & (number >= BLOCK // 2)
         return first + number + gl.where(folded, gl.minimum(M - BLOCK, 0), 0)
@@ -62,11 +69,13 @@ def row_in_tile(first, number, M, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(x, row, column, ready, tile, pred=True):
-    """Has the accelerator fill `tile` with a matrix, x its `row_descriptor`, from `first_row` and `column` on."""
+def load_rows(x, tile_m, column, M, ready, tile, pred=True):
+    """Has the accelerator fill `tile` with tile number `tile_m` of the M rows of a matrix, x its `row_descriptor`, from
+    `column` on."""
     WIDTH: gl.constexpr = x.block_shape[2]
     PARTS: gl.constexpr = tile.shape[1] // WIDTH
     HALVES: gl.constexpr = x.block_shape[0]
+    row = _first_row(tile_m, M, tile.shape[0])
     halves = reinterpret(tile, x.dtype, [PARTS * HALVES, x.block_shape[1], WIDTH], x.layout)
     for i in gl.static_range(PARTS):
         load_tile(x, [0, row, column + i * WIDTH], ready, halves.slice(i * HALVES, HALVES), pred=pred)
@@ -80,6 +89,26 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def multiply_steps(acc, rows, columns, ready, empty, stage, phase, K, HALF: gl.constexpr):
+    """acc [ROWS, N] plus the product of all steps along K of two rings, `rows` [stages, 2 * ROWS, K] in half HALF and
+    `columns` [stages, N, K], from `stage` on; and the stage and phase after them. Their stages are free then."""
+    STAGES: gl.constexpr = ready.shape[0]
+    ROWS: gl.constexpr = acc.shape[0]
+    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+    for step in range(0, gl.maximum(gl.cdiv(K, rows.shape[2]), 1)):
+        mbarrier.wait(ready.index(stage), phase)
+        mine = rows.index(stage).slice(HALF * ROWS, ROWS)
+        acc = warpgroup_mma(mine, columns.index(stage).permute((1, 0)), acc, is_async=True)
+        # Now the step before is finished, and its stage free.
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+    return acc, stage, phase
+
+
+@gluon.jit
 def leave(value):
     """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
     not keep products in flight from one turn of an inner loop to the next (C7512)."""
@@ -89,10 +118,10 @@ def leave(value):
 def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     """A matrix [M, K] for `load_rows`, in tiles of so many rows and lines of 128 bytes, as a wgmma takes them.
 
-    For a row beyond a matrix the accelerator takes longer than for one of it, by so much that in tiles of 128 a product
-    of 65 rows took longer than one of 128. So tiles do not reach beyond it: the last one begins earlier, and that of
-    fewer rows than a tile has, but more than half of them, is the first half and the last. In a tile of 8 rows, or half
-    of a tile, it matters less.
+    For a row beyond a matrix the accelerator takes longer than for one of it, by so much that in tiles of 128 a
+    product of 65 rows took longer than one of 128, compared by hand on an H100. So tiles do not reach beyond it:
+    the last one begins earlier, and that of fewer rows than a tile has, but more than half of them, is the first
+    half and the last. In a tile of 8 rows, or half of a tile, it matters less.
     """
     m, k = tensor.shape
     stride, width = tensor.stride(0), 128 // tensor.element_size()
@@ -102,12 +131,7 @@ def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     apart = half if m >= rows or m <= half else m - half
     shape = [1, m, k] if m <= half or halves == 1 else [2, m - apart, k]
     block = [halves, half, width]
-    return TensorDescriptor(tensor, shape, [apart * stride, stride, 1], block, _half_layout(tensor.element_size()))
-
-
-@cache
-def _half_layout(size: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(128, size * 8, 3)
+    return TensorDescriptor(tensor, shape, [apart * stride, stride, 1], block, _layout(128, 1024 // width, 3))
 
 
 def tile_descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -118,3 +142,13 @@ def tile_descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDesc
 @cache
 def _tile_layout(rows: int, columns: int, size: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float8e4nv if size == 1 else gl.bfloat16)
+
+
+def descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
+    """A tensor for the tensor memory accelerator, in boxes `block` that are swizzled by so many bytes."""
+    return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
+
+
+@cache
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle, bits, rank)

@@ -17,7 +17,6 @@ finds its share there.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -28,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
@@ -36,7 +34,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.flags import FLAGS, flags_of
-from llm_quant_rocm.kernels.hopper import cta_barrier, load_tile, place
+from llm_quant_rocm.kernels.hopper import cta_barrier, descriptor, load_tile, place
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.wgmma_parts import begin_of
@@ -445,12 +443,3 @@ def gemm(
         PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),
     )  # fmt: skip
     return out
-
-
-def descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
-
-
-@cache
-def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle, bits, rank)

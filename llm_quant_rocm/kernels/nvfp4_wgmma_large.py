@@ -39,7 +39,7 @@ from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     advance,
     cta_barrier,
-    first_row,
+    descriptor,
     init_ring,
     leave,
     load_rows,
@@ -50,7 +50,6 @@ from llm_quant_rocm.kernels.hopper import (
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     decode_operand,
-    descriptor,
     epilogue,
     first_piece_of,
     lines_of_16_bytes,
@@ -177,7 +176,7 @@ def _producer(
             corner = [first_piece + step * DEPTH, tile_n * (BLOCK_N // 16), 0]
             load_tile(words, corner, ready.index(stage), codes.index(stage))
             load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
-            load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
+            load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -281,7 +280,6 @@ def _consumer(
             scale += gl.load(tile_expert + tile_m) * N
             if HALF == 0:
                 prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
-        first_m = first_row(tile_m, M, BLOCK_M)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
@@ -316,7 +314,7 @@ def _consumer(
                 for share in gl.static_range(SHARES):
                     source = ((tile * SHARES + share) * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M) + i * (ROWS * SLICE)
                     total = add_part(total, parts + source, slice_layout)
-                row = row_in_tile(first_m, i * SLICE, M, BLOCK_M)
+                row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
                 if FP8:
                     total = _times_columns(total, x_scale, row, M)
                 epilogue(
@@ -333,7 +331,7 @@ def _consumer(
             half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2, 32 if FP8 else 16])
             for half in gl.static_range(2):
                 part = columns_of(acc, BLOCK_M // 2, half, half_layout)
-                row = row_in_tile(first_m, half * (BLOCK_M // 2), M, BLOCK_M)
+                row = row_in_tile(tile_m, half * (BLOCK_M // 2), M, BLOCK_M)
                 if FP8:
                     part = _times_columns(part, x_scale, row, M)
                 epilogue(

@@ -28,7 +28,7 @@ from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     advance,
     cta_barrier,
-    first_row,
+    descriptor,
     init_ring,
     leave,
     load_rows,
@@ -38,7 +38,6 @@ from llm_quant_rocm.kernels.hopper import (
     row_in_tile,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
-    descriptor,
     epilogue,
     fetch_weight,
     lines_of_16_bytes,
@@ -176,8 +175,7 @@ def _producer(
         gdc_launch_dependents()
     step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
-        first_m = first_row(tile_m, M, BLOCK_M)
-        load_rows(x, first_m, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
+        load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage), begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     stage = FIRST % STAGES
     phase = 1 if FIRST < STAGES else 0
@@ -185,7 +183,7 @@ def _producer(
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         fetch_weight(*weight, stage, tile_n, step, 0, True)
-        load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
+        load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage))
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)
@@ -300,7 +298,7 @@ def _consumer(
                 else:
                     give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
             if whole:
-                row = row_in_tile(first_row(tile_m, M, BLOCK_M), MINE * SLICE, M, BLOCK_M)
+                row = row_in_tile(tile_m, MINE * SLICE, M, BLOCK_M)
                 epilogue(
                     total, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, global_scale, bias, out, None, None, M, N,
                     SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,

@@ -10,7 +10,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_gemm as few_rows
 from llm_quant_rocm.kernels import ptpc_wgmma
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.kernels.sizes import few_tiles, next_power_of_2
+from llm_quant_rocm.kernels.sizes import few_tiles, next_power_of_2, reaches_beyond
 
 Config = GemmConfig | ptpc_wgmma.Config
 
@@ -37,7 +37,7 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
 def fitted(config: Config, m: int, n: int) -> Config:
     """`config`, which may have been measured with more rows, or one of the other kernel, whose tiles do not reach
     beyond x: for many rows there the accelerator takes long (`hopper.row_descriptor`)."""
-    if m > 64 and isinstance(config, GemmConfig) and -m % config.block_m >= 16:
+    if m > 64 and isinstance(config, GemmConfig) and reaches_beyond(m, config.block_m):
         return ptpc_wgmma.default_config(m, n)
     return config
 

@@ -21,18 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.hopper import (
     advance,
-    first_row,
     leave,
     load_rows,
     load_tile,
+    multiply_steps,
     place,
     row_descriptor,
     row_in_tile,
@@ -41,7 +39,7 @@ from llm_quant_rocm.kernels.hopper import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, whole_tiles
 
 RING_BYTES = 192 * 1024
 BLOCK_K = 128
@@ -77,15 +75,9 @@ def default_config(m: int, n: int) -> Config:
 
 def _waves(tiles: int) -> float:
     """How many waves of an H100's multiprocessors so many tiles take. A consumer alone needs 0.6 of the time of two for
-    a tile."""
+    a tile, compared by hand."""
     whole = whole_tiles(tiles, _SMS)
     return cdiv(whole, _SMS) + (0.6 if whole < tiles else 0)
-
-
-def whole_tiles(tiles: int, programs: int) -> int:
-    """How many of the tiles are one program's each."""
-    last = tiles % programs
-    return tiles - last if 2 * last <= programs else tiles
 
 
 def serves(xq: torch.Tensor, wq: torch.Tensor, out_dtype: torch.dtype) -> bool:
@@ -122,7 +114,7 @@ def _producer(
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
-            load_rows(x, first_row(tile_m, M, BLOCK_M), k, ready.index(stage), x_ring.index(stage))
+            load_rows(x, tile_m, k, M, ready.index(stage), x_ring.index(stage))
             load_tile(w, [tile_n * BLOCK_N, k], ready.index(stage), w_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
@@ -169,30 +161,19 @@ def _consumer(
     tiles_n = gl.cdiv(N, BLOCK_N)
     stage = 0
     phase = 0
-    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-    steps = gl.maximum(gl.cdiv(K, BLOCK_K), 1)
     for piece in range(gl.program_id(0), 2 * tiles_m * tiles_n - whole, gl.num_programs(0)):
         tile, consumer = _tile_of(piece, whole)
         if consumer == 1 - HALF:
-            for _ in range(0, steps):
+            for _ in range(0, gl.cdiv(K, BLOCK_K)):
                 mbarrier.wait(ready.index(stage), phase)
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         else:
             acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=layout)
-            for step in range(0, steps):
-                mbarrier.wait(ready.index(stage), phase)
-                rows = x_ring.index(stage).slice(HALF * ROWS, ROWS)
-                acc = warpgroup_mma(rows, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-                # Now the step before is finished, and its stage free.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
-                stage, phase = advance(stage, phase, STAGES)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            acc, stage, phase = multiply_steps(acc, x_ring, w_ring, ready, empty, stage, phase, K, HALF)
             tile_m, tile_n = place(tile, tiles_m, tiles_n, GROUP_M)
             # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
-            m = row_in_tile(first_row(tile_m, M, BLOCK_M), HALF * ROWS, M, BLOCK_M)
+            m = row_in_tile(tile_m, HALF * ROWS, M, BLOCK_M)
             _store(acc, m, tile_n * BLOCK_N, x_scale, w_scale, bias, out, staging.index(HALF), M, N)
     tma.store_wait(0)
     leave(stage)

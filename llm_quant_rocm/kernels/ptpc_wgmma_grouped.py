@@ -19,8 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -31,6 +29,7 @@ from llm_quant_rocm.kernels.hopper import (
     init_ring,
     leave,
     load_tile,
+    multiply_steps,
     place,
     store_tile,
     tile_descriptor,
@@ -159,7 +158,6 @@ def _consumer(
     tile_expert, tile_count = routing
     x_ring, w_ring, ready, empty, started = shared
     ROWS: gl.constexpr = BLOCK_N // 2
-    BLOCK_K: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     tiles_m = gl.load(tile_count)
     tiles_n = gl.cdiv(N, BLOCK_N)
@@ -178,17 +176,7 @@ def _consumer(
         if row_weight is not None:
             scale_of_x *= gl.load(row_weight + columns)
         acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=layout)
-        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-        for step in range(0, gl.maximum(gl.cdiv(K, BLOCK_K), 1)):
-            mbarrier.wait(ready.index(stage), phase)
-            rows = w_ring.index(stage).slice(HALF * ROWS, ROWS)
-            acc = warpgroup_mma(rows, x_ring.index(stage).permute((1, 0)), acc, is_async=True)
-            # Now the step before is finished, and its stage free.
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
-            stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        acc, stage, phase = multiply_steps(acc, w_ring, x_ring, ready, empty, stage, phase, K, HALF)
         acc = acc * scale_of_x[None, :] * scale_of_w[:, None]
         if ACTIVATION is None:
             _store(acc, m, n + HALF * ROWS, out, staging.index(HALF))

@@ -143,12 +143,12 @@ def _usual(call: GemmCall) -> str | None:
     (benchmarks/results/ptpc_gemm_untuned_sm_90.json: the whole layer)."""
     if call.hardware.arch != "sm_90":
         return None
-    from llm_quant_rocm.kernels.sizes import cdiv, few_tiles
+    from llm_quant_rocm.kernels.sizes import cdiv, few_tiles, reaches_beyond, whole_tiles
 
-    if call.m <= 64 or (few_tiles(call.m, call.n) and -call.m % 64 < 16):
+    if call.m <= 64 or (few_tiles(call.m, call.n) and not reaches_beyond(call.m, 64)):
         return "triton"
     tiles = cdiv(call.m, 128) * cdiv(call.n, 128)
-    well_filled = tiles <= 100 or (tiles <= 330 and 0 < tiles % 132 <= 66)
+    well_filled = tiles <= 100 or (tiles <= 330 and whole_tiles(tiles, 132) < tiles)
     half_empty = call.m <= 512 and 0 < call.m % 128 <= 64
     return "triton" if call.k < 6144 and (well_filled or half_empty) else None
 

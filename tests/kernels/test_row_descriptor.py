@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a matrix come to a tile on Hopper, and which the kernels take them for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from llm_quant_rocm.kernels import hopper
 from llm_quant_rocm.kernels.hopper import row_descriptor
 
 K = 512
@@ -26,19 +29,25 @@ def loaded(x: torch.Tensor, block: int, first: int) -> list[int | None]:
     ]
 
 
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own functions of the rows of a tile, of numbers of the host."""
+    operations = {"minimum": min, "maximum": max, "where": lambda condition, a, b: a if condition else b}
+    monkeypatch.setattr(hopper, "gl", SimpleNamespace(**vars(hopper.gl) | operations))
+    for name in ("_first_row", "row_in_tile"):
+        monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
+
+
 @pytest.mark.parametrize("block", [8, 16, 64, 128, 256])
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 7, 8, 9, 12, 16, 17, 33, 64, 65, 100, 127, 128, 129, 200, 256, 300, 1000])
-def test_a_tile_holds_the_rows_that_it_is_taken_for(m: int, block: int) -> None:
-    """As `first_row` and `row_in_tile` compute them."""
+def test_a_tile_holds_the_rows_that_it_is_taken_for(on_the_host: None, m: int, block: int) -> None:
     x = torch.empty(m, K, dtype=torch.bfloat16)
     seen = set()
     for tile in range(-(-m // block)):
-        first = max(min(tile * block, m - block), 0)
-        folded = block >= 16 and m > block // 2
-        for number, row in enumerate(loaded(x, block, first)):
-            taken_for = first + number + (min(m - block, 0) if folded and number >= block // 2 else 0)
+        for number, row in enumerate(loaded(x, block, hopper._first_row(tile, m, block))):
+            taken_for = hopper.row_in_tile(tile, number, m, block)
             assert row == taken_for or (row is None and taken_for >= m)
             # Where a tile is more than half full, or there are several, nothing is beyond the matrix.
-            assert row is not None or not folded
+            assert row is not None or block < 16 or m <= block // 2
             seen.add(row)
     assert seen >= set(range(m))
