@@ -156,24 +156,18 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
     [
         ("gfx942", {}, "torch", [NO_AITER]),
         ("gfx950", {}, "torch", [NO_AITER]),
-        # On Hopper few rows are ours where nobody measured and, of short K, up to 100 tiles of 128 x 128, one or two
-        # waves of 132 with no more than half a one, and a few rows in the last tile of up to 512.
+        # On Hopper, where nobody measured, few rows are ours, up to 400 tiles of 128 x 128, and more of which the last
+        # ones have 32 rows or more beyond x.
         ("sm_90", {}, "triton", []),
         ("sm_90", {"m": 64, "n": 65536}, "triton", []),
-        ("sm_90", {"m": 256, "n": 6400}, "triton", []),
-        ("sm_90", {"m": 256, "n": 6416}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 128, "n": 132 * 128}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 65, "n": 198 * 128}, "triton", []),
-        ("sm_90", {"m": 65, "n": 199 * 128}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 1280, "n": 33 * 128}, "triton", []),
-        ("sm_90", {"m": 1280, "n": 34 * 128}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 300, "n": 65536}, "triton", []),
-        ("sm_90", {"m": 384, "n": 65536}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 550, "n": 65536}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 256, "n": 4224, "k": 32768}, "triton", []),
-        ("sm_90", {"m": 256, "n": 4240, "k": 32768}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 100, "n": 4224, "k": 32768}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 300, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 128, "n": 400 * 128}, "triton", []),
+        ("sm_90", {"m": 128, "n": 401 * 128}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 1280, "n": 40 * 128, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 1280, "n": 41 * 128, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 96, "n": 65536}, "triton", []),
+        ("sm_90", {"m": 97, "n": 65536}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 4000, "n": 65536, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 4065, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
         ("gfx942", {"m": 1}, "torch", [NO_AITER]),
         ("sm_90", MANY | {"bias_dtype": torch.bfloat16}, "triton", [NO_AITER, ANY_BIAS]),
         ("gfx942", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),
@@ -215,9 +209,21 @@ def test_without_triton_odd_products_take_the_reference(on: Any, monkeypatch: py
 
 def test_a_measured_shape_takes_its_winner(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on("sm_90")
-    winner = tuning.Measured(n=64, k=128, m=16, backend="triton", config={})
+    winner = tuning.Measured(n=64, k=128, m=16, backend="torch", config={})
     monkeypatch.setattr(tuning, "shapes", lambda operator, arch: (winner,))
-    assert gemm_operator._choose(gemm_call()).backend.name == "triton"
+    assert gemm_operator._choose(gemm_call()).backend.name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("arch", "m", "counts"), [("sm_90", 225, True), ("sm_90", 224, False), ("sm_90", 64, True), ("gfx942", 65, True)]
+)
+def test_what_more_rows_were_measured_with_counts_where_tiles_are_as_full(
+    on: Any, monkeypatch: pytest.MonkeyPatch, arch: str, m: int, counts: bool
+) -> None:
+    on(arch)
+    winner = tuning.Measured(n=8192, k=8192, m=256, backend="torch", config={})
+    monkeypatch.setattr(tuning, "shapes", lambda operator, arch: (winner,))
+    assert gemm_operator._measured(arch, m, 8192, 8192) == (winner if counts else None)
 
 
 @pytest.mark.parametrize("operator", [quant_operator, norm_operator], ids=["per_token_quant", "rms_norm_quant"])

@@ -51,3 +51,18 @@ def prefetch_rows(matrix, rows, first, last, stride, BYTES: tl.constexpr, PARTS:
 def pdl_option(hardware: Hardware) -> dict[str, bool]:
     """The launch option for a kernel with `programmatic_launch`; other devices do not know it."""
     return {"launch_pdl": True} if hardware.pdl else {}
+
+
+def pdl_option_of_tiles(hardware: Hardware, tiles: int, k: int) -> dict[str, bool]:
+    """`pdl_option` for the product of so many tiles over k columns, of many rows: not set up early where it is long.
+
+    Programs of neighbouring tiles read the same rows of x or of the weight at about the same time. Launched when the
+    GPU is idle they come to neighbouring multiprocessors, and to a part of the GPU (GPC) such rows come once. Set up
+    early they come to whichever multiprocessor the kernel before leaves next.
+    """
+    return pdl_option(hardware) if tiles * k <= _SHORT else {}
+
+
+# Right behind the quantization of x, on an H100, of 72 to 4096 rows, FP8 products that are shorter took up to 12% less
+# where they were set up early, a microsecond or so, and those that are longer up to 40% more; compared by hand.
+_SHORT = 1_250_000

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
-from llm_quant_rocm.kernels.pdl import launch_next, pdl_option, prefetch_rows, programmatic_launch
+from llm_quant_rocm.kernels.pdl import launch_next, pdl_option, pdl_option_of_tiles, prefetch_rows, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # Of each row of a weight, what is asked for before the kernels before have ended: as much as memory reads while one
@@ -70,11 +70,6 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     if not hardware.fp8_units:
         return GemmConfig(64, 128, 64, 2, 4)
     return GemmConfig(128, 128, 128, 2, 8)  # with 4 warps Triton 3.6 spills on gfx950 where K is ragged
-
-
-def fitted(config: GemmConfig, m: int, n: int) -> GemmConfig:
-    """`config`, which may have been measured with more rows, for m rows of a weight of n."""
-    return config
 
 
 @triton.jit
@@ -229,6 +224,8 @@ def ptpc_gemm(
         programs = min(tiles, config.programs * multiprocessors(xq.device))
     # Where programs come after others, memory is busy with theirs. Triton 3.6 pipelines no such loop for Blackwell.
     early = tma and hardware.arch == "sm_90" and config.swap_ab and tiles * split_k <= 2 * multiprocessors(xq.device)
+    # Of a few rows, programs share no more than these.
+    launch = pdl_option(hardware) if m <= 64 else pdl_option_of_tiles(hardware, tiles, k)
     ptpc_gemm_kernel[(programs, split_k)](
         x, w, destination, xscale, wscale, bias, wq if early else None, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
@@ -236,7 +233,7 @@ def ptpc_gemm(
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
         TMA_STORE=tma_store, PDL=hardware.pdl, EARLY_BYTES=EARLY_BYTES,
         EARLY_PARTS=max(1, 32 * config.warps // config.block_n),
-        num_warps=config.warps, num_stages=config.stages, **pdl_option(hardware),
+        num_warps=config.warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if split_k > 1:
         split_k_kernel[(m, cdiv(n, 1024))](

@@ -10,7 +10,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_gemm as few_rows
 from llm_quant_rocm.kernels import ptpc_wgmma
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.kernels.sizes import few_tiles, next_power_of_2, reaches_beyond
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 Config = GemmConfig | ptpc_wgmma.Config
 
@@ -22,24 +22,22 @@ def config_of(fields: Mapping[str, Any]) -> Config:
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
     """What was best, or nearly, on an H100 for weights of many sizes."""
-    if k % 16 == 0 and m <= 64 and n > 2048:
+    if m <= 64:
+        if k % 16 or n <= 2048:
+            return few_rows.default_config(hardware, m, n, k)
         # Reading the weight takes the time: rings as deep as one or several programs on a multiprocessor can have.
         if n > 132 * 64:
             block_k, stages = 128 if k <= 1024 or (m > 32 and n > 2 * 132 * 64) else 256, 3
         else:
             block_k, stages = 256, max(2, min(6 if n <= 66 * 64 else 5, k // 256))
         return GemmConfig(max(16, next_power_of_2(m)), 64, block_k, stages, 4, 1, swap_ab=True, tma=True)
-    if k % 16 == 0 and m > 64 and few_tiles(m, n):
-        return fitted(GemmConfig(64, 128, 256, 4, 4, tma=True, programs=1), m, n)
-    return few_rows.default_config(hardware, m, n, k) if m <= 64 else ptpc_wgmma.default_config(m, n)
-
-
-def fitted(config: Config, m: int, n: int) -> Config:
-    """`config`, which may have been measured with more rows, or one of the other kernel, whose tiles do not reach
-    beyond x: for many rows there the accelerator takes long (`hopper.row_descriptor`)."""
-    if m > 64 and isinstance(config, GemmConfig) and reaches_beyond(m, config.block_m):
-        return ptpc_wgmma.default_config(m, n)
-    return config
+    many = ptpc_wgmma.default_config(m, n)
+    # Tiles of 64 rows, 0.65 of the time of `ptpc_wgmma.waves` each, unless the last one is nearly empty: what it has
+    # beyond x takes the accelerator long (`hopper.row_descriptor`).
+    waves = 0.65 * cdiv(cdiv(m, 64) * cdiv(n, 128), 132)
+    if k % 16 == 0 and -m % 64 <= 48 and waves < ptpc_wgmma.waves(many, m, n):
+        return GemmConfig(64, 128, 256, 4, 4, tma=True, programs=1)
+    return many
 
 
 def ptpc_gemm(

@@ -37,7 +37,7 @@ from llm_quant_rocm.kernels.hopper import (
     store_tile,
     tile_descriptor,
 )
-from llm_quant_rocm.kernels.pdl import pdl_option
+from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
 from llm_quant_rocm.kernels.sizes import cdiv, whole_tiles
 
@@ -67,17 +67,19 @@ class Config:
 
 def default_config(m: int, n: int) -> Config:
     """A sound choice for shapes that nobody has measured."""
-    # A tile of 256 columns takes twice the time of one of 128, less what loading its rows of x once instead of twice
-    # saves.
-    wide, narrow = (_waves(cdiv(m, 128) * cdiv(n, block_n)) for block_n in (256, 128))
-    return Config(128, 256 if 2 * wide <= 1.02 * narrow else 128, 16)
+    return min(Config(128, 256, 16), Config(128, 128, 16), key=lambda config: waves(config, m, n))
 
 
-def _waves(tiles: int) -> float:
-    """How many waves of an H100's multiprocessors so many tiles take. A consumer alone needs 0.6 of the time of two for
-    a tile, compared by hand."""
+def waves(config: Config, m: int, n: int) -> float:
+    """How long an H100 takes, in waves of tiles of 128 x 128, for tiles of 128 rows.
+
+    The two numbers fit whole layers, quantization included, of 72 to 4096 rows and 20 weights: the choice was slower
+    than the better tile by 0.3% on average, by 16% at most, compared by hand.
+    """
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     whole = whole_tiles(tiles, _SMS)
-    return cdiv(whole, _SMS) + (0.6 if whole < tiles else 0)
+    count = cdiv(whole, _SMS) + (0.7 if whole < tiles else 0)
+    return count if config.block_n == 128 else 1.85 * count
 
 
 def serves(xq: torch.Tensor, wq: torch.Tensor, out_dtype: torch.dtype) -> bool:
@@ -234,12 +236,12 @@ def ptpc_wgmma(
     block_m, block_n = config.block_m, config.block_n
     tiles, programs = cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(xq.device)
     whole = whole_tiles(tiles, programs)
-    programs = min(2 * tiles - whole, programs)
-    ptpc_wgmma_kernel[(programs,)](
+    pieces = 2 * tiles - whole
+    ptpc_wgmma_kernel[(min(pieces, programs),)](
         row_descriptor(xq, block_m), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
         tile_descriptor(out, *STORE), m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=config.group_m,
         STAGES=RING_BYTES // ((block_m + block_n) * BLOCK_K), REGISTERS=REGISTERS, PDL=hardware.pdl,
-        num_warps=4, **pdl_option(hardware),
+        num_warps=4, **pdl_option_of_tiles(hardware, pieces, k),
     )  # fmt: skip
     return out

@@ -8,22 +8,11 @@ def cdiv(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def few_tiles(m: int, n: int) -> bool:
-    """Whether tiles of 128 x 128 leave half of an H100's multiprocessors without one."""
-    return cdiv(m, 128) * cdiv(n, 128) <= 66
-
-
 def whole_tiles(tiles: int, programs: int) -> int:
     """How many of the tiles are one program's each: those of a last wave that is half empty or more are two programs'
     (`ptpc_wgmma`)."""
     last = tiles % programs
     return tiles - last if 2 * last <= programs else tiles
-
-
-def reaches_beyond(m: int, block_m: int) -> bool:
-    """Whether tiles of so many rows reach so far beyond m rows that Hopper's accelerator takes long for it
-    (`hopper.row_descriptor`)."""
-    return -m % block_m >= 16
 
 
 def next_power_of_2(number: int) -> int:

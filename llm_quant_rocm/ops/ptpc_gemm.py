@@ -121,10 +121,15 @@ def kernels_of(arch: str) -> ModuleType:
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
-    kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
-    if measured is None:
-        return kernels.default_config(device, m, n, k)
-    return kernels.fitted(kernels.config_of(measured.config), m, n)
+    kernels, measured = kernels_of(device.arch), _measured(device.arch, m, n, k)
+    return kernels.config_of(measured.config) if measured else kernels.default_config(device, m, n, k)
+
+
+def _measured(arch: str, m: int, n: int, k: int) -> tuning.Measured | None:
+    """What was measured of the shape, if it was. Where the defaults are measured too, nothing that had 32 rows more or
+    above: who is fastest then depends on how empty tiles are."""
+    found: tuning.Measured | None = tuning.lookup(NAME, arch, m, n, k)
+    return None if found and arch in tuning.OWN_WEIGHT and 64 < m <= found.m - 32 else found
 
 
 BACKENDS = (
@@ -137,25 +142,19 @@ BACKENDS = (
 
 def _usual(call: GemmCall) -> str | None:
     """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
-    where reading the weight takes the time, where there are few tiles, and, unless K is long, where tiles fill an
-    H100's 132 multiprocessors not quite, or once or twice and at most half of them once more, and where the last tiles
-    of few rows are half empty or more. The longer K, the more of that is lost again right behind the quantization of x
-    (benchmarks/results/ptpc_gemm_untuned_sm_90.json: the whole layer)."""
+    where reading the weight takes the time, where there are few tiles, and where the last tiles of rows are not full:
+    cuBLAS's reach beyond x (`hopper.row_descriptor`)."""
     if call.hardware.arch != "sm_90":
         return None
-    from llm_quant_rocm.kernels.sizes import cdiv, few_tiles, reaches_beyond, whole_tiles
+    from llm_quant_rocm.kernels.sizes import cdiv
 
-    if call.m <= 64 or (few_tiles(call.m, call.n) and not reaches_beyond(call.m, 64)):
-        return "triton"
-    tiles = cdiv(call.m, 128) * cdiv(call.n, 128)
-    well_filled = tiles <= 100 or (tiles <= 330 and whole_tiles(tiles, 132) < tiles)
-    half_empty = call.m <= 512 and 0 < call.m % 128 <= 64
-    return "triton" if call.k < 6144 and (well_filled or half_empty) else None
+    few_tiles = cdiv(call.m, 128) * cdiv(call.n, 128) <= 400
+    return "triton" if call.m <= 64 or few_tiles or -call.m % 128 >= 32 else None
 
 
 @lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
-    measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
+    measured = _measured(call.hardware.arch, call.m, call.n, call.k)
     return choose(NAME, BACKENDS, call, measured.backend if measured else _usual(call))
 
 

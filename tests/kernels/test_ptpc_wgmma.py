@@ -12,6 +12,7 @@ if not find_spec("triton"):
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.kernels import ptpc_gemm, ptpc_hopper, ptpc_wgmma
+from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
 
 
@@ -33,20 +34,19 @@ def test_it_serves_rows_of_16_byte_lines() -> None:
 def test_few_rows_and_few_tiles_are_the_other_kernels() -> None:
     chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
     assert isinstance(chosen(64, 8192, 8192), GemmConfig)
+    # Tiles of 64 x 128 for one wave, or for two where those of 128 x 128 are for one and a half.
     assert isinstance(chosen(128, 8448, 8192), GemmConfig)
     assert isinstance(chosen(128, 8449, 8192), ptpc_wgmma.Config)
-    assert isinstance(chosen(256, 4224, 8192), GemmConfig)
-    assert isinstance(chosen(257, 4224, 8192), ptpc_wgmma.Config)
+    assert isinstance(chosen(320, 6144, 5120), GemmConfig)
+    assert isinstance(chosen(321, 6144, 5120), ptpc_wgmma.Config)
 
 
-def test_tiles_that_would_reach_far_beyond_x_give_way() -> None:
-    few = GemmConfig(64, 128, 256, 4, 4, tma=True)
-    for m, given in ((64, few), (113, few), (128, few), (65, None), (100, None), (112, None)):
-        found = ptpc_hopper.fitted(few, m, 8192)
-        assert found is given if given else isinstance(found, ptpc_wgmma.Config)
-    many = ptpc_wgmma.Config(128, 256, 4)
-    assert ptpc_hopper.fitted(many, 65, 8192) is many
-    assert isinstance(ptpc_hopper.default_config(hardware.nvidia(9, 0), 65, 8192, 8192), ptpc_wgmma.Config)
+def test_a_tile_that_is_nearly_empty_is_not_of_the_kernel_that_reaches_beyond_x() -> None:
+    chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0), n=8192, k=8192)
+    for m in (65, 79):
+        assert isinstance(chosen(m), ptpc_wgmma.Config)
+    for m in (80, 128):
+        assert isinstance(chosen(m), GemmConfig)
 
 
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
@@ -71,7 +71,7 @@ def test_tiles_are_narrow_where_wide_ones_leave_more_of_a_wave_empty() -> None:
     """On 132 multiprocessors, n / 128 and n / 256 tiles for each 128 rows."""
     assert ptpc_wgmma.default_config(256, 8192).block_n == 128  # 128, 64
     assert ptpc_wgmma.default_config(512, 8192).block_n == 256  # 256, 128
-    assert ptpc_wgmma.default_config(512, 10240).block_n == 128  # 320, 160: half of a wave is enough for the rest
+    assert ptpc_wgmma.default_config(512, 10240).block_n == 128  # 320, 160: the rest takes less than a wave
     assert ptpc_wgmma.default_config(1024, 6144).block_n == 128  # 384, 192
     assert ptpc_wgmma.default_config(4096, 57344).block_n == 256
 
@@ -81,3 +81,10 @@ def test_tiles_are_narrow_where_wide_ones_leave_more_of_a_wave_empty() -> None:
 )
 def test_a_last_wave_of_few_tiles_is_two_programs_each(tiles: int, whole: int) -> None:
     assert ptpc_wgmma.whole_tiles(tiles, 132) == whole
+
+
+def test_long_products_are_not_set_up_early() -> None:
+    hopper = hardware.nvidia(9, 0)
+    assert pdl_option_of_tiles(hopper, 132, 8192) == {"launch_pdl": True}
+    assert pdl_option_of_tiles(hopper, 320, 8192) == {}
+    assert pdl_option_of_tiles(hardware.nvidia(8, 0), 132, 8192) == {}
