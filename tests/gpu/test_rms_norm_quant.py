@@ -46,6 +46,15 @@ def test_dtypes_and_nasty_rows(dtype: torch.dtype, weight_dtype: torch.dtype) ->
     assert_equals_reference(x, weight, x.flip(0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("width", [16392, 28672, 28680])
+def test_many_wide_rows(width: int, dtype: torch.dtype) -> None:
+    """On Hopper each program walks over some, up to 28672 columns; the last one's stretch is shorter."""
+    x = random_rows(300, width + 8, dtype)
+    weight = 1 + 0.1 * random_rows(1, width, dtype, seed=1)[0]
+    assert_equals_reference(x.cuda()[:, :width], weight)
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (64,), (2, 3, 64), (3, 0)], ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["norm", "add_norm"])
 def test_shapes(shape: tuple[int, ...], with_residual: bool) -> None:
