@@ -255,6 +255,7 @@ NVFP4_UNTUNED = {
 PTPC_UNTUNED = {
     "`torch._scaled_mm` rowwise over `ptpc_gemm`": ("torch_rowwise", "ptpc_gemm"),
     "vLLM's CUTLASS over `ptpc_gemm`": ("vllm_cutlass", "ptpc_gemm"),
+    "the layer with `torch._scaled_mm` over `ptpc_linear`": ("torch_linear", "ptpc_linear"),
     "bf16 over `ptpc_linear`": ("bf16", "ptpc_linear"),
 }
 

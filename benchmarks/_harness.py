@@ -34,7 +34,7 @@ UNTUNED = {
     "qwen3-32b-tp4-down": (5120, 6400),
 }
 # Some of them fill no tile.
-UNTUNED_MS = (1, 16, 48, 64, 100, 128, 256, 300, 1000, 1024, 4096)
+UNTUNED_MS = (1, 16, 48, 64, 100, 128, 256, 300, 700, 1000, 1024, 3000, 4096)
 # Experts for which nothing was tuned, (experts, top-k, hidden, inner); /2 is one of two ranks. NVFP4's defaults were
 # chosen by these and by the well-known ones.
 UNTUNED_EXPERTS = {

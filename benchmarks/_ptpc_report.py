@@ -8,7 +8,9 @@ import matplotlib.pyplot as plt
 from benchmarks import _lines as lines
 from benchmarks._markdown import RESULTS, measured_on, table
 
-GEMMS = ("per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "ptpc_linear")
+GEMMS = (
+    "per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "torch_linear", "ptpc_linear",
+)  # fmt: skip
 
 
 def plot_gemm(name: str, title: str, result: dict[str, Any]) -> None:
@@ -53,6 +55,7 @@ def gemm_table(result: dict[str, Any]) -> str:
             ("torch_rowwise", "triton"),
             ("vllm_cutlass", "ptpc_gemm"),
             ("naive", "ptpc_gemm"),
+            ("torch_linear", "ptpc_linear"),
             ("bf16", "ptpc_linear"),
         )
         ratios = {f"{theirs} / {ours}": us[theirs] / us[ours] for theirs, ours in over if theirs in us}
@@ -84,7 +87,8 @@ def gemm(name: str, result: dict[str, Any]) -> str:
     return (
         f"## {title}\n\n{measured_on(result)}\n\n![speed-up over bf16]({name}.png)\n\n`triton` is "
         "our kernel, `ptpc_gemm` what the operator dispatches to, `ptpc_linear` the whole layer with the quantization "
-        f"of its activations. `vllm_cutlass` is vLLM 0.26's kernel.\n\n{gemm_table(result)}"
+        "of its activations, `torch_linear` such a layer with `torch_rowwise` as its product. `vllm_cutlass` is vLLM "
+        f"0.26's kernel.\n\n{gemm_table(result)}"
     )
 
 

@@ -4,8 +4,9 @@ of models for which nothing was tuned.
 
     python benchmarks/ptpc_gemm.py [--untuned] [--vllm-ops FOLDER]
 
-Peers: cuBLAS bf16, torch._scaled_mm with one scale a tensor and with one a row, the naive two steps (an unscaled
-product, then both scales over its fp32 result), and vLLM's CUTLASS kernel where its operator library is given.
+Peers: cuBLAS bf16, torch._scaled_mm with one scale a tensor and with one a row, the latter also right behind our
+quantization of x (a whole layer, as `ptpc_linear` is), the naive two steps (an unscaled product, then both scales over
+its fp32 result), and vLLM's CUTLASS kernel where its operator library is given.
 """
 
 import argparse
@@ -51,6 +52,10 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
     def fast(wq: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch._scaled_mm(xq, wq.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
+    def layer(wq: torch.Tensor, wscale: torch.Tensor) -> torch.Tensor:
+        codes, scale = ops.per_token_quant_fp8(x)
+        return torch._scaled_mm(codes, wq.t(), scale, wscale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
     calls: dict[str, list[Callable[[], object]]] = {
         "bf16": [lambda w=w: torch.nn.functional.linear(x, w[0]) for w in weights],
         "per_tensor": [lambda w=w: fast(w[1], one, one) for w in weights],
@@ -58,6 +63,7 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
         "naive": [lambda w=w: naive(w[1], w[2]) for w in weights],
         "triton": [lambda w=w: triton(xq, xscale, w[1], w[2], None, torch.bfloat16) for w in weights],
         "ptpc_gemm": [lambda w=w: ops.ptpc_gemm(xq, xscale, w[1], w[2]) for w in weights],
+        "torch_linear": [lambda w=w: layer(w[1], w[2]) for w in weights],
         "ptpc_linear": [lambda w=w: ops.ptpc_linear(x, w[1], w[2]) for w in weights],
     }
     if cutlass:
