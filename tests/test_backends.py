@@ -156,18 +156,18 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
     [
         ("gfx942", {}, "torch", [NO_AITER]),
         ("gfx950", {}, "torch", [NO_AITER]),
-        # On Hopper, where nobody measured, few rows are ours, up to 400 tiles of 128 x 128, and more of which the last
-        # ones have 32 rows or more beyond x.
+        # On Hopper, where nobody measured, few rows are ours, up to 330 tiles of 128 x 128, and more of up to 2048 rows
+        # of which the last tile reaches 32 or more beyond x.
         ("sm_90", {}, "triton", []),
         ("sm_90", {"m": 64, "n": 65536}, "triton", []),
-        ("sm_90", {"m": 128, "n": 400 * 128}, "triton", []),
-        ("sm_90", {"m": 128, "n": 401 * 128}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 1280, "n": 40 * 128, "k": 32768}, "triton", []),
-        ("sm_90", {"m": 1280, "n": 41 * 128, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 128, "n": 330 * 128}, "triton", []),
+        ("sm_90", {"m": 128, "n": 331 * 128}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 1280, "n": 33 * 128, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 1280, "n": 34 * 128, "k": 32768}, "torch", [NO_AITER]),
         ("sm_90", {"m": 96, "n": 65536}, "triton", []),
         ("sm_90", {"m": 97, "n": 65536}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 4000, "n": 65536, "k": 32768}, "triton", []),
-        ("sm_90", {"m": 4065, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 2000, "n": 65536, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 2049, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
         ("gfx942", {"m": 1}, "torch", [NO_AITER]),
         ("sm_90", MANY | {"bias_dtype": torch.bfloat16}, "triton", [NO_AITER, ANY_BIAS]),
         ("gfx942", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),

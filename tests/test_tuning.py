@@ -101,6 +101,15 @@ def test_what_is_kept_of_a_servers_batches_is_bounded(operator: str) -> None:
         assert kept.cache_info().maxsize == tuning.KEPT
 
 
+def test_where_defaults_were_measured_as_many_rows_count_or_a_few_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "OWN_WEIGHT", {"here"})
+    found = tuning.Measured(n=8192, k=8192, m=256, backend="triton", config={})
+    assert tuning.counts("here", found, 225) and tuning.counts("here", found, 300)
+    assert not tuning.counts("here", found, 224)
+    assert tuning.counts("here", found, 64)
+    assert tuning.counts("elsewhere", found, 129)
+
+
 def test_nothing_where_nobody_measured(known: None) -> None:
     assert lookup(1, 8192, 8192, "elsewhere") is None
 

@@ -12,7 +12,7 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
@@ -25,11 +25,12 @@ Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Confi
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
-# From what an H100 took without measured configurations (benchmarks/results/nvfp4_gemm_sm_90.json, and of cuBLAS
-# ptpc_gemm_sm_90.json): multiprocessors, bytes a second of large copies and expansions, operations a second of cuBLAS
-# in FP8; seconds of a tile of 256 x 128 in FP8 for each column and besides, and of a launch.
-_SMS, _COPY, _CUBLAS_FP8 = 132, 2.9e12, 1380e12
-_TILE_COLUMN, _TILE, _LAUNCH = 7.5e-9, 5e-6, 2.5e-6
+# Of an H100: bytes a microsecond of quantizing x and of expanding a weight, and microseconds of a launch more; and
+# microseconds that cuBLAS takes in FP8 for a wave of `ptpc_wgmma.waves`, for each column and besides. Fitted to 89
+# products of expanded weights (benchmarks/results/nvfp4_gemm_sm_90.json, nvfp4_gemm_untuned_sm_90.json): off by 5% in
+# the mean, by 19% at most.
+_COPY, _LAUNCH = 2.9e6, 2.5
+_CUBLAS_COLUMN, _CUBLAS_WAVE = 3.0e-3, 0.7
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
@@ -124,25 +125,21 @@ def fp8_config_of(fields: Mapping[str, Any]) -> Fp8Config:
 
 
 def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config | None:
-    """What should be fastest where nobody has measured, by an estimate of each; None for the 16-bit product."""
+    """What should be fastest where nobody has measured, by an estimate of each; None for the 16-bit product, which FP8
+    must be estimated to beat by 5%."""
     config = nvfp4_estimate.fastest(m, n, k)
-    if config is None:
+    if m <= 128 or config is None:
         return None
-    exact = nvfp4_estimate.microseconds(config, m, n, k) * 1e-6
+    exact = nvfp4_estimate.microseconds(config, m, n, k)
     quantizing = 3 * m * k / _COPY + _LAUNCH
-    waves = cdiv(cdiv(m, 256) * cdiv(n, 128), _SMS)
-    decoding = quantizing + waves * (k * _TILE_COLUMN + _TILE)
-    # 9/16 of a byte of each weight read, one written; cuBLAS's tiles have 128 rows.
-    expanding = quantizing + n * k * 25 / 16 / _COPY + 2 * cdiv(m, 128) * 128 * n * k / _CUBLAS_FP8 + 2 * _LAUNCH
-    least = min(exact, decoding, expanding)
-    if least == exact:
+    decoding = nvfp4_estimate.fastest_fp8(m, n, k)
+    decoding_us = nvfp4_estimate.microseconds_fp8(decoding, m, n, k)
+    # 9/16 of a byte of each weight are read and one is written.
+    waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
+    expanding_us = n * k * 25 / 16 / _COPY + waves * (k * _CUBLAS_COLUMN + _CUBLAS_WAVE) + 2 * _LAUNCH
+    if exact <= 1.05 * (quantizing + min(decoding_us, expanding_us)):
         return None
-    return Expanded() if least == expanding else _default_fp8_tile(m)
-
-
-def _default_fp8_tile(m: int) -> nvfp4_wgmma_large.Config:
-    # Programs that share a tile's sum are at different columns of x, which FP8 reads fast: not cut without a measure.
-    return nvfp4_wgmma_large.Config(128 if m <= 128 else 256, 128, cut=0)
+    return Expanded() if expanding_us < decoding_us else decoding
 
 
 def gemm_fp8(
@@ -167,7 +164,7 @@ def gemm_fp8(
                 codes, x_scale, global_scale * UNSCALE_FP8, None, out,
                 lambda first, rows: expand_fp8(words, scale_bytes, first, rows, n, k, hardware), config.values,
             )  # fmt: skip
-        config = _default_fp8_tile(m)
+        config = nvfp4_estimate.fastest_fp8(m, n, k)
     operands = (words, scale_bytes, global_scale, bias)
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
 

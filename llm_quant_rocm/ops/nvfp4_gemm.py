@@ -107,7 +107,8 @@ def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(FP8_NAME, device.arch, m, n, k)
     # Not as far as tuning.FARTHEST, within which a configuration serves other weights too: here a measurement says
     # whether FP8 pays at all, and where it does not, it costs more than tiles that fit badly.
-    if measured is None or measured.weight != (n, k) or measured.m >= 2 * m:
+    counts = measured is not None and measured.weight == (n, k) and tuning.counts(device.arch, measured, m)
+    if not counts or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
     return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
 

@@ -126,10 +126,9 @@ def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
 
 
 def _measured(arch: str, m: int, n: int, k: int) -> tuning.Measured | None:
-    """What was measured of the shape, if it was. Where the defaults are measured too, nothing that had 32 rows more or
-    above: who is fastest then depends on how empty tiles are."""
+    """What was measured of the shape, if that counts."""
     found: tuning.Measured | None = tuning.lookup(NAME, arch, m, n, k)
-    return None if found and arch in tuning.OWN_WEIGHT and 64 < m <= found.m - 32 else found
+    return found if found and tuning.counts(arch, found, m) else None
 
 
 BACKENDS = (
@@ -142,14 +141,15 @@ BACKENDS = (
 
 def _usual(call: GemmCall) -> str | None:
     """Who serves a shape that nobody has measured, if not the first who can. On Hopper our kernel is ahead of cuBLAS's
-    where reading the weight takes the time, where there are few tiles, and where the last tiles of rows are not full:
-    cuBLAS's reach beyond x (`hopper.row_descriptor`)."""
+    where reading the weight takes the time, where there are few tiles, and, of up to 2048 rows, where the last tile of
+    these is not full: cuBLAS's reaches beyond x (`hopper.row_descriptor`)."""
     if call.hardware.arch != "sm_90":
         return None
     from llm_quant_rocm.kernels.sizes import cdiv
 
-    few_tiles = cdiv(call.m, 128) * cdiv(call.n, 128) <= 400
-    return "triton" if call.m <= 64 or few_tiles or -call.m % 128 >= 32 else None
+    few_tiles = cdiv(call.m, 128) * cdiv(call.n, 128) <= 330
+    not_full = call.m <= 2048 and -call.m % 128 >= 32
+    return "triton" if call.m <= 64 or few_tiles or not_full else None
 
 
 @lru_cache(tuning.KEPT)
