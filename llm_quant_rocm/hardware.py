@@ -23,6 +23,7 @@ class Hardware:
         lanes: threads that run in lockstep, of which `num_warps` counts the groups: a warp's 32, a CDNA wave's 64.
         units: compute units of an AMD GPU: what the driver says of this one (products and partitions of an architecture
             differ), or of an architecture by its name alone those of an MI250's die, an MI300X and an MI355X.
+        xcds: dies of an AMD GPU to which workgroups go in turns, each with an L2 cache of its own.
         gpu: whether Triton kernels run on it.
     """
 
@@ -35,6 +36,7 @@ class Hardware:
     pdl: bool = False
     lanes: int = 32
     units: int = 0
+    xcds: int = 1
     gpu: bool = True
 
 
@@ -43,8 +45,8 @@ CPU = Hardware("cpu", gpu=False)
 _AMD = {
     # CDNA2 has no FP8 units; Triton converts in software.
     "gfx90a": Hardware("gfx90a", fp8_cast=True, lanes=64, units=104),
-    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64, units=304),
-    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64, units=256),
+    "gfx942": Hardware("gfx942", torch.float8_e4m3fnuz, fp8_units=True, fp8_cast=True, lanes=64, units=304, xcds=8),
+    "gfx950": Hardware("gfx950", torch.float8_e4m3fn, fp8_units=True, fp8_cast=True, lanes=64, units=256, xcds=8),
 }
 
 
@@ -75,7 +77,9 @@ def nvidia(major: int, minor: int) -> Hardware:
 def _gpu(index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return replace(amd(properties.gcnArchName), units=properties.multi_processor_count)
+        largest, units = amd(properties.gcnArchName), properties.multi_processor_count
+        # The driver does not say how many dies a product or a partition has: as many as have so many units.
+        return replace(largest, units=units, xcds=max(1, round(units * largest.xcds / largest.units)))
     return nvidia(properties.major, properties.minor)
 
 

@@ -64,6 +64,25 @@ def test_everything_else_is_a_cpu(device: str) -> None:
     assert (found.arch, found.gpu, found.fp8_dtype) == ("cpu", False, torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize(
+    ("arch", "units", "xcds"),
+    [
+        ("gfx942", 304, 8),
+        ("gfx942", 228, 6),
+        ("gfx942", 38, 1),
+        ("gfx950", 256, 8),
+        ("gfx90a", 104, 1),
+        ("gfx90a", 110, 1),
+    ],
+)
+def test_dies_of_products_and_partitions(monkeypatch: pytest.MonkeyPatch, arch: str, units: int, xcds: int) -> None:
+    """MI300X, MI300A, a partition of one die, MI355X, MI250 and MI250X."""
+    properties = SimpleNamespace(gcnArchName=arch, multi_processor_count=units)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert hardware.detect(torch.device("cuda:0")).xcds == xcds
+
+
 @pytest.mark.parametrize(("hip", "arch"), [(None, "sm_90"), ("7.1", "gfx942")])
 def test_the_driver_is_asked_once_per_gpu(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str) -> None:
     asked = []

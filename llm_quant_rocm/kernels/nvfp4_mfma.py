@@ -32,6 +32,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.xcd import neighbours_gluon
 
 # Later Tritons than 3.6 let the caller choose the registers of sums; 3.6 takes accumulation registers by itself.
 CHOOSES_REGISTERS = gl.constexpr("cd_regclass" in signature(mfma).parameters)
@@ -201,7 +202,8 @@ def _store_tile(
 def nvfp4_mfma_kernel(
     x, words, scales, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, stride_x,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, acc_layout: gl.constexpr, num_warps: gl.constexpr
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, XCDS: gl.constexpr, acc_layout: gl.constexpr,
+    num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one; a grid of [tiles, SPLIT_K].
 
@@ -221,10 +223,11 @@ def nvfp4_mfma_kernel(
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 16], [num_warps, 1], [1, 0])
     shared_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
 
-    # Tiles of M that share a tile of the weight run together and find it in the cache.
+    # Tiles of M that share a tile of the weight run together, on one die, and find it in the cache.
+    tile = neighbours_gluon(gl.program_id(0), gl.num_programs(0), XCDS)
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tile_m = gl.program_id(0) % tiles_m
-    tile_n = gl.program_id(0) // tiles_m
+    tile_m = tile % tiles_m
+    tile_n = tile // tiles_m
     row_pieces = (N + 127) // 128 * 4
     steps = gl.cdiv(K, 256) * 2
     if tile_expert is not None:
@@ -283,7 +286,7 @@ def nvfp4_mfma_kernel(
     if SPLIT_K > 1:
         n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
-        part = (gl.program_id(0) * SPLIT_K + gl.program_id(1)).to(gl.int64) * (BLOCK_M * BLOCK_N)
+        part = (tile * SPLIT_K + gl.program_id(1)).to(gl.int64) * (BLOCK_M * BLOCK_N)
         place = m[None, :] * BLOCK_N + n[:, None]
         gl.store(partial + part + place, acc, mask=(m < M - tile_m * BLOCK_M)[None, :])
     else:
@@ -369,7 +372,8 @@ def gemm(
     nvfp4_mfma_kernel[(tiles, split_k)](
         x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, row_map, row_weight,
         m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
-        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, acc_layout=layout, num_warps=config.warps,
+        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, XCDS=hardware.xcds, acc_layout=layout,
+        num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
         nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](

@@ -19,6 +19,7 @@ from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.pdl import launch_next, pdl_option, pdl_option_of_tiles, prefetch_rows, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.xcd import neighbours
 
 # Of each row of a weight, what is asked for before the kernels before have ended: as much as memory reads while one
 # kernel ends and the next begins. Of 512, 1024 and 2048 bytes the best on an H100, compared by hand.
@@ -88,7 +89,8 @@ def ptpc_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
-    TMA_STORE: tl.constexpr, PDL: tl.constexpr, EARLY_BYTES: tl.constexpr, EARLY_PARTS: tl.constexpr
+    TMA_STORE: tl.constexpr, PDL: tl.constexpr, EARLY_BYTES: tl.constexpr, EARLY_PARTS: tl.constexpr,
+    XCDS: tl.constexpr
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, out with TMA_STORE, pointers otherwise; out is the workspace with
     SPLIT_K > 1. early_ptr is the weight of a product that asks for its beginning before the kernel before has ended,
@@ -108,7 +110,7 @@ def ptpc_gemm_kernel(
     elif PDL:
         programmatic_launch()
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT):
-        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = _place(neighbours(tile, tiles_m * tiles_n, XCDS), tiles_m, tiles_n, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if not TMA:
@@ -232,7 +234,7 @@ def ptpc_gemm(
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
         TMA_STORE=tma_store, PDL=hardware.pdl, EARLY_BYTES=EARLY_BYTES,
-        EARLY_PARTS=max(1, 32 * config.warps // config.block_n),
+        EARLY_PARTS=max(1, 32 * config.warps // config.block_n), XCDS=hardware.xcds,
         num_warps=config.warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if split_k > 1:

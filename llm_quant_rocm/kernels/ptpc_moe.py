@@ -23,6 +23,7 @@ from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
 from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.xcd import neighbours
 
 # Of rows, at most, that run together: sixteen for each multiprocessor of an H100 or an MI300X.
 PROGRAMS = 4096
@@ -63,12 +64,15 @@ def default_config(hardware: Hardware, slots: int, experts: int) -> MoeConfig:
 def grouped_gemm_kernel(
     x_ptr, xscale_ptr, w_ptr, wscale_ptr, out_ptr, row_map_ptr, tile_expert_ptr, row_weight_ptr, N, K,
     SLOTS_PER_ROW: tl.constexpr, DECODE: tl.constexpr, SWAP_AB: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    XCDS: tl.constexpr
 ):  # fmt: skip
     """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the router weight if there is one."""
     if PDL:
         programmatic_launch()
-    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    work = neighbours(tl.program_id(1) * tiles + tl.program_id(0), tiles * tl.num_programs(1), XCDS)
+    tile = work % tiles
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -78,7 +82,7 @@ def grouped_gemm_kernel(
     # Rows and columns beyond the edge read the first one again, and are not stored: no mask in the loop.
     slot = tl.where(there, slot, tl.load(row_map_ptr + tile * BLOCK_M)).to(tl.int64)
     row = slot // SLOTS_PER_ROW
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = work // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = expert.to(tl.int64) * N + tl.where(column < N, column, 0)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + row[:, None] * K
@@ -219,8 +223,8 @@ def ptpc_moe(
             routing.row_map, routing.tile_expert, row_weight, n, k,
             SLOTS_PER_ROW=per_row, DECODE=decode, SWAP_AB=hardware.tma and config.block_m < 64,
             EVEN_K=k % config.block_k == 0, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            STAGES=config.stages, PDL=hardware.pdl, num_warps=config.warps, num_stages=config.stages,
-            **pdl_option(hardware),
+            STAGES=config.stages, PDL=hardware.pdl, XCDS=hardware.xcds, num_warps=config.warps,
+            num_stages=config.stages, **pdl_option(hardware),
         )  # fmt: skip
         return out
 
