@@ -78,7 +78,7 @@ def _gpu(index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         largest, units = amd(properties.gcnArchName), properties.multi_processor_count
-        # The driver does not say how many dies a product or a partition has: as many as have so many units.
+        # The driver does not say how many dies a product or a partition has; all of an architecture have as many units.
         return replace(largest, units=units, xcds=max(1, round(units * largest.xcds / largest.units)))
     return nvidia(properties.major, properties.minor)
 

@@ -63,9 +63,9 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("split", 128, 128, "whole"): (0.0, 0.645, 3.766, 0.0),
 }
 
-# The same in FP8, of tiles of 256 x 128 by how they are shared out; a step has twice as many columns. Fitted to what
-# was measured of 36 products (nvfp4_gemm_sm_90.json and nvfp4_gemm_untuned_sm_90.json there), each less what quantizing
-# x takes: off by 3% in the mean, by 6% at most.
+# The same in FP8, of tiles of 256 x 128 by how they are shared out; a step has twice as many columns. Fitted to 36
+# products of benchmarks/results/nvfp4_gemm_sm_90.json and nvfp4_gemm_untuned_sm_90.json, less what quantizing x takes:
+# off by 3% in the mean, by 6% at most.
 _FP8_TIMES = {"whole": (0.0, 3.37, 3.57, 0.0), "cut": (10.0, 3.62, 3.57, 0.0), "shares": (6.6, 3.37, 3.57, 0.0)}
 
 
