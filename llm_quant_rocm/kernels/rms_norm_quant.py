@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm and per-token FP8 quantization as one kernel: every value is read and written once.
-
-One program a row, but for many rows so wide that a multiprocessor has no room for two: there a program for each
-multiprocessor walks over rows, and the next ones come to shared memory while it computes.
-"""
+"""RMSNorm and per-token FP8 quantization as one kernel: one program a row, every value read and written once. Many wide
+rows on Hopper are those of `rms_norm_walk`."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +10,8 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
-from llm_quant_rocm.hardware import Hardware, detect, multiprocessors
+from llm_quant_rocm.hardware import Hardware, detect
+from llm_quant_rocm.kernels import rms_norm_walk
 from llm_quant_rocm.kernels.fp8_row import (
     larger,
     load_block,
@@ -23,13 +21,8 @@ from llm_quant_rocm.kernels.fp8_row import (
     store_quantized_row,
     widen,
 )
-from llm_quant_rocm.kernels.norm_row import load_row, mean_square
+from llm_quant_rocm.kernels.norm_row import mean_square
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-
-# Of rows of 16-bit values, widths at which walking over them was faster on an H100.
-WALKED_COLUMNS = range(16385, 28673)
-# Its threads: as few as have the registers for a row and the weight.
-_WALK = {"BLOCK": 256 * 8, "num_warps": 256 // 32}
 
 
 @triton.jit
@@ -70,38 +63,10 @@ def rms_norm_quant_kernel(
     for i in tl.static_range(BLOCKS):
         if i + EARLY < BLOCKS:
             weight += (load_block(weight_ptr, i + EARLY, COLUMNS, BLOCK, "evict_last"),)
-        value, largest = _normed(z[i], inverse, weight[i], largest)
-        normed += (value,)
+        value = widen(z[i]) * inverse * widen(weight[i])
+        largest = larger(largest, tl.abs(value))
+        normed += (narrow(value, dtype),)
     store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, normed, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
-
-
-@triton.jit
-def _normed(z, inverse, weight, largest):
-    """A block's normalised values, and the larger of their magnitudes and `largest`."""
-    value = widen(z) * inverse * widen(weight)
-    return narrow(value, z.dtype), larger(largest, tl.abs(value))
-
-
-# The number of rows changes with every batch: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["M"])
-def rms_norm_quant_walk_kernel(
-    x_ptr, weight_ptr, q_ptr, scale_ptr, x_stride, eps, M,
-    FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """A program's share of M rows, without a residual; its loads are two rows ahead."""
-    if PDL:
-        programmatic_launch()
-    weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
-    for number in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=3):
-        row = number.to(tl.int64)
-        z = load_row(x_ptr + row * x_stride, COLUMNS, BLOCK, "evict_first")
-        inverse = tl.math.div_rn(1.0, tl.sqrt_rn(mean_square(z, COLUMNS, BLOCK) + eps))
-        largest = tl.zeros([BLOCK], tl.float32)
-        normed = tl.tuple([])
-        for i in tl.static_range(len(z)):
-            value, largest = _normed(z[i], inverse, weight[i], largest)
-            normed += (value,)
-        store_quantized_row(q_ptr + row * COLUMNS, scale_ptr + row, normed, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK)
 
 
 def rms_norm_quant_fp8(
@@ -116,30 +81,27 @@ def rms_norm_quant_fp8(
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     hardware = detect(x.device)
-    half = x.element_size() == weight.element_size() == 2
-    walked = columns in WALKED_COLUMNS and half and residual is None and hardware.arch == "sm_90"
-    if walked and rows > 2 * multiprocessors(x.device):
-        rms_norm_quant_walk_kernel[(multiprocessors(x.device),)](
-            x, weight, q, scale, x.stride(0), eps, rows, **_constants(columns, True, fmt, hardware)
-        )
+    if residual is None and rms_norm_walk.serves(x, weight, hardware):
+        rms_norm_walk.rms_norm_walk(x, weight, eps, q, scale, fmt, hardware)
     elif rows:
         added = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
-            x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps, HAS_RESIDUAL=residual is not None,
-            **_constants(columns, False, fmt, hardware),
+            x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
+            **_constants(columns, residual is not None, fmt, hardware),
         )  # fmt: skip
     return q, scale, total
 
 
 @cache
-def _constants(columns: int, walked: bool, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
-    """What the kernels are compiled for."""
+def _constants(columns: int, has_residual: bool, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
+    """What the kernel is compiled for."""
     return {
+        "HAS_RESIDUAL": has_residual,
         "FP8_MAX": fmt.max,
         "MIN_SCALE": fmt.min_scale,
         "COLUMNS": columns,
         "PDL": hardware.pdl,
         "enable_fp_fusion": False,
-        **(_WALK if walked else row_launch(columns, hardware, 2)),  # x, and the residual or the weight
+        **row_launch(columns, hardware, 2),  # x, and the residual or the weight
         **pdl_option(hardware),
     }

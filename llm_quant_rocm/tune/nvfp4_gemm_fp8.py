@@ -25,7 +25,9 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     by_count = {-(-n * k // values): Expanded(values) for values in reversed(_SLICES)}
     # The vendor's product wants a weight of a multiple of 16 rows; slices have at least 128 of them.
     expanding = [config for count, config in by_count.items() if n % 16 == 0 and count <= max(1, n // 128)]
-    return list(dict.fromkeys([*([default] if default else []), *decoding, *expanding]))
+    # The slices that serve where nobody measured are among them, whoever is estimated to win.
+    plain = [Expanded()] if expanding else []
+    return list(dict.fromkeys([*([default] if default else []), *plain, *decoding, *expanding]))
 
 
 def _decoding(m: int, n: int, k: int) -> list[Any]:

@@ -21,11 +21,11 @@ import triton
 from llm_quant_rocm.hardware import Hardware
 from tests.amd import budget, tritons
 
-# Modules of llm_quant_rocm.kernels that are for Hopper and its matrix unit: they do not compile here, and
-# test_refusals.py shows that the library never comes to them.
+# Modules of llm_quant_rocm.kernels that are for Hopper: all but rms_norm_walk, which asks for Hopper by name, for its
+# matrix unit. These do not compile here, and test_refusals.py shows that the library never comes to them.
 NOT_FOR_AMD = (
     "nvfp4_expand", "nvfp4_wgmma", "nvfp4_wgmma_large", "nvfp4_wgmma_split", "ptpc_moe_hopper", "ptpc_wgmma",
-    "ptpc_wgmma_grouped",
+    "ptpc_wgmma_grouped", "rms_norm_walk",
 )  # fmt: skip
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
