@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels for Hopper without a GPU, as their launches ask for it: those written in Gluon, and the GEMM of few
-rows in FP8.
+"""Compiles kernels for Hopper without a GPU, as their launches ask for it: those written in Gluon, the GEMM of few rows
+in FP8, and the norm of many wide rows.
 
     python -m tests.kernels.compile_hopper CASE
 
@@ -25,6 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware
+from llm_quant_rocm.formats.fp8 import OCP
 from llm_quant_rocm.kernels import (
     nvfp4_hopper,
     nvfp4_wgmma,
@@ -33,6 +34,7 @@ from llm_quant_rocm.kernels import (
     ptpc_gemm,
     ptpc_wgmma,
     ptpc_wgmma_grouped,
+    rms_norm_walk,
 )
 from llm_quant_rocm.kernels.routing import Schedule
 
@@ -124,6 +126,13 @@ def ptpc_experts(config: ptpc_wgmma_grouped.Config, activation: str | None = Non
     )  # fmt: skip
 
 
+def norm(columns: int) -> None:
+    x, weight = zeros(300, columns, dtype=torch.bfloat16), zeros(columns, dtype=torch.bfloat16)
+    assert rms_norm_walk.serves(x, weight, HOPPER)
+    codes, scale = zeros(300, columns, dtype=OCP.dtype), zeros(300, 1, dtype=torch.float32)
+    rms_norm_walk.rms_norm_walk(x, weight, 1e-6, codes, scale, OCP, HOPPER)
+
+
 FEW, SPLIT, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_split.Config, nvfp4_wgmma_large.Config
 CASES: dict[str, Callable[[], None]] = {
     "few rows": lambda: dense(FEW(16, 64, 128, programs=528), torch.bfloat16),
@@ -142,6 +151,7 @@ CASES: dict[str, Callable[[], None]] = {
     "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
     "PTPC, few rows of experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(8, 128)),
     "PTPC, experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256)),
+    "norm of wide rows": lambda: norm(rms_norm_walk.COLUMNS[-1]),
     "PTPC, experts with an activation": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256), "silu"),
 }
 
@@ -158,7 +168,9 @@ def main(case: str) -> None:
         return run
 
     module: Any
-    for module in (nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_grouped):
+    for module in (
+        nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_grouped, rms_norm_walk,
+    ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)
             kernel.run = only_compile(kernel)
