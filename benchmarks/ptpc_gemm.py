@@ -49,17 +49,17 @@ def variants(n: int, k: int, m: int, cutlass: Callable[..., object] | None) -> d
         product = torch._scaled_mm(xq, wq.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
         return (product * xscale * wscale.t()).to(torch.bfloat16)
 
-    def fast(wq: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch._scaled_mm(xq, wq.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
+    def fast(codes: torch.Tensor, wq: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(codes, wq.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     def layer(wq: torch.Tensor, wscale: torch.Tensor) -> torch.Tensor:
         codes, scale = ops.per_token_quant_fp8(x)
-        return torch._scaled_mm(codes, wq.t(), scale, wscale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        return fast(codes, wq, scale, wscale.t())
 
     calls: dict[str, list[Callable[[], object]]] = {
         "bf16": [lambda w=w: torch.nn.functional.linear(x, w[0]) for w in weights],
-        "per_tensor": [lambda w=w: fast(w[1], one, one) for w in weights],
-        "torch_rowwise": [lambda w=w: fast(w[1], xscale, w[2].t()) for w in weights],
+        "per_tensor": [lambda w=w: fast(xq, w[1], one, one) for w in weights],
+        "torch_rowwise": [lambda w=w: fast(xq, w[1], xscale, w[2].t()) for w in weights],
         "naive": [lambda w=w: naive(w[1], w[2]) for w in weights],
         "triton": [lambda w=w: triton(xq, xscale, w[1], w[2], None, torch.bfloat16) for w in weights],
         "ptpc_gemm": [lambda w=w: ops.ptpc_gemm(xq, xscale, w[1], w[2]) for w in weights],

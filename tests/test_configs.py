@@ -127,6 +127,9 @@ def test_fp8_at_prefill_is_what_was_measured() -> None:
     assert module._fp8_config(HOPPER, 1024, *WELL_KNOWN["qwen3-o"]) is None
     for weight in llama:
         assert all(module._fp8_config(HOPPER, m, *weight) is None for m in (65, 128))
+    # What won with 512 rows took longer than the exact product with 300.
+    assert module._fp8_config(HOPPER, 512, *WELL_KNOWN["qwen3-qkv"]) is not None
+    assert module._fp8_config(HOPPER, 300, *WELL_KNOWN["qwen3-qkv"]) is None
 
 
 @needs_triton

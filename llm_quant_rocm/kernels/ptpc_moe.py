@@ -70,9 +70,11 @@ def grouped_gemm_kernel(
     """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the router weight if there is one."""
     if PDL:
         programmatic_launch()
-    tiles = tl.num_programs(0)
-    work = neighbours(tl.program_id(1) * tiles + tl.program_id(0), tiles * tl.num_programs(1), XCDS)
-    tile = work % tiles
+    tile, tile_n = tl.program_id(0), tl.program_id(1)
+    if XCDS > 1:
+        tiles = tl.num_programs(0)
+        work = neighbours(tile_n * tiles + tile, tiles * tl.num_programs(1), XCDS)
+        tile, tile_n = work % tiles, work // tiles
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -82,7 +84,7 @@ def grouped_gemm_kernel(
     # Rows and columns beyond the edge read the first one again, and are not stored: no mask in the loop.
     slot = tl.where(there, slot, tl.load(row_map_ptr + tile * BLOCK_M)).to(tl.int64)
     row = slot // SLOTS_PER_ROW
-    column = work // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = expert.to(tl.int64) * N + tl.where(column < N, column, 0)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + row[:, None] * K

@@ -39,7 +39,7 @@ from llm_quant_rocm.kernels.hopper import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
-from llm_quant_rocm.kernels.sizes import cdiv, whole_tiles
+from llm_quant_rocm.kernels.sizes import cdiv
 
 RING_BYTES = 192 * 1024
 BLOCK_K = 128
@@ -80,6 +80,13 @@ def waves(config: Config, m: int, n: int) -> float:
     whole = whole_tiles(tiles, _SMS)
     count = cdiv(whole, _SMS) + (0.7 if whole < tiles else 0)
     return count if config.block_n == 128 else 1.85 * count
+
+
+def whole_tiles(tiles: int, programs: int) -> int:
+    """How many of the tiles are one program's each: those of a last wave that is half empty or more are two
+    programs'."""
+    last = tiles % programs
+    return tiles - last if 2 * last <= programs else tiles
 
 
 def serves(xq: torch.Tensor, wq: torch.Tensor, out_dtype: torch.dtype) -> bool:

@@ -8,13 +8,6 @@ def cdiv(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def whole_tiles(tiles: int, programs: int) -> int:
-    """How many of the tiles are one program's each: those of a last wave that is half empty or more are two programs'
-    (`ptpc_wgmma`)."""
-    last = tiles % programs
-    return tiles - last if 2 * last <= programs else tiles
-
-
 def next_power_of_2(number: int) -> int:
     """The smallest power of two of at least `number`, which is positive."""
     return 1 << (number - 1).bit_length()
