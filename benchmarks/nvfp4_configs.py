@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) chooses from, on 31 weights.
+"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) chooses from, on 31 weights; with
+--fp8, of the product in FP8.
 
-    python benchmarks/nvfp4_configs.py [--layers PATTERN ...]
+    python benchmarks/nvfp4_configs.py [--fp8] [--layers PATTERN ...]
 
 `python -m benchmarks._estimate_fit` fits the estimate to the figures. Beside them stands cuBLAS in bf16. Figures are
 written after every weight.
@@ -10,10 +11,11 @@ written after every weight.
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +24,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import _harness as harness
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.kernels import nvfp4_estimate
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
-from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, compile_one, weights
+from llm_quant_rocm.tune import nvfp4_gemm, nvfp4_gemm_fp8
+from llm_quant_rocm.tune.nvfp4_gemm import weights
 from llm_quant_rocm.tune.search import Compiler
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
 
-MS = (8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+MS = (8, 16, 32, 64, 128, 192, 256, 300, 512, 700, 1024, 4096)
+FP8_MS = (192, 256, 300, 512, 700, 1024, 4096)
 # Beside the well-known ones; tpN is one of N ranks.
 LAYERS = WELL_KNOWN | {
     "llama-8b-qkv": (6144, 4096),
@@ -50,44 +55,68 @@ LAYERS = WELL_KNOWN | {
 }
 
 
-def compiled(config: nvfp4_estimate.Config) -> nvfp4_estimate.Config:
+Config = nvfp4_estimate.Config | Expanded
+
+
+class Product(NamedTuple):
+    """One of the two that are measured: the file's name, rows of x, configurations of (m, n, k), and how they run."""
+
+    name: str
+    ms: tuple[int, ...]
+    configs: Callable[[int, int, int], Iterable[Config]]
+    compile_one: Callable[[Any], None]
+    workload: type[nvfp4_gemm.NvFp4Workload]
+
+
+EXACT = Product("nvfp4_configs", MS, nvfp4_estimate.configs, nvfp4_gemm.compile_one, nvfp4_gemm.NvFp4Workload)
+FP8 = Product(
+    "nvfp4_configs_fp8", FP8_MS, lambda m, n, k: [*nvfp4_estimate.configs_fp8(m, n, k), Expanded()],
+    nvfp4_gemm_fp8.compile_one, nvfp4_gemm_fp8.Fp8Workload,
+)  # fmt: skip
+
+
+def compiled(config: Config) -> Config:
     """One that is compiled to the same code."""
     if isinstance(config, Large):
         return replace(config, cut=min(config.cut, 1))
-    return replace(config, programs=min(config.programs, 1))
+    return config if isinstance(config, Expanded) else replace(config, programs=min(config.programs, 1))
 
 
-def described(config: nvfp4_estimate.Config) -> list[Any]:
-    """As the file holds it: large or split, and the fields."""
+def described(config: Config) -> list[Any]:
+    """As the file holds it: large, split or expanded, and the fields."""
     if isinstance(config, Large):
         return ["large", config.block_m, config.block_n, config.cut, config.shares]
+    if isinstance(config, Expanded):
+        return ["expanded", config.values]
     return ["split", config.block_m, config.split_k, config.programs]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fp8", action="store_true", help="the product in FP8")
     parser.add_argument("--layers", nargs="+", default=["*"], help="patterns of the layers' names")
     args = parser.parse_args()
     chosen = {name: LAYERS[name] for name in LAYERS if any(fnmatchcase(name, pattern) for pattern in args.layers)}
     if not chosen:
         parser.error(f"--layers matches none of {', '.join(LAYERS)}")
-    every = {config for shape in chosen.values() for m in MS for config in nvfp4_estimate.configs(m, *shape)}
+    product = FP8 if args.fp8 else EXACT
+    every = {config for shape in chosen.values() for m in product.ms for config in product.configs(m, *shape)}
     rows: list[dict[str, Any]] = []
-    with Compiler(compile_one) as compiler:
+    with Compiler(product.compile_one) as compiler:
         began = time.monotonic()
         fitting = set(compiler.fit(list({compiled(config) for config in every})))
         print(f"{len(fitting)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
         for title, (n, k) in chosen.items():
             began = time.monotonic()
             operands = weights(n, k)
-            for m in MS:
-                configs = [config for config in nvfp4_estimate.configs(m, n, k) if compiled(config) in fitting]
-                load = NvFp4Workload(operands, m)
+            for m in product.ms:
+                configs = [config for config in product.configs(m, n, k) if compiled(config) in fitting]
+                load = product.workload(operands, m)
                 calls = {str(i): load.ours(config) for i, config in enumerate(configs)}
                 us = timing.time_variants(calls | {"bf16": load.peers()["bf16"]}, repeats=5, budget_ms=6)
                 found = [[*described(config), round(us[str(i)], 2)] for i, config in enumerate(configs)]
                 rows.append({"layer": title, "n": n, "k": k, "m": m, "bf16": round(us["bf16"], 2), "us": found})
-            name = f"nvfp4_configs_{hardware.detect(torch.device('cuda')).arch}"
+            name = f"{product.name}_{hardware.detect(torch.device('cuda')).arch}"
             path = harness.write(name, {"unit": "microseconds a call", "rows": rows}, indent=None)
             print(f"{title:24} {time.monotonic() - began:.0f} s", flush=True)
             del operands, load, calls

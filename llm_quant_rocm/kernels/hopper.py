@@ -50,8 +50,17 @@ def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
     mbarrier.arrive(started, count=1)
 
 
+def main_part(rows: int) -> int:
+    """How many of the rows of a tile are one operand and one accumulator: a power of two of them. The rest, if any, are
+    another of their own."""
+    return 1 << rows.bit_length() - 1
+
+
+main_rows = gluon.constexpr_function(main_part)
+
+
 @gluon.jit
-def _first_row(tile_m, M, BLOCK: gl.constexpr):
+def first_row(tile_m, M, BLOCK: gl.constexpr):
     """The row of the matrix that is the first one of tile number `tile_m`: the last tile begins so much earlier that it
     ends with the matrix."""
     return gl.maximum(gl.minimum(tile_m * BLOCK, M - BLOCK), 0)
@@ -59,9 +68,13 @@ def _first_row(tile_m, M, BLOCK: gl.constexpr):
 
 @gluon.jit
 def row_in_tile(tile_m, number, M, BLOCK: gl.constexpr):
-    """The row of the matrix that is row `number` of tile number `tile_m`, as `load_rows` fills it."""
-    first = _first_row(tile_m, M, BLOCK)
-    if BLOCK >= 16:
+    """The row of the matrix that is row `number` of tile number `tile_m`, as `load_rows` fills it. In a tile with a
+    rest, which has more rows than the matrix only if that has more than the main part, the rest begins earlier."""
+    first = first_row(tile_m, M, BLOCK)
+    MAIN: gl.constexpr = main_rows(BLOCK)
+    if MAIN < BLOCK:
+        return first + number + gl.where(number >= MAIN, gl.minimum(M - BLOCK, 0), 0)
+    elif BLOCK >= 16:
         folded = (M > BLOCK // 2) & (number >= BLOCK // 2)
         return first + number + gl.where(folded, gl.minimum(M - BLOCK, 0), 0)
     else:
@@ -69,16 +82,18 @@ def row_in_tile(tile_m, number, M, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(x, tile_m, column, M, ready, tile, pred=True):
-    """Has the accelerator fill `tile` with tile number `tile_m` of the M rows of a matrix, x its `row_descriptor`, from
-    `column` on."""
+def load_rows(x, row, column, ready, tile, pred=True):
+    """Has the accelerator fill `tile` with a matrix's rows from `row` on, `first_row` of a tile, and its columns from
+    `column` on; x is its `row_descriptor`, for as many rows as the tile has or a part of them."""
     WIDTH: gl.constexpr = x.block_shape[2]
-    PARTS: gl.constexpr = tile.shape[1] // WIDTH
     HALVES: gl.constexpr = x.block_shape[0]
-    row = _first_row(tile_m, M, tile.shape[0])
-    halves = reinterpret(tile, x.dtype, [PARTS * HALVES, x.block_shape[1], WIDTH], x.layout)
-    for i in gl.static_range(PARTS):
-        load_tile(x, [0, row, column + i * WIDTH], ready, halves.slice(i * HALVES, HALVES), pred=pred)
+    ROWS: gl.constexpr = HALVES * x.block_shape[1]
+    ACROSS: gl.constexpr = tile.shape[1] // WIDTH
+    DOWN: gl.constexpr = tile.shape[0] // ROWS
+    boxes = reinterpret(tile, x.dtype, [ACROSS * DOWN * HALVES, x.block_shape[1], WIDTH], x.layout)
+    for i in gl.static_range(ACROSS * DOWN):
+        corner = [0, row + i % DOWN * ROWS, column + i // DOWN * WIDTH]
+        load_tile(x, corner, ready, boxes.slice(i * HALVES, HALVES), pred=pred)
 
 
 @gluon.jit

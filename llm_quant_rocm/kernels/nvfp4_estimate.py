@@ -99,7 +99,8 @@ def load_of(config: Config, m: int, n: int, k: int, value_bytes: int = 2) -> Loa
     groups = nvfp4_wgmma_large.groups_of(k, nvfp4_wgmma_large.STEP_BYTES // value_bytes)
     shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, _SMS)
     if shares:
-        return Load(_kind("large", config, "shares"), cdiv(groups, shares), 1, shares)
+        waves = tiles // _SMS
+        return Load(_kind("large", config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
     whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, _SMS, config.cut)
     if whole == tiles:
         waves = cdiv(tiles, _SMS)
@@ -154,9 +155,13 @@ def fastest(m: int, n: int, k: int) -> Config | None:
     return min(configs(m, n, k), key=lambda config: microseconds(config, m, n, k), default=None)
 
 
+def configs_fp8(m: int, n: int, k: int) -> list[nvfp4_wgmma_large.Config]:
+    """Configurations in FP8, of more than 128 rows, that could be the fastest."""
+    return [config for config in nvfp4_wgmma_large.configs(m, n, k, fp8=True) if config.block_m > 128]
+
+
 def fastest_fp8(m: int, n: int, k: int) -> nvfp4_wgmma_large.Config:
     """The configuration with the least estimate in FP8; of up to 128 rows, of which nothing is known, whole tiles."""
     if m <= 128:
         return nvfp4_wgmma_large.Config(128, 128, cut=0)
-    wide = (config for config in nvfp4_wgmma_large.configs(m, n, k, fp8=True) if config.block_m == 256)
-    return min(wide, key=lambda config: microseconds_fp8(config, m, n, k))
+    return min(configs_fp8(m, n, k), key=lambda config: microseconds_fp8(config, m, n, k))

@@ -8,9 +8,13 @@ codes, scales and x. The consumers do not wait for each other, and each has a st
 that the matrix units run meanwhile and, for as long as the ring lasts, while one consumer stores its result.
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
-tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Where
-there are so few tiles that each can be three programs' or more, each of these adds and stores some of its rows instead:
-one alone would read the parts of all.
+tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Or each
+of these tiles is the same number of programs', each of which adds and stores some of its rows: one alone would read the
+parts of all. Programs with the same columns of x then read them at the same time, which with many columns matters more
+than that all have the same number of steps.
+
+A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 192 and of
+320 rows, too, whose accumulator is two, of a power of two of rows and of the 64 others.
 
 Of routed experts, each tile of rows has its own expert's weight. How many tiles there are, programs read on the GPU.
 
@@ -40,10 +44,13 @@ from llm_quant_rocm.kernels.hopper import (
     advance,
     cta_barrier,
     descriptor,
+    first_row,
     init_ring,
     leave,
     load_rows,
     load_tile,
+    main_part,
+    main_rows,
     place,
     row_descriptor,
     row_in_tile,
@@ -76,10 +83,12 @@ class Config:
     """How the product is cut.
 
     Attributes:
-        block_m, block_n: rows of x, 64, 128 or 256, and of the weight, 128 or 256, in a tile; not both 256.
+        block_m, block_n: rows of x, 64, 128, 192, 256 or 320, and of the weight, 128 or 256, in a tile; 256 of either
+            only with 128 of the other, 192 and 320 with 128.
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
-            (1), or that and the full one before it (2), for longer stretches.
-        shares: so many programs, 2 to 8, compute each tile where all run together; `cut` is for where they do not.
+            (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows.
+        shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
+            together; `cut` is for where they do not.
     """
 
     block_m: int = 256
@@ -87,21 +96,30 @@ class Config:
     cut: int = 2
     shares: int = 0
 
+    def __post_init__(self) -> None:
+        if main_part(self.block_m) < self.block_m and (self.cut or self.block_n > 128):
+            raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
+
 
 def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     """Those that could be the fastest of m rows on an H100; none for less than 33. Compiled with Triton 3.6, none of
     them spills registers in a loop."""
     if m <= 32:
         return []
-    shapes = [(64, 128), (64, 256)] if m <= 64 else [(256, 128)] if m > 128 else []
+    shapes = [(64, 128), (64, 256)] if m <= 64 else [(192, 128), (256, 128)] if m > 128 else []
+    if m > 256:
+        shapes.append((320, 128))
     if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
         # In FP8 the tile of 128 x 256 would spill.
         shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
     found = []
     for block_m, block_n in shapes:
         tiles = cdiv(m, block_m) * cdiv(n, block_n)
-        found += [Config(block_m, block_n, cut) for cut in ((0, 2) if tiles < _SMS else (0, 1, 2))]
-        found += [Config(block_m, block_n, 2, shares) for shares in (2, 3, 4, 6, 8) if tiles * shares <= _SMS]
+        two = main_part(block_m) < block_m
+        cuts = (0,) if two else (0, 2) if tiles < _SMS else (0, 1, 2)
+        found += [Config(block_m, block_n, cut) for cut in cuts]
+        last = tiles % _SMS or _SMS
+        found += [Config(block_m, block_n, cuts[-1], shares) for shares in (2, 3, 4, 6, 8) if last * shares <= _SMS]
     return found
 
 
@@ -119,11 +137,12 @@ def _tiles(tile_count, M, N, whole, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 @gluon.jit
 def _pieces(tiles, whole, tile_groups, SHARES: gl.constexpr):
     """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
-    and what it has of the others. Each program has one of the SHARES of one tile, where there are such."""
+    and what it has of the others. Where there are SHARES of each, a program has one of one tile, or none."""
     program = gl.program_id(0)
     if SHARES:
         begin = program // SHARES * tile_groups + program % SHARES * tile_groups // SHARES
         end = program // SHARES * tile_groups + (program % SHARES + 1) * tile_groups // SHARES
+        end = gl.where(program < (tiles - whole) * SHARES, end, begin)
     else:
         begin = begin_of(program, (tiles - whole) * tile_groups)
         end = begin_of(program + 1, (tiles - whole) * tile_groups)
@@ -151,8 +170,9 @@ def _producer(
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, codes, pairs, ready, empty, started = shared
+    ring, rest_ring, codes, pairs, ready, empty, started = shared
     M, N, K, whole = sizes
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
     init_ring(ready, empty, started, 2)
@@ -176,7 +196,11 @@ def _producer(
             corner = [first_piece + step * DEPTH, tile_n * (BLOCK_N // 16), 0]
             load_tile(words, corner, ready.index(stage), codes.index(stage))
             load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
-            load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage))
+            row = first_row(tile_m, M, BLOCK_M)
+            load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage))
+            if MAIN < BLOCK_M:
+                row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+                load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -213,6 +237,20 @@ def _operand(words, scale_pairs, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: g
         return decode_operand(words, scale_pairs, FP16, DEPTH, layout)
 
 
+@gluon.constexpr_function
+def _acc_layout(rows, fp8):
+    """Of a consumer's accumulator for so many rows of x."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32 if fp8 else 16])
+
+
+@gluon.jit
+def _multiply_rest(operand, x, acc, FP8: gl.constexpr):
+    """acc plus the product of a step's part of the weight, the operand for the main part, and x [REST, K]."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, _acc_layout(x.shape[0], FP8), 4 if FP8 else 2)
+    operand = gl.convert_layout(operand, layout, assert_trivial=True)
+    return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
+
+
 @gluon.jit
 def _times_columns(acc, scale, first, M):
     """acc times scale [M] from `first` on, a scale for each column: not all at once, for want of registers."""
@@ -239,14 +277,16 @@ def _consumer(
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
     x_scale, global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, codes, pairs, ready, empty, started = shared
+    ring, rest_ring, codes, pairs, ready, empty, started = shared
     M, N, K, whole = sizes
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    REST: gl.constexpr = BLOCK_M - MAIN
     ROWS: gl.constexpr = BLOCK_N // 2
     NT: gl.constexpr = ROWS // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     FP8: gl.constexpr = x_scale is not None
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32 if FP8 else 16])
+    acc_layout: gl.constexpr = _acc_layout(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
@@ -280,13 +320,19 @@ def _consumer(
             scale += gl.load(tile_expert + tile_m) * N
             if HALF == 0:
                 prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
-        acc = gl.zeros((ROWS, BLOCK_M), gl.float32, layout=acc_layout)
+        acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
+        if REST:
+            rest = gl.zeros((ROWS, REST), gl.float32, layout=_acc_layout(REST, FP8))
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
             for i in gl.static_range(UNROLL):
                 acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-                # Now the step before is finished, and its stage free.
-                acc = warpgroup_mma_wait(1, deps=[acc])
+                # Then the step before is finished, and its stage free.
+                if REST:
+                    rest = _multiply_rest(operand, rest_ring.index(stage), rest, FP8)
+                    acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
+                else:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
                 mbarrier.arrive(empty.index(free), count=1, pred=turn > 0 if i == 0 else True)
                 stage, phase = advance(stage, phase, STAGES)
@@ -300,43 +346,60 @@ def _consumer(
                 if not EARLY:
                     operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
                 steps -= 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        if REST:
+            acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
+        is_whole = last - first == tile_groups
         if SHARES:
-            # Each program adds and stores every SHARES-th slice of the tile's rows.
-            SLICE: gl.constexpr = BLOCK_M // triton.next_power_of_2(SHARES)
-            slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 32 if FP8 else 16])
-            store_part(acc, parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M))
-            _await_parts(flags + (tile * 2 + HALF) * 2, SHARES)
-            for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
-                total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
-                for share in gl.static_range(SHARES):
-                    source = ((tile * SHARES + share) * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M) + i * (ROWS * SLICE)
-                    total = add_part(total, parts + source, slice_layout)
-                row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
-                if FP8:
-                    total = _times_columns(total, x_scale, row, M)
-                epilogue(
-                    total, row, tile_m * BLOCK_M, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N, SLICE,
-                    ROWS, dtype, UNSCALE, None, slice_layout, 4,
-                )  # fmt: skip
+            if not is_whole:
+                # Each program adds and stores every SHARES-th slice of the tile's rows.
+                SLICE: gl.constexpr = 32 if REST else BLOCK_M // triton.next_power_of_2(SHARES)
+                slice_layout: gl.constexpr = _acc_layout(SLICE, FP8)
+                own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
+                store_part(acc, own)
+                if REST:
+                    store_part(rest, own + ROWS * MAIN)
+                cut_tile = tile - whole
+                _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
+                for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
+                    total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
+                    for share in gl.static_range(SHARES):
+                        source = (((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE) * ROWS
+                        total = add_part(total, parts + source, slice_layout)
+                    row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
+                    if FP8:
+                        total = _times_columns(total, x_scale, row, M)
+                    epilogue(
+                        total, row, tile_m * BLOCK_M, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N,
+                        SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
+                    )  # fmt: skip
         elif parts is not None:
             if first > 0:
                 give_part(acc, parts, flags, HALF, 2)
             elif last < tile_groups:
                 cut_groups = (tiles - whole) * tile_groups
                 acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
-        if SHARES == 0 and first == 0:
-            half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M // 2, 32 if FP8 else 16])
+        if is_whole if SHARES else first == 0:
+            half_layout: gl.constexpr = _acc_layout(MAIN // 2, FP8)
             for half in gl.static_range(2):
-                part = columns_of(acc, BLOCK_M // 2, half, half_layout)
-                row = row_in_tile(tile_m, half * (BLOCK_M // 2), M, BLOCK_M)
+                part = columns_of(acc, MAIN // 2, half, half_layout)
+                row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
                 if FP8:
                     part = _times_columns(part, x_scale, row, M)
                 epilogue(
                     part, row, tile_m * BLOCK_M, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
-                    BLOCK_M // 2, ROWS, dtype, UNSCALE, ACTIVATION, half_layout, 4,
+                    MAIN // 2, ROWS, dtype, UNSCALE, ACTIVATION, half_layout, 4,
+                )  # fmt: skip
+            if REST:
+                row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+                if FP8:
+                    rest = _times_columns(rest, x_scale, row, M)
+                epilogue(
+                    rest, row, tile_m * BLOCK_M, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
+                    REST, ROWS, dtype, UNSCALE, ACTIVATION, _acc_layout(REST, FP8), 4,
                 )  # fmt: skip
     leave(stage)
 
@@ -361,7 +424,12 @@ def nvfp4_wgmma_large_kernel(
     `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], ring_layout)
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, MAIN, DEPTH * 64], ring_layout)
+    if MAIN < BLOCK_M:
+        rest_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M - MAIN, DEPTH * 64], ring_layout)
+    else:
+        rest_ring = ring  # not used
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -371,7 +439,7 @@ def nvfp4_wgmma_large_kernel(
     mbarrier.init(started, count=1)
     operands = (x_scale, global_scale, bias, out, parts, flags)
     routing = (tile_expert, tile_count, row_map, row_weight)
-    shared = (ring, codes, pairs, ready, empty, started)
+    shared = (ring, rest_ring, codes, pairs, ready, empty, started)
     sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
@@ -401,8 +469,10 @@ def groups_of(k: int, block_k: int = STEP_BYTES // 2) -> int:
 
 
 def shares_of(config: Config, tiles: int, groups: int, programs: int) -> int:
-    """How many programs compute each tile, where that is the same number for all and more than one; else 0."""
-    return config.shares if tiles * config.shares <= programs and config.shares <= groups else 0
+    """How many programs compute each tile of the last wave, where that is the same number for all and more than one;
+    else 0."""
+    last = tiles % programs
+    return config.shares if last and last * config.shares <= programs and config.shares <= groups else 0
 
 
 def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
@@ -468,32 +538,37 @@ def _launch(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_k = STEP_BYTES // x.element_size()
+    block_m = main_part(config.block_m)
+    if m > block_m:
+        block_m = config.block_m
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)
-    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
+    tiles = cdiv(m, block_m) * cdiv(n, config.block_n)
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
     if tile_expert is not None:
         shares, whole = 0, tiles
     elif shares:
-        programs, whole = tiles * shares, 0
-        # One of two has half of the sum in registers: it adds the other's part.
-        shares = shares if shares > 2 else 0
+        whole = tiles // programs * programs
+        if not whole:
+            programs = tiles * shares
+            # One of two has half of the sum in registers: it adds the other's part.
+            shares = shares if shares > 2 or main_part(block_m) < block_m else 0
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
     if whole < tiles:
-        parts = torch.empty((programs, config.block_n, config.block_m), dtype=torch.float32, device=x.device)
+        parts = torch.empty((programs, config.block_n, block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
-        row_descriptor(x, config.block_m), x_scale,
+        row_descriptor(x, block_m if main_part(block_m) == block_m else block_m - main_part(block_m)), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth,
-        STAGES=RING_BYTES // (config.block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
+        BLOCK_M=block_m, BLOCK_N=config.block_n, DEPTH=depth,
+        STAGES=RING_BYTES // (block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
         ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),

@@ -29,6 +29,7 @@ from llm_quant_rocm.kernels.hopper import (
     advance,
     cta_barrier,
     descriptor,
+    first_row,
     init_ring,
     leave,
     load_rows,
@@ -175,7 +176,8 @@ def _producer(
         gdc_launch_dependents()
     step, tile_m, tile_n, tile = first
     for stage in range(0, FIRST):
-        load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage), begin + stage < end)
+        row = first_row(tile_m, M, BLOCK_M)
+        load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
     stage = FIRST % STAGES
     phase = 1 if FIRST < STAGES else 0
@@ -183,7 +185,7 @@ def _producer(
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         fetch_weight(*weight, stage, tile_n, step, 0, True)
-        load_rows(x, tile_m, step * BLOCK_K, M, ready.index(stage), ring.index(stage))
+        load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)

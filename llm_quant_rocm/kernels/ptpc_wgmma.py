@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.hopper import (
     advance,
+    first_row,
     leave,
     load_rows,
     load_tile,
@@ -123,7 +124,7 @@ def _producer(
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready.index(stage), (BLOCK_M + BLOCK_N) * BLOCK_K)
-            load_rows(x, tile_m, k, M, ready.index(stage), x_ring.index(stage))
+            load_rows(x, first_row(tile_m, M, BLOCK_M), k, ready.index(stage), x_ring.index(stage))
             load_tile(w, [tile_n * BLOCK_N, k], ready.index(stage), w_ring.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     leave(stage)

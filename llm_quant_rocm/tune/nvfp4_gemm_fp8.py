@@ -15,7 +15,7 @@ from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, random_weight, weights
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _SLICES = tuple(2**exponent for exponent in (23, 24, 25, 26, 27, 28))  # values of a weight at a time
-_COMPILED = (256, 512, 8192)
+_COMPILED = (320, 512, 8192)
 
 
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:

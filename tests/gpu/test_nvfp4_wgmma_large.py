@@ -29,6 +29,11 @@ CONFIGS = pytest.mark.parametrize(
         (128, 128, 2, 3),
         (256, 128, 2, 8),
         (64, 256, 2, 4),
+        (256, 128, 2, 2),
+        (192, 128, 0),
+        (320, 128, 0),
+        (192, 128, 0, 6),
+        (320, 128, 0, 2),
     ],
     ids=str,
 )
@@ -49,12 +54,21 @@ def on_gpu(x: torch.Tensor, weight: NvFp4Weight) -> tuple[torch.Tensor, NvFp4Wei
     return x.cuda(), NvFp4Weight(weight.codes.cuda(), weight.scales.cuda(), weight.global_scale.cuda())
 
 
-# Of the last two one is cut into as many parts as there are programs, the other into stretches of more than a tile;
-# between them a tile is several programs' where `shares` has it so, and they do not divide its steps or rows evenly.
+# Of the last three one is cut into as many parts as there are programs, one into stretches of more than a tile, and the
+# last has 10 tiles beyond a wave, of 256 rows and of 320; before them a tile is several programs' where `shares` has it
+# so, and they do not divide its steps or rows evenly.
 @HALF
 @pytest.mark.parametrize(
     "shape",
-    [(1, 5, 48), (65, 67, 528), (300, 130, 272), (129, 320, 2064), (256, 640, 8192), (700, 9000, 4096)],
+    [
+        (1, 5, 48),
+        (65, 67, 528),
+        (300, 130, 272),
+        (129, 320, 2064),
+        (256, 640, 8192),
+        (700, 9000, 4096),
+        (500, 9000, 2064),
+    ],
     ids=str,
 )
 @CONFIGS

@@ -79,13 +79,13 @@ def nvfp4(n: int, k: int, experts: int = 0) -> tuple[torch.Tensor, torch.Tensor,
     return words, zeros(*leading, pieces, tiles, 64, dtype=torch.uint8), zeros(*leading, n, dtype=torch.float32)
 
 
-def dense(config: nvfp4_hopper.Config, dtype: torch.dtype, k: int = 8192) -> None:
-    nvfp4_hopper.gemm(zeros(64, k, dtype=dtype), *nvfp4(512, k), None, 512, HOPPER, config)
+def dense(config: nvfp4_hopper.Config, dtype: torch.dtype, k: int = 8192, m: int = 64) -> None:
+    nvfp4_hopper.gemm(zeros(m, k, dtype=dtype), *nvfp4(512, k), None, 512, HOPPER, config)
 
 
-def fp8(config: nvfp4_wgmma_large.Config) -> None:
-    codes, out = zeros(300, 8192, dtype=torch.float8_e4m3fn), zeros(300, 512, dtype=torch.bfloat16)
-    scale = zeros(300, 1, dtype=torch.float32)
+def fp8(config: nvfp4_wgmma_large.Config, m: int = 300) -> None:
+    codes, out = zeros(m, 8192, dtype=torch.float8_e4m3fn), zeros(m, 512, dtype=torch.bfloat16)
+    scale = zeros(m, 1, dtype=torch.float32)
     nvfp4_wgmma_large.gemm_large_fp8(codes, scale, *nvfp4(512, 8192), None, out, HOPPER, config)
 
 
@@ -142,9 +142,12 @@ CASES: dict[str, Callable[[], None]] = {
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
+    "tiles of two accumulators": lambda: dense(MANY(320, 128, 0), torch.bfloat16, m=300),
+    "shared tiles of two accumulators": lambda: dense(MANY(192, 128, 0, shares=4), torch.float16, m=300),
     "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
     "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
+    "FP8, tiles of two accumulators": lambda: fp8(MANY(192, 128, 0)),
     "PTPC, few rows": lambda: ptpc_few_rows(264 * 64),
     "PTPC, few rows and many tiles": lambda: ptpc_few_rows(265 * 64),
     "PTPC, few rows, on Blackwell": lambda: ptpc_few_rows(264 * 64, BLACKWELL),

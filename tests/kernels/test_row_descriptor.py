@@ -34,7 +34,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own functions of the rows of a tile, of numbers of the host."""
     operations = {"minimum": min, "maximum": max, "where": lambda condition, a, b: a if condition else b}
     monkeypatch.setattr(hopper, "gl", SimpleNamespace(**vars(hopper.gl) | operations))
-    for name in ("_first_row", "row_in_tile"):
+    for name in ("first_row", "row_in_tile"):
         monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
 
 
@@ -44,7 +44,7 @@ def test_a_tile_holds_the_rows_that_it_is_taken_for(on_the_host: None, m: int, b
     x = torch.empty(m, K, dtype=torch.bfloat16)
     seen = set()
     for tile in range(-(-m // block)):
-        for number, row in enumerate(loaded(x, block, hopper._first_row(tile, m, block))):
+        for number, row in enumerate(loaded(x, block, hopper.first_row(tile, m, block))):
             taken_for = hopper.row_in_tile(tile, number, m, block)
             assert row == taken_for or (row is None and taken_for >= m)
             # Where a tile is more than half full, or there are several, nothing is beyond the matrix.
