@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits kernels/nvfp4_estimate.py to results/nvfp4_configs_sm_90.json, and prints its table.
+"""Fits kernels/nvfp4_estimate.py to results/nvfp4_configs_sm_90.json and nvfp4_configs_fp8_sm_90.json, and prints its
+table.
 
 python -m benchmarks._estimate_fit
 """
@@ -12,14 +13,16 @@ import numpy as np
 
 from benchmarks._markdown import load
 from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 
-RESULT = "nvfp4_configs_sm_90.json"
+EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_sm_90.json"
 # Of a fit by least squares of relative errors, so many times again with those down that were far off.
 ROUNDS, NEAR = 5, 0.05
 # The estimate of a weight is that of a fit without it and every so many others.
 FOLDS = 6
 
 Row = dict[str, Any]
+Config = nvfp4_estimate.Config | nvfp4_estimate.Fp8Config
 Times = dict[tuple[str, int, int, str], tuple[float, ...]]
 
 
@@ -27,21 +30,34 @@ class Chosen(NamedTuple):
     """What the estimate chooses for a row, its microseconds as estimated and as measured, and those of the best."""
 
     row: Row
-    config: nvfp4_estimate.Config
+    config: Config
     estimated: float
     measured: float
     best: float
 
 
-def config_of(fields: Sequence[Any]) -> nvfp4_estimate.Config:
+def rows_of(*files: str) -> list[Row]:
+    """The rows of these files, each with `fp8`: whether its products are in FP8."""
+    return [row | {"fp8": file == FP8} for file in files for row in load(file)["rows"]]
+
+
+def config_of(fields: Sequence[Any]) -> Config:
     """What nvfp4_configs.py described."""
     kernel, *numbers = fields
-    return nvfp4_wgmma_large.Config(*numbers) if kernel == "large" else nvfp4_wgmma_split.Config(*numbers)
+    return _KERNELS[kernel](*numbers)
 
 
-def measured(row: Row) -> Iterator[tuple[nvfp4_estimate.Config, float]]:
+_KERNELS = {"large": nvfp4_wgmma_large.Config, "split": nvfp4_wgmma_split.Config, "expanded": Expanded}
+
+
+def measured(row: Row) -> Iterator[tuple[Config, float]]:
     for *fields, us in row["us"]:
         yield config_of(fields), us
+
+
+def before(config: Config, row: Row) -> float:
+    """Microseconds of `row` that the table does not have."""
+    return nvfp4_estimate.before_fp8(config, row["m"], row["n"], row["k"]) if row["fp8"] else 0
 
 
 def fit(rows: Sequence[Row]) -> Times:
@@ -49,9 +65,9 @@ def fit(rows: Sequence[Row]) -> Times:
     loads, times = defaultdict(list), defaultdict(list)
     for row in rows:
         for config, us in measured(row):
-            kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"])
+            kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
             loads[kind].append([1, *load_])
-            times[kind].append(us)
+            times[kind].append(us - before(config, row))
     return {kind: _least_squares(np.array(loads[kind], float), np.array(times[kind])) for kind in sorted(loads)}
 
 
@@ -76,9 +92,9 @@ def chosen(row: Row, times: Times) -> Chosen:
     """By the estimate with `times`."""
     us = dict(measured(row))
 
-    def estimate(config: nvfp4_estimate.Config) -> float:
-        kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"])
-        return sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
+    def estimate(config: Config) -> float:
+        kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
+        return before(config, row) + sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
 
     config = min(us, key=estimate)
     return Chosen(row, config, estimate(config), us[config], min(us.values()))
@@ -96,11 +112,12 @@ def left_out(rows: Sequence[Row]) -> list[Chosen]:
 
 
 def main() -> None:
-    rows = load(RESULT)["rows"]
-    for (kernel, block_m, block_n, sharing), times in fit(rows).items():
+    for (kernel, block_m, block_n, sharing), times in fit(rows_of(EXACT, FP8)).items():
         print(f'    ("{kernel}", {block_m}, {block_n}, "{sharing}"): ({", ".join(map(str, times))}),')
-    slower = [each.measured / each.best for each in left_out(rows)]
-    print(f"left out: mean {np.mean(slower):.3f}, 95% {np.quantile(slower, 0.95):.3f}, most {max(slower):.2f}")
+    for file in (EXACT, FP8):
+        slower = [each.measured / each.best for each in left_out(rows_of(file))]
+        mean, most = np.mean(slower), max(slower)
+        print(f"{file}, left out: mean {mean:.3f}, 95% {np.quantile(slower, 0.95):.3f}, most {most:.2f}")
 
 
 if __name__ == "__main__":

@@ -3,19 +3,23 @@
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds. The four
 numbers of each kind of tile are fitted to what was measured of every configuration on 31 weights
-(benchmarks/results/nvfp4_configs_sm_90.json) by `python -m benchmarks._estimate_fit`, which also says how much slower
-than the best the choice is for weights that are left out of the fit. What won at a weight of like size is a worse
-guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
+(benchmarks/results/nvfp4_configs_sm_90.json and, in FP8, nvfp4_configs_fp8_sm_90.json) by
+`python -m benchmarks._estimate_fit`, which also says how much slower than the best the choice is for weights that are
+left out of the fit. What won at a weight of like size is a worse guide: whether tiles fill the multiprocessors' last
+wave decides, and a few more columns change that.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
-from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
+from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.sizes import cdiv
 
 Config = nvfp4_wgmma_large.Config | nvfp4_wgmma_split.Config
+# How the product in FP8 is computed.
+Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
 _SMS = 132
 # Bytes of x that the L2 cache holds beside the weight. Programs at different columns of more wait for memory: each of
@@ -26,55 +30,66 @@ _LEAST_STEPS = 8
 
 # Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
-    ("large", 64, 128, "cut"): (4.519, 1.257, 0.0, 0.637),
-    ("large", 64, 128, "shares"): (4.981, 1.142, 0.0, 0.12),
-    ("large", 64, 128, "whole"): (0.938, 1.13, 2.107, 0.0),
-    ("large", 64, 256, "cut"): (5.547, 2.275, 0.0, 0.91),
-    ("large", 64, 256, "shares"): (6.701, 1.879, 0.0, 0.171),
-    ("large", 64, 256, "whole"): (0.0, 1.857, 5.385, 0.0),
-    ("large", 128, 128, "cut"): (4.713, 1.602, 0.0, 0.916),
-    ("large", 128, 128, "shares"): (5.925, 1.443, 0.0, 0.161),
-    ("large", 128, 128, "whole"): (1.879, 1.518, 1.376, 0.0),
-    ("large", 128, 256, "cut"): (6.441, 2.906, 0.0, 2.15),
-    ("large", 128, 256, "shares"): (9.247, 2.435, 0.0, 0.155),
-    ("large", 128, 256, "whole"): (1.105, 2.464, 4.005, 0.0),
-    ("large", 256, 128, "cut"): (5.02, 2.794, 1.334, 1.575),
-    ("large", 256, 128, "shares"): (8.31, 2.405, 0.0, 0.242),
-    ("large", 256, 128, "whole"): (0.141, 2.553, 3.048, 0.0),
-    ("split", 8, 64, "shared"): (2.005, 0.214, 0.691, 0.456),
-    ("split", 8, 64, "whole"): (0.681, 0.17, 1.93, 0.0),
-    ("split", 8, 128, "shared"): (1.485, 0.45, 1.136, 0.525),
-    ("split", 8, 128, "whole"): (0.0, 0.314, 2.671, 0.0),
-    ("split", 16, 64, "shared"): (2.114, 0.217, 0.823, 0.475),
-    ("split", 16, 64, "whole"): (0.534, 0.181, 2.167, 0.0),
-    ("split", 16, 128, "shared"): (1.542, 0.468, 1.534, 0.523),
-    ("split", 16, 128, "whole"): (0.0, 0.342, 2.792, 0.0),
-    ("split", 32, 64, "shared"): (2.038, 0.23, 1.178, 0.482),
-    ("split", 32, 64, "whole"): (0.602, 0.197, 2.461, 0.0),
-    ("split", 32, 128, "shared"): (2.071, 0.445, 1.401, 0.59),
-    ("split", 32, 128, "whole"): (0.0, 0.367, 2.837, 0.0),
-    ("split", 64, 64, "shared"): (1.413, 0.293, 1.532, 0.626),
-    ("split", 64, 64, "whole"): (0.751, 0.243, 2.687, 0.0),
-    ("split", 64, 128, "shared"): (1.96, 0.525, 1.52, 0.672),
-    ("split", 64, 128, "whole"): (0.0, 0.449, 3.236, 0.0),
-    ("split", 128, 64, "shared"): (0.334, 0.598, 2.101, 0.731),
-    ("split", 128, 64, "whole"): (0.182, 0.37, 3.235, 0.0),
-    ("split", 128, 128, "shared"): (1.584, 0.755, 2.215, 0.927),
-    ("split", 128, 128, "whole"): (0.0, 0.645, 3.766, 0.0),
+    ("expanded", 0, 0, "whole"): (1.793, 0.387, 1.202, 0.0),
+    ("fp8", 192, 128, "shares"): (2.407, 2.887, 4.152, 0.183),
+    ("fp8", 192, 128, "whole"): (0.0, 2.782, 3.628, 0.0),
+    ("fp8", 256, 128, "cut"): (7.234, 3.488, 2.558, 1.345),
+    ("fp8", 256, 128, "shares"): (1.63, 3.276, 5.724, 0.31),
+    ("fp8", 256, 128, "whole"): (0.693, 3.176, 3.928, 0.0),
+    ("fp8", 320, 128, "shares"): (0.278, 4.099, 9.296, 0.175),
+    ("fp8", 320, 128, "whole"): (0.0, 3.79, 5.808, 0.0),
+    ("large", 64, 128, "cut"): (4.608, 1.284, 0.0, 0.615),
+    ("large", 64, 128, "shares"): (2.614, 1.16, 2.328, 0.14),
+    ("large", 64, 128, "whole"): (0.807, 1.144, 2.171, 0.0),
+    ("large", 64, 256, "cut"): (5.34, 2.308, 0.0, 0.923),
+    ("large", 64, 256, "shares"): (0.0, 1.9, 6.771, 0.177),
+    ("large", 64, 256, "whole"): (0.0, 1.834, 5.46, 0.0),
+    ("large", 128, 128, "cut"): (4.242, 1.601, 0.416, 0.937),
+    ("large", 128, 128, "shares"): (1.46, 1.526, 2.513, 0.438),
+    ("large", 128, 128, "whole"): (1.824, 1.505, 1.388, 0.0),
+    ("large", 128, 256, "cut"): (5.813, 3.007, 0.0, 2.581),
+    ("large", 128, 256, "shares"): (1.478, 2.554, 7.002, 0.212),
+    ("large", 128, 256, "whole"): (0.28, 2.461, 4.032, 0.0),
+    ("large", 192, 128, "shares"): (0.437, 2.117, 3.82, 0.41),
+    ("large", 192, 128, "whole"): (0.0, 2.051, 2.345, 0.0),
+    ("large", 256, 128, "cut"): (4.44, 2.873, 2.26, 1.724),
+    ("large", 256, 128, "shares"): (0.0, 2.654, 5.311, 0.516),
+    ("large", 256, 128, "whole"): (0.023, 2.609, 2.746, 0.0),
+    ("large", 320, 128, "shares"): (0.0, 3.541, 6.156, 0.5),
+    ("large", 320, 128, "whole"): (0.0, 3.325, 3.659, 0.0),
+    ("split", 8, 64, "shared"): (2.092, 0.213, 0.704, 0.454),
+    ("split", 8, 64, "whole"): (0.77, 0.173, 1.759, 0.0),
+    ("split", 8, 128, "shared"): (1.449, 0.447, 1.28, 0.501),
+    ("split", 8, 128, "whole"): (0.0, 0.316, 2.585, 0.0),
+    ("split", 16, 64, "shared"): (2.323, 0.216, 0.803, 0.46),
+    ("split", 16, 64, "whole"): (0.752, 0.184, 1.952, 0.0),
+    ("split", 16, 128, "shared"): (1.563, 0.464, 1.599, 0.516),
+    ("split", 16, 128, "whole"): (0.0, 0.342, 2.786, 0.0),
+    ("split", 32, 64, "shared"): (2.109, 0.233, 1.183, 0.488),
+    ("split", 32, 64, "whole"): (0.721, 0.198, 2.326, 0.0),
+    ("split", 32, 128, "shared"): (2.089, 0.447, 1.367, 0.613),
+    ("split", 32, 128, "whole"): (0.0, 0.37, 2.844, 0.0),
+    ("split", 64, 64, "shared"): (1.491, 0.295, 1.55, 0.618),
+    ("split", 64, 64, "whole"): (0.39, 0.242, 2.77, 0.0),
+    ("split", 64, 128, "shared"): (2.049, 0.529, 1.53, 0.656),
+    ("split", 64, 128, "whole"): (0.0, 0.454, 2.918, 0.0),
+    ("split", 128, 64, "shared"): (0.377, 0.599, 2.176, 0.713),
+    ("split", 128, 64, "whole"): (0.0, 0.369, 3.262, 0.0),
+    ("split", 128, 128, "shared"): (1.624, 0.756, 2.323, 0.872),
+    ("split", 128, 128, "whole"): (0.0, 0.656, 3.485, 0.0),
 }
 
-# The same in FP8, of tiles of 256 x 128 by how they are shared out; a step has twice as many columns. Fitted to 36
-# products of benchmarks/results/nvfp4_gemm_sm_90.json and nvfp4_gemm_untuned_sm_90.json, less what quantizing x takes:
-# off by 3% in the mean, by 6% at most.
-_FP8_TIMES = {"whole": (0.0, 3.37, 3.57, 0.0), "cut": (10.0, 3.62, 3.57, 0.0), "shares": (6.6, 3.37, 3.57, 0.0)}
+# Bytes a microsecond of quantizing x and of expanding a weight, and microseconds of a launch more.
+_COPY, _LAUNCH = 2.9e6, 2.5
 
 
 class Load(NamedTuple):
     """What the program with the most work does.
 
     Attributes:
-        kind: kernel, rows of x and of the weight in a tile, and how tiles are shared out.
-        steps: steps of the split kernel, groups of steps of the large one.
+        kind: kernel ("fp8" is the large one in FP8, "expanded" cuBLAS in FP8), rows of x and of the weight in a tile,
+            and how tiles are shared out.
+        steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
         tiles: tiles of which it computes something.
         parts: programs that compute one tile; 0 where none is cut.
     """
@@ -85,8 +100,11 @@ class Load(NamedTuple):
     parts: float
 
 
-def load_of(config: Config, m: int, n: int, k: int, value_bytes: int = 2) -> Load:
-    """What `config` gives the busiest program to do, on 132 multiprocessors, for x of values of so many bytes."""
+def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = False) -> Load:
+    """What `config` gives the busiest program to do, on 132 multiprocessors."""
+    if isinstance(config, Expanded):
+        waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
+        return Load(("expanded", 0, 0, "whole"), waves * k / 128, waves, 0)
     if isinstance(config, nvfp4_wgmma_split.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
         if config.programs:
@@ -95,20 +113,21 @@ def load_of(config: Config, m: int, n: int, k: int, value_bytes: int = 2) -> Loa
             return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
         waves = cdiv(tiles, _SMS)
         return Load(_kind("split", config, "whole"), waves * steps, waves, 0)
+    kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = nvfp4_wgmma_large.groups_of(k, nvfp4_wgmma_large.STEP_BYTES // value_bytes)
     shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, _SMS)
     if shares:
         waves = tiles // _SMS
-        return Load(_kind("large", config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
+        return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
     whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, _SMS, config.cut)
     if whole == tiles:
         waves = cdiv(tiles, _SMS)
-        return Load(_kind("large", config, "whole"), waves * groups, waves, 0)
+        return Load(_kind(kernel, config, "whole"), waves * groups, waves, 0)
     share = cdiv((tiles - whole) * groups, _SMS)
     slower = _UNCACHED_STEP if config.cut == 2 and value_bytes * m * k > _CACHED else 1
     steps = whole // _SMS * groups + share * slower
-    return Load(_kind("large", config, "cut"), steps, whole // _SMS, _SMS / (tiles - whole))
+    return Load(_kind(kernel, config, "cut"), steps, whole // _SMS, _SMS / (tiles - whole))
 
 
 def _kind(kernel: str, config: Config, sharing: str) -> tuple[str, int, int, str]:
@@ -124,18 +143,23 @@ def _touched(tiles: int, steps: int, programs: int) -> int:
 
 def microseconds(config: Config, m: int, n: int, k: int) -> float:
     """Of a product of x [m, k] and a weight [n, k]."""
-    load = load_of(config, m, n, k)
-    return _sum(_TIMES[load.kind], load)
+    return _sum(load_of(config, m, n, k))
 
 
-def microseconds_fp8(config: nvfp4_wgmma_large.Config, m: int, n: int, k: int) -> float:
-    """Of a product of E4M3 x [m, k] and a weight [n, k], in tiles of 256 x 128; x is quantized already."""
-    load = load_of(config, m, n, k, value_bytes=1)
-    return _sum(_FP8_TIMES[load.kind[3]], load)
+def microseconds_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
+    """Of the product in FP8, with the quantization of x before it."""
+    return before_fp8(config, m, n, k) + _sum(load_of(config, m, n, k, fp8=True))
 
 
-def _sum(times: tuple[float, float, float, float], load: Load) -> float:
-    launch, step, tile, part = times
+def before_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
+    """Microseconds before the product in FP8: those of quantizing x, and of expanding the weight for cuBLAS, of which
+    9/16 of a byte of each value are read and one is written."""
+    expanding = n * k * 25 / 16 / _COPY + _LAUNCH if isinstance(config, Expanded) else 0
+    return 3 * m * k / _COPY + _LAUNCH + expanding
+
+
+def _sum(load: Load) -> float:
+    launch, step, tile, part = _TIMES[load.kind]
     return launch + step * load.steps + tile * load.tiles + part * load.parts
 
 

@@ -12,7 +12,7 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
+from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
@@ -22,15 +22,7 @@ from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Config
-# How the product in FP8 is computed.
-Fp8Config = nvfp4_wgmma_large.Config | Expanded
-
-# Of an H100: bytes a microsecond of quantizing x and of expanding a weight, and microseconds of a launch more; and
-# microseconds that cuBLAS takes in FP8 for a wave of `ptpc_wgmma.waves`, for each column and besides. Fitted to 89
-# products of expanded weights (benchmarks/results/nvfp4_gemm_sm_90.json, nvfp4_gemm_untuned_sm_90.json): off by 5% in
-# the mean, by 19% at most.
-_COPY, _LAUNCH = 2.9e6, 2.5
-_CUBLAS_COLUMN, _CUBLAS_WAVE = 3.0e-3, 0.7
+Fp8Config = nvfp4_estimate.Fp8Config
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
@@ -131,15 +123,9 @@ def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config 
     if m <= 128 or config is None:
         return None
     exact = nvfp4_estimate.microseconds(config, m, n, k)
-    quantizing = 3 * m * k / _COPY + _LAUNCH
-    decoding = nvfp4_estimate.fastest_fp8(m, n, k)
-    decoding_us = nvfp4_estimate.microseconds_fp8(decoding, m, n, k)
-    # 9/16 of a byte of each weight are read and one is written.
-    waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
-    expanding_us = n * k * 25 / 16 / _COPY + waves * (k * _CUBLAS_COLUMN + _CUBLAS_WAVE) + 2 * _LAUNCH
-    if exact <= 1.05 * (quantizing + min(decoding_us, expanding_us)):
-        return None
-    return Expanded() if expanding_us < decoding_us else decoding
+    both: tuple[Fp8Config, ...] = (nvfp4_estimate.fastest_fp8(m, n, k), Expanded())
+    us, chosen = min(((nvfp4_estimate.microseconds_fp8(each, m, n, k), each) for each in both), key=itemgetter(0))
+    return chosen if exact > 1.05 * us else None
 
 
 def gemm_fp8(

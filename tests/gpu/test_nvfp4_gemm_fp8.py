@@ -17,7 +17,7 @@ from tests.nvfp4_inputs import nasty_weight, weight64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-# The large kernel's shapes of tiles, whole, cut at the end, and shared by programs; and cuBLAS with the weight in memory,
+# The large kernel's tiles, whole, cut at the end, and shared by programs; and cuBLAS with the weight in memory,
 # so many values at a time.
 CONFIGS = [
     (256, 128), (256, 128, 1), (256, 128, 0), (128, 128, 2, 3), (256, 128, 2, 4), (128, 256), (192, 128, 0),
