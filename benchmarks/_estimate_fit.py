@@ -67,7 +67,7 @@ def fit(rows: Sequence[Row]) -> Times:
         for config, us in measured(row):
             kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
             loads[kind].append([1, *load_])
-            times[kind].append(us - before(config, row))
+            times[kind].append((us - before(config, row)) ** (1 / nvfp4_estimate.SLOWING))
     return {kind: _least_squares(np.array(loads[kind], float), np.array(times[kind])) for kind in sorted(loads)}
 
 
@@ -94,7 +94,8 @@ def chosen(row: Row, times: Times) -> Chosen:
 
     def estimate(config: Config) -> float:
         kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
-        return before(config, row) + sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
+        parts = sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
+        return before(config, row) + parts**nvfp4_estimate.SLOWING
 
     config = min(us, key=estimate)
     return Chosen(row, config, estimate(config), us[config], min(us.values()))
