@@ -4,10 +4,10 @@ in FP8, and the norm of many wide rows.
 
     python -m tests.kernels.compile_hopper CASE
 
-prints how many bytes of registers spill, whether ptxas says that it did not leave products in flight (C7510 and its
-neighbours), and in which order the kernel first asks the L2 cache and the accelerator for tiles, waits for the kernel
-before and launches the next. A case that says so is compiled for Blackwell. A process of its own, as Triton has one
-driver.
+prints how many bytes of registers spill, how many instructions of the innermost loops of products move them, whether
+ptxas says that it did not leave products in flight (C7510 and its neighbours), and in which order the kernel first asks
+the L2 cache and the accelerator for tiles, waits for the kernel before and launches the next. A case that says so is
+compiled for Blackwell. A process of its own, as Triton has one driver.
 """
 
 import re
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,13 +184,34 @@ def main(case: str) -> None:
     (found,) = compiled
     ptx = found.asm["ptx"]
     order = sorted((sign for sign in SIGNS if SIGNS[sign] in ptx), key=lambda sign: ptx.index(SIGNS[sign]))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        arch = f"-arch={sm_arch_from_capability(capability)}"
-        command = [get_ptxas(capability).path, arch, "-v", source.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    print(sum(map(int, re.findall(r"(\d+) bytes spill stores", said))), "C75" in said, *order)
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        ptxas = get_ptxas(capability).path
+        said = output(ptxas, f"-arch={sm_arch_from_capability(capability)}", "-v", source, "-o", binary)
+        sass = output(Path(ptxas).with_name("cuobjdump"), "-sass", binary)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    print(spilled, spills_in_loops(sass), "C75" in said, *order)
+
+
+def output(*command: str | Path) -> str:
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return found.stdout + found.stderr
+
+
+def spills_in_loops(sass: str) -> int:
+    """How many instructions read or write local memory in loops with products that contain no other such loop.
+
+    A loop ends with a conditional branch back; the others come from waits that stand behind the kernel.
+    """
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", sass)]
+    products = [at for at, what in code if "GMMA" in what]
+    branches = [(at, re.match(r"@.*\bBRA\b.* 0x([0-9a-f]+)", what)) for at, what in code]
+    loops = [range(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) < at]
+    loops = [loop for loop in loops if any(at in loop for at in products)]
+    inner = [loop for loop in loops if not any(o != loop and o[0] in loop and o[-1] in loop for o in loops)]
+    assert inner or not products, "the loops of products are not recognized"
+    return sum("LDL" in what or "STL" in what for at, what in code if any(at in loop for loop in inner))
 
 
 if __name__ == "__main__":
