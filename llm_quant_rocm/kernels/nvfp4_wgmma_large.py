@@ -538,9 +538,9 @@ def _launch(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_k = STEP_BYTES // x.element_size()
-    block_m = main_part(config.block_m)
-    if m > block_m:
-        block_m = config.block_m
+    main = main_part(config.block_m)
+    block_m = config.block_m if m > main else main
+    rest = block_m - main
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)
     tiles = cdiv(m, block_m) * cdiv(n, config.block_n)
@@ -553,7 +553,7 @@ def _launch(
         if not whole:
             programs = tiles * shares
             # One of two has half of the sum in registers: it adds the other's part.
-            shares = shares if shares > 2 or main_part(block_m) < block_m else 0
+            shares = shares if shares > 2 or rest else 0
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
@@ -563,7 +563,7 @@ def _launch(
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     nvfp4_wgmma_large_kernel[(programs,)](
-        row_descriptor(x, block_m if main_part(block_m) == block_m else block_m - main_part(block_m)), x_scale,
+        row_descriptor(x, rest or block_m), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,

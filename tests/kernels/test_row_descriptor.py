@@ -36,6 +36,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "gl", SimpleNamespace(**vars(hopper.gl) | operations))
     for name in ("first_row", "row_in_tile"):
         monkeypatch.setattr(hopper, name, getattr(hopper, name).fn)
+    monkeypatch.setattr(hopper, "main_rows", hopper.main_part)
 
 
 @pytest.mark.parametrize("block", [8, 16, 64, 128, 256])
@@ -51,3 +52,20 @@ def test_a_tile_holds_the_rows_that_it_is_taken_for(on_the_host: None, m: int, b
             assert row is not None or block < 16 or m <= block // 2
             seen.add(row)
     assert seen >= set(range(m))
+
+
+@pytest.mark.parametrize(
+    ("block", "m"),
+    [(192, m) for m in (129, 150, 191, 192, 193, 300, 1000)] + [(320, m) for m in (257, 300, 319, 320, 321, 500, 1000)],
+)
+def test_a_tile_of_two_accumulators_holds_the_rows_that_it_is_taken_for(on_the_host: None, m: int, block: int) -> None:
+    x, box = torch.empty(m, K, dtype=torch.bfloat16), block - hopper.main_part(block)
+    seen = set()
+    for tile in range(-(-m // block)):
+        first, rest = (hopper.row_in_tile(tile, number, m, block) for number in (0, hopper.main_part(block)))
+        assert first == hopper.first_row(tile, m, block)
+        boxes = [*range(first, first + hopper.main_part(block), box), rest]
+        rows = [row for begin in boxes for row in loaded(x, box, begin)]
+        assert rows == [hopper.row_in_tile(tile, number, m, block) for number in range(block)]
+        seen.update(rows)
+    assert seen == set(range(m))
