@@ -301,6 +301,13 @@ def test_aiter_serves_a_shuffled_weight(aiter: Any, out_dtype: torch.dtype) -> N
         assert_same(found, rounded if chosen is None else rounded + chosen)
 
 
+def test_rows_stay_for_products_that_aiter_does_not_have(aiter: Any) -> None:
+    xq, xscale, wq, wscale, _ = integer_product(5, 32, 64, torch.float8_e4m3fnuz)
+    prepared, layout = ops.prepare_ptpc_weight(wq, torch.float32)
+    assert (prepared, layout) == (wq, "row")
+    assert gemm_operator._choose(gemm_call(layout=layout, out_dtype=torch.float32)).backend.name != "aiter"
+
+
 def test_ptpc_linear_through_aiter(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_PER_TOKEN_QUANT", "reference")
     wq, wscale = fp8.quantize_rows(torch.randn(32, 64), fp8.FNUZ)
@@ -340,7 +347,8 @@ def test_an_unshuffled_weight_passes_aiter_over(aiter: Any) -> None:
 
 def test_nothing_else_reads_a_shuffled_weight(aiter: Any) -> None:
     call = gemm_call(layout="aiter_16x16", out_dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match="aiter: it has no torch.float32 output; .*triton: the weight was"):
+    message = "aiter: it has no torch.float32 output; .*triton: the weight was shuffled.*tell .*out_dtype"
+    with pytest.raises(NotImplementedError, match=message):
         gemm_operator._choose(call)
 
 

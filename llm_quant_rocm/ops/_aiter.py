@@ -74,6 +74,11 @@ def _trial_refusal(device: torch.device) -> str | None:
     return None if worst <= _TOLERANCE else f"its product is wrong here (largest relative error {worst:.3g})"
 
 
+def refusal_of_dtype(out_dtype: torch.dtype) -> str | None:
+    """Why aiter's kernel does not give `out_dtype`, or None where it does."""
+    return None if out_dtype in (torch.bfloat16, torch.float16) else f"it has no {out_dtype} output"
+
+
 def shuffle_weight(wq: torch.Tensor) -> torch.Tensor:
     """wq [N, K] in the layout of aiter's kernel, same shape."""
     return _import()[1].shuffle_weight(wq, layout=(16, 16))

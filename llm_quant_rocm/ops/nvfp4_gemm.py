@@ -57,6 +57,7 @@ class GemmCall(NamedTuple):
         bias: the bias's dtype, or None.
         runs: how many runs of rows under one global scale the host knows of, 0 if it does not.
         captured: whether the call is being recorded in a CUDA graph.
+        ck: whether torch is told to prefer CK, today, to the vendor's other libraries.
     """
 
     hardware: hardware.Hardware
@@ -70,6 +71,7 @@ class GemmCall(NamedTuple):
     bias: torch.dtype | None = None
     runs: int = 0
     captured: bool = False
+    ck: bool = False
 
 
 def _reference(x: torch.Tensor, weight: PreparedNvFp4Weight, bias: torch.Tensor | None, call: GemmCall) -> torch.Tensor:
@@ -148,7 +150,7 @@ def _torch_refusal(call: GemmCall) -> str | None:
         return f"it takes up to {MAX_RUNS} runs of rows under one global scale, which `runs` on the CPU tells"
     if call.captured:
         return "the CUDA graph would keep today's global scales when weights are loaded anew"
-    if torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Ck:
+    if call.ck:
         return "torch is told to prefer CK, which rounds before it scales"
     return None
 
@@ -233,6 +235,7 @@ def _implementation(
         bias=None if bias is None else bias.dtype,
         runs=len(runs_of(weight)),
         captured=runs is not None and x.is_cuda and torch.cuda.is_current_stream_capturing(),
+        ck=runs is not None and torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Ck,
     )  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     return rows_as(x, _choose(call).backend.run(rows, weight, bias, call))

@@ -47,11 +47,13 @@ def _aiter_refusal(call: GemmCall) -> str | None:
         return unusable
     if call.layout != _aiter.LAYOUT:
         return "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
-    return None if call.out_dtype in (torch.bfloat16, torch.float16) else f"it has no {call.out_dtype} output"
+    return _aiter.refusal_of_dtype(call.out_dtype)
 
 
 def _not_rows(call: GemmCall) -> str | None:
-    return None if call.layout == ROW else f"the weight was shuffled for aiter ({call.layout})"
+    if call.layout == ROW:
+        return None
+    return f"the weight was shuffled for aiter ({call.layout}); tell ops.prepare_ptpc_weight the out_dtype"
 
 
 def _torch_refusal(call: GemmCall) -> str | None:
@@ -239,14 +241,16 @@ _operator = register(
 )
 
 
-def prepare_ptpc_weight(wq: torch.Tensor) -> tuple[torch.Tensor, str]:
+def prepare_ptpc_weight(wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, str]:
     """wq [N, K] in the layout that the best GEMM of its device reads, and the layout's name for `ptpc_gemm`.
 
     Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter,
-    and where another backend is forced.
+    and where another backend is forced. `out_dtype` is that of the products: with fp32, which aiter does not have, rows
+    stay, and they serve every other too; what was prepared for bf16 or fp16 serves those two.
     """
     n, k = wq.shape
-    if forced(NAME) not in (None, "aiter") or n % 16 or k % 32 or _aiter.refusal(wq.device):
+    unusable = _aiter.refusal_of_dtype(out_dtype) or n % 16 or k % 32 or _aiter.refusal(wq.device)
+    if forced(NAME) not in (None, "aiter") or unusable:
         return wq, ROW
     return _aiter.shuffle_weight(wq), _aiter.LAYOUT
 
@@ -263,7 +267,8 @@ def ptpc_gemm(
     """(xq . wq^T) * xscale * wscale^T + bias, accumulated in fp32: [..., N] in `out_dtype` (bf16, fp16 or fp32).
 
     xq [..., K] and wq [N, K] are E4M3 codes of the device's flavour, xscale [..., 1] and wscale [N, 1] fp32, bias [N].
-    Any number of rows, none included, and any N and K. `layout` is what `prepare_ptpc_weight` returned with wq.
+    Any number of rows, none included, and any N and K. `layout` is what `prepare_ptpc_weight`, told of `out_dtype`,
+    returned with wq.
     On Hopper the matrix units add FP8 products with fewer bits than fp32 ("fast accumulation"), in every backend.
 
     Raises:

@@ -265,9 +265,20 @@ def test_an_invariant_product_adds_up_no_parts(device: hardware.Hardware, monkey
 
 
 @pytest.mark.usefixtures("with_triton")
-def test_ck_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: torch._C._BlasBackend.Ck)
-    assert dict(_choose(MANY).passed_over) == {"torch": "torch is told to prefer CK, which rounds before it scales"}
+def test_ck_is_not_asked_and_the_wish_for_it_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls, wish = import_module("llm_quant_rocm.ops.nvfp4_gemm"), [], torch._C._BlasBackend
+    monkeypatch.setattr(module, "_choose", lambda call: calls.append(call) or _choose(call._replace(layout="row")))
+    x, weight, _ = exact_operands(2, 3, 32, torch.bfloat16)
+    for preferred in (wish.Cublas, wish.Ck, wish.Cublas):
+        monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda preferred=preferred: preferred)
+        prepared = ops.prepare_nvfp4_weight(weight)
+        module._implementation(
+            x, prepared.codes, prepared.scales, prepared.global_scale, None, "row", 3, 32, "exact", False,
+            runs=torch.tensor([[3.0, 1.0]]),
+        )  # fmt: skip
+        chosen = _choose(MANY._replace(ck=calls[-1].ck))
+        refused = {"torch": "torch is told to prefer CK, which rounds before it scales"}
+        assert dict(chosen.passed_over) == (refused if preferred == wish.Ck else {})
 
 
 def call(**changes: Any) -> torch.Tensor:
