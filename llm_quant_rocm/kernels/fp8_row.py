@@ -117,7 +117,10 @@ def store_quantized_row(
     """
     amax = tl.reduce(largest, 0, larger)
     if len(row) > 0:
-        amax = amax.to(row[0].dtype).to(tl.float32)
+        dtype: tl.constexpr = row[0].dtype
+        # To fp16 by `narrow`, as the row was: AMD's own conversion stops at 65504 here, and a row with inf would have a
+        # finite scale. bf16 knows no such mode, and `narrow` converts it by pairs on NVIDIA.
+        amax = (narrow(amax, dtype) if dtype == tl.float16 else amax.to(dtype)).to(tl.float32)
     scale = tl.math.div_rn(amax, FP8_MAX)
     scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)  # false for NaN, which stays
     reciprocal = tl.math.div_rn(1.0, scale)
@@ -141,5 +144,6 @@ def quotients(x, divisor, reciprocal):
     """x / divisor, correctly rounded, with the correctly rounded reciprocal (`store_quantized_row`)."""
     x = widen(x)
     quotient = x * reciprocal
-    # x * -1.0 is a sign in the fma; Triton's -x is 0 - x, an instruction.
-    return tl.fma(tl.fma(quotient, divisor, x * -1.0), -reciprocal, quotient)
+    # x * -1.0 is a sign in the fma; Triton 3.6's -x is 0 - x, an instruction, and of a reciprocal of 0, that of a scale
+    # of inf, it has the wrong sign: it would make a quotient of -0 a 0.
+    return tl.fma(tl.fma(quotient, divisor, x * -1.0), reciprocal * -1.0, quotient)

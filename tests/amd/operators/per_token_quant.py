@@ -47,5 +47,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "an unaligned view": lambda: wide[:, 3:260],
         "every third row": lambda: wide[::3],
         "every second column": lambda: wide[:, ::2],
+        "either sign beside inf": lambda: torch.tensor(
+            [[torch.inf, 1.0, -1.0, 0.0, -0.0], [1.0, -1.0, 0.0, -0.0, -torch.inf]]
+        ),
     }
     return shared_out({name: partial(check, make) for name, make in cases.items()}, hardware)

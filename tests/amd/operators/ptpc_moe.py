@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn import functional
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
@@ -15,7 +16,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_moe, routing
 from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
 from tests.amd.operators import shared_out
-from tests.inputs import DTYPE_IDS, DTYPES
+from tests.inputs import DTYPE_IDS, DTYPES, assert_same
 from tests.moe_inputs import experts, relative_error
 
 BUDGETS = {  # per_token_quant_kernel and those of routing, which it launches too, are proven on their own
@@ -89,6 +90,20 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         given["x"][2, 7] = torch.nan
         assert ops.ptpc_moe(**given).isnan().all(dim=1).tolist() == [False, False, True, False, False]
 
+    def beyond_fp16() -> None:
+        """Between the products, as behind them the infinity's own code would hide the scale: silu(gate) * up of 65520
+        is infinite and makes the slot's scale so, 65516 is not."""
+        gate, up = torch.full((3, 32), 64.0), torch.linspace(-1, 1, 32).repeat(3, 1)  # silu(64) is 64
+        gate[:, 5] = torch.tensor([273.0, 273.0, 44.0])
+        up[:, 5] = torch.tensor([240.0, -240.0, 1489.0])
+        h = torch.cat([gate, up], dim=1).half()
+        ids = torch.zeros(3, 1, dtype=torch.int32)
+        found = ptpc_moe.activation_quant(h, "silu", fmt, hardware, ids, None, None, 1)
+        expected = reference.per_token_quant_fp8((functional.silu(h[:, :32].float()) * h[:, 32:].float()).half(), fmt)
+        assert expected[1].isinf().flatten().tolist() == [True, True, False]
+        for result, value in zip(found, expected, strict=True):
+            assert_same(result, value)
+
     def other_flavour() -> None:
         given = arguments(hardware, 2, 4, 2, 64, 32)
         given["w2"] = given["w2"].view((fp8.FNUZ if fmt is fp8.OCP else fp8.OCP).dtype)
@@ -111,5 +126,6 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "padding": padding,
         "NaN": nan,
         "the other flavour is refused": other_flavour,
+        "beyond fp16": beyond_fp16,
     }
     return shared_out(cases, hardware)

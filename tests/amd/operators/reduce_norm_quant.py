@@ -391,6 +391,16 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             reduce_norm_quant.norm_quant(x, added, norm, target, out)
             assert_results(out, reference.norm_quant(x, added, norm, target))
 
+    def beyond_fp16() -> None:
+        """The largest number that is rounded to a finite one, and the least that is not: then the scale is infinite."""
+        x, target = torch.ones(2, 48, dtype=fp16), every["per token and norm"]
+        weight = torch.linspace(-2, 2, 48)
+        weight[5] = 65520.0
+        for eps in (1e-6, 1e-12):  # the root of 1 + 1e-6 makes it 65519.97
+            norm, out = Norm(weight, eps), poisoned(target, x)
+            reduce_norm_quant.norm_quant(x, None, norm, target, out)
+            assert_results(out, reference.norm_quant(x, None, norm, target))
+
     def late() -> None:
         """Ranks begin at different times and run ahead; tiles take every slot more than once; QuickReduce's calls are
         between on the same memory."""
@@ -461,6 +471,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     for index, (name, target) in enumerate(every.items()):
         width, dtype = (48, 2880, 528)[index % 3], (bf16, fp16)[index % 2]
         cases[f"alone, {width} columns, {name}"] = partial(alone, width, target, dtype, float(index % 2))
+    cases["alone, beyond fp16"] = beyond_fp16
     cases = shared_out(cases, hardware)
     if hardware.arch == "gfx942":
         cases |= {"late ranks": late}

@@ -58,6 +58,13 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         for value in (1e-8, 1e-2):
             check(torch.full((2, 64), 1e-3, dtype=torch.bfloat16), torch.ones(64), eps=value)
 
+    def beyond_fp16() -> None:
+        """The largest number that is rounded to a finite one, and the least that is not: then the scale is infinite."""
+        weight = torch.linspace(-2, 2, 96)
+        weight[5] = 65520.0
+        for value in (1e-6, 1e-12):  # the root of 1 + 1e-6 makes it 65519.97
+            check(torch.ones(2, 96, dtype=torch.float16), weight, eps=value)
+
     cases = {
         **{
             f"{width} columns of {name}": partial(dtypes, dtype, dtype, width)
@@ -70,5 +77,6 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "65536 columns": partial(random, 65536, without_residual=False),
         "strided views": strided,
         "eps": eps,
+        "beyond fp16": beyond_fp16,
     }
     return shared_out(cases, hardware)
