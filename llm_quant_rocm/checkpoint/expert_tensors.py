@@ -87,6 +87,16 @@ class ExpertTensors:
             refuse = self.matrix_loader(UNQUANTIZED, torch.uint8, (0, 0))
             self._register(stem + UNQUANTIZED, torch.empty(0), {"weight_loader": refuse})
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived that must."""
+        return not self._arrived
+
+    def forget(self) -> None:
+        """To be called when what arrived is served: when vLLM reloads weights, all of them must arrive again."""
+        self._arrived.clear()
+        self._input_scales.clear()
+
     def remove(self, stem: str) -> None:
         """Drop the parameters of `stem`."""
         names = self._names
@@ -103,6 +113,7 @@ class ExpertTensors:
             weight_name: str,
             shard_id: str,
             expert_id: int,
+            *args: Any,  # vLLM gives options by their names, and when it reloads weights by their places
             **options: Any,
         ) -> Any:
             name = f"{self._experts.name(expert_id, shard_id)}.{tensor}"
@@ -120,7 +131,7 @@ class ExpertTensors:
                     f"{shape}: the checkpoint is broken, or made for another model"
                 )
             self._arrived.add((tensor, expert_id, shard_id))
-            return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, **options)
+            return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, *args, **options)
 
         return load
 

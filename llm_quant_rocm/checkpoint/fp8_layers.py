@@ -22,7 +22,7 @@ class Fp8Linear:
 
     Args:
         prefix: the engine's name of the layer.
-        is_dummy: the engine fills the tensors by itself, with what they need not mean anything.
+        is_dummy: the engine fills the tensors by itself, with what they need not mean anything, until it reloads them.
     """
 
     def __init__(self, prefix: str, *, is_dummy: bool) -> None:
@@ -55,11 +55,12 @@ class Fp8Linear:
             ValueError: a tensor is missing; the message names it.
         """
         codes, shard_scales = layer.weight.data, layer.weight_scale.data
-        if self._is_dummy:
+        if self._is_dummy and self.checkpoint.is_empty:
             shard_scales.fill_(1.0)
         else:
             self.checkpoint.refuse_missing()
         codes, scale = with_row_scales(codes, shard_scales, self.checkpoint.pieces())
+        self.checkpoint.forget()
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         for name in ("weight", "weight_scale", "input_scale"):
             delattr(layer, name)

@@ -84,6 +84,7 @@ class LinearTensors:
         self._prefix = prefix
         self._required: list[str] = []
         self._arrived: set[tuple[str, int]] = set()
+        self._optional: list[dict[int, torch.Tensor]] = []
         self._on_complete = on_complete
         self._lock = Lock()
 
@@ -118,7 +119,8 @@ class LinearTensors:
 
         def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: _Shard = None) -> None:
             scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
-            param.data[shard_numbers(loaded_shard_id, len(self._sizes))] = scalar.to(param.device)
+            for number in shard_numbers(loaded_shard_id, len(self._sizes)):
+                param.data[number].copy_(scalar)  # when vLLM reloads weights it counts what is copied so
             self._note(tensor, loaded_shard_id)
 
         self._register(tensor, torch.full((len(self._sizes),), torch.nan, dtype=torch.float32), load)
@@ -136,6 +138,7 @@ class LinearTensors:
             values.update(dict.fromkeys(shard_numbers(loaded_shard_id, len(self._sizes)), scalar))
 
         self._register(tensor, torch.empty(0), load)
+        self._optional.append(values)
         return values
 
     def add_refused(self, tensor: str) -> None:
@@ -153,6 +156,17 @@ class LinearTensors:
         """(the checkpoint's name of its weight, its rows in the layer) of every shard."""
         rows = [slice(end - size, end) for end, size in zip(accumulate(self._sizes), self._sizes, strict=True)]
         return [(f"{shard}.weight", place) for shard, place in zip(self._shards, rows, strict=True)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has arrived that must."""
+        return not self._arrived
+
+    def forget(self) -> None:
+        """To be called when what arrived is served: when vLLM reloads weights, all of them must arrive again."""
+        self._arrived.clear()
+        for values in self._optional:
+            values.clear()
 
     def refuse_missing(self) -> None:
         """ValueError where a tensor of a shard never arrived."""

@@ -35,7 +35,7 @@ class NvFp4Linear:
     Args:
         names: what the checkpoint calls the layer's tensors.
         prefix: the engine's name of the layer.
-        is_dummy: the engine fills the tensors by itself, with what they need not mean anything.
+        is_dummy: the engine fills the tensors by itself, with what they need not mean anything, until it reloads them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NvFp4Linear:
         codes, scales, global_scale = (
             getattr(layer, name).data for name in (names.codes, names.scales, names.global_scale)
         )
-        if self._is_dummy:
+        if self._is_dummy and self.checkpoint.is_empty:
             weight = dummy(codes, scales)
         else:
             self.checkpoint.refuse_missing()
@@ -93,13 +93,15 @@ class NvFp4Linear:
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Turns what was loaded into what `product` reads. Errors as of `weight`."""
+        is_dummy = self._is_dummy and self.checkpoint.is_empty
         weight = self.weight(layer)
         keep(layer, weight)
         if self._options.activations == "nvfp4":
             one = torch.ones((), dtype=torch.float32, device=weight.codes.device)
-            scales = [one] if self._is_dummy else list(self._input_scales.values())
+            scales = [one] if is_dummy else list(self._input_scales.values())
             scale = input_global_scale(self._names, self._prefix, scales).to(weight.codes.device)
             layer.input_global_scale = torch.nn.Parameter(scale, requires_grad=False)
+        self.checkpoint.forget()
 
     def product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] by the weight, [..., N]."""
@@ -156,22 +158,21 @@ class NvFp4Experts:
             TypeError, ValueError: a tensor is broken or missing; the message names it.
         """
         names = self._names
+        is_dummy = self._is_dummy and self.checkpoint.is_empty
         for stem in STEMS:
             codes, scales = (getattr(layer, stem + tensor).data for tensor in (names.codes, names.scales))
-            if self._is_dummy:
-                weight = dummy(codes, scales)
-            else:
-                weight = assemble(names, codes, scales, self.checkpoint.pieces(stem))
+            weight = dummy(codes, scales) if is_dummy else assemble(names, codes, scales, self.checkpoint.pieces(stem))
             self.checkpoint.remove(stem)
             keep(layer, weight, stem, in_rows=self._w4a4)
             if self._w4a4:
                 count = codes.shape[0]
-                if self._is_dummy:
+                if is_dummy:
                     scale = torch.ones(count, dtype=torch.float32, device=codes.device)
                 else:
                     scale = self.checkpoint.input_global_scales(stem, count)
                 parameter = torch.nn.Parameter(scale.to(codes.device), requires_grad=False)
                 setattr(layer, f"{stem}input_global_scale", parameter)
+        self.checkpoint.forget()
 
     def product(
         self,

@@ -87,7 +87,7 @@ class PtpcFp8LinearMethod(LinearMethod):
     def refuse_missing(self) -> None:
         """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""
         # Some models load all shards by one tensor (Phi-3).
-        if self.names.of_shard() not in self.arrived and not self.is_dummy:
+        if self.names.of_shard() not in self.arrived and (self.arrived or not self.is_dummy):
             refuse_missing(self.names.of_all(), self.arrived)
         self.arrived.clear()
 

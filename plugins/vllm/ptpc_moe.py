@@ -104,7 +104,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
 
     def refuse_missing(self, layer: RoutedExperts) -> None:
         """ValueError where a tensor of one of this rank's experts never arrived."""
-        if not self.is_dummy:
+        if self.arrived or not self.is_dummy:
             names = (
                 f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
                 for expert in range(layer.w13_weight.shape[0])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm.checkpoint.expert_tensors import STEMS, ExpertNames
+from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts, NvFp4Linear
@@ -158,3 +159,64 @@ def test_experts_that_ranks_would_cut_within_blocks() -> None:
     experts = NvFp4Experts(MODELOPT, "experts", Options(), is_dummy=False)
     with pytest.raises(ValueError, match=r"^experts\.0\.w2 has 24 of 48 input features on each of 2 ranks"):
         experts.declare(torch.nn.Module(), EXPERTS, 2, 32, (24, 48), lambda *given: None, {})
+
+
+def loaded(data: torch.Tensor, weight_loader: Any, **others: Any) -> torch.nn.Parameter:
+    made = parameter(data)
+    made.weight_loader = weight_loader  # type: ignore[attr-defined]
+    return made
+
+
+def copy_rows(param: torch.nn.Parameter, tensor: torch.Tensor, *expert: Any) -> None:
+    """An engine's loader, of a weight in which all rows are equal."""
+    param.data[expert[-1] if expert else ...] = tensor[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [
+        *((Fp8Linear, name) for name in ("weight", "weight_scale")),
+        *((NvFp4Linear, name) for name in ("weight", "weight_scale", "weight_scale_2", "input_scale")),
+        *((NvFp4Experts, name) for name in ("weight", "weight_scale", "weight_scale_2", "input_scale")),
+    ],
+)
+def test_what_an_engine_reloads_is_complete_and_is_served(kind: Any, lacking: str) -> None:
+    """Over dummies too, with which reinforcement learning begins."""
+    layer, engine = torch.nn.Module(), EngineLayers(loaded, loaded, (), SimpleNamespace)
+    tensors = {"weight": torch.full((32, 32), 0.5).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(0.25)}
+    stems: dict[str, list[tuple[Any, ...]]] = {"": [()]}
+    if kind is Fp8Linear:
+        served = Fp8Linear("a", is_dummy=True)
+    else:
+        served = kind(MODELOPT, "a", W4A4, is_dummy=True)
+        scales = torch.full((32, 2), 0.25).to(torch.float8_e4m3fn)
+        tensors = {"weight": torch.full((32, 16), 0x11, dtype=torch.uint8), "weight_scale": scales}
+        tensors |= {"weight_scale_2": torch.tensor(1.0), "input_scale": torch.tensor(1.0)}
+    if kind is NvFp4Experts:
+        stems = {stem: [("", shard, e) for shard in shards for e in range(2)] for stem, shards in STEMS.items()}
+        served.declare(layer, EXPERTS, 2, 32, (32, 32), copy_rows, {})
+    else:
+        served.declare(layer, 32, [32], (32, 32), copy_rows, {}, engine)
+    declared = dict(layer._parameters)
+
+    def load(lacking: str | None) -> None:
+        for name in list(layer._parameters):
+            delattr(layer, name)
+        for name, param in declared.items():
+            layer.register_parameter(name, param)
+        for stem, places in stems.items():
+            for name, tensor in tensors.items():
+                for place in places if name != lacking else places[:-1]:
+                    declared[stem + name].weight_loader(declared[stem + name], tensor, *place)
+        served.finish(layer)
+
+    for param in declared.values():
+        param.data.zero_()
+    served.finish(layer)
+    load(lacking=None)
+    for stem in stems:
+        row = tensors["weight"].view(torch.uint8)[0]
+        assert bool((getattr(layer, f"{stem}weight").view(torch.uint8) == row).all())
+        assert bool((getattr(layer, f"{stem}weight_scale").float() == 0.25).all())
+    with pytest.raises(ValueError, match=rf"\.{lacking} is missing from the checkpoint"):
+        load(lacking)

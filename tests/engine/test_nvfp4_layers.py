@@ -2,6 +2,7 @@
 """What served layers hold and do, and which layers are refused; without an engine."""
 
 import gc
+import inspect
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertTensors
@@ -92,6 +95,28 @@ def test_a_models_own_loader_of_rows(names: tuple[str, ...], layout: str, monkey
     torch.testing.assert_close(found, torch.cat([half, half]), rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("kind", [NvFp4LinearMethod, Fp8LinearMethod])
+def test_vllm_counts_what_it_reloads(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves a layer as soon as it is complete by that count, and keeps the tensors of all others until the end."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    with set_current_vllm_config(VllmConfig()):
+        served = kind(NvFp4Config.from_config(MODELOPT), "model.layers.0.self_attn.o_proj")
+    layer = torch.nn.Module()
+
+    def copy(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+
+    served.create_weights(layer, K, [N, N], K, 2 * N, torch.bfloat16, weight_loader=copy)
+    count = 0
+    for param in layer.parameters():
+        tensor = torch.zeros(param.shape, dtype=param.dtype) if param.dim() == 2 else torch.tensor(1.0)
+        if param.numel():
+            arguments = inspect.signature(param.weight_loader).bind(param, tensor)
+            count += get_numel_loaded(param.weight_loader, arguments)[0]
+    assert count == get_layer_size(layer)
+
+
 def test_compiled_models_are_known_by_how_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps their graphs, in which that is constants."""
     hashes = set()
@@ -151,7 +176,7 @@ def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
     served, layer, given = method("o_proj"), torch.nn.Module(), weight()
     served.linear.checkpoint = SimpleNamespace(
-        refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))]
+        refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))], forget=lambda: None
     )
     tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
     for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
@@ -280,7 +305,9 @@ def fp8_layer(codes: torch.Tensor, scales: torch.Tensor) -> tuple[Fp8LinearMetho
     with set_current_vllm_config(VllmConfig()):
         served = Fp8LinearMethod(NvFp4Config.from_config(MODELOPT), "ab")
     served.linear.checkpoint = SimpleNamespace(
-        refuse_missing=lambda: None, pieces=lambda: [("a.weight", slice(0, 2)), ("b.weight", slice(2, 4))]
+        refuse_missing=lambda: None,
+        pieces=lambda: [("a.weight", slice(0, 2)), ("b.weight", slice(2, 4))],
+        forget=lambda: None,
     )
     layer = torch.nn.Module()
     for name, tensor in (("weight", codes), ("weight_scale", scales), ("input_scale", torch.empty(0))):

@@ -98,6 +98,17 @@ def test_a_weight_that_nobody_loads_is_missing() -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
+def test_half_of_what_is_reloaded_over_dummies() -> None:
+    layer: Any = torch.nn.Module()
+    layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(), PREFIX)
+    layer.quant_method.create_weights(layer, K, [N, N], K, 2 * N, torch.bfloat16, weight_loader=MagicMock())
+    layer.quant_method.is_dummy = True
+    layer.quant_method.refuse_missing()
+    layer.quant_method.arrived.add("another half")
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight is missing from the checkpoint"):
+        layer.quant_method.refuse_missing()
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ranks among which the scales of each weight are agreed upon, or None, and what is known of its rows."""
