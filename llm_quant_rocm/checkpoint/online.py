@@ -46,11 +46,11 @@ def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
 
 
 def refusing_again(name: str) -> Callable[..., None]:
-    """The weight loader of a weight that is quantized: what comes then would be copied into codes as they are."""
+    """The weight loader of a weight that is served: what comes then would be copied into codes as they are."""
 
     def load(*args: Any, **kwargs: Any) -> None:
         raise ValueError(
-            f"{name} was quantized to FP8 when the checkpoint was loaded, and ptpc_fp8 cannot load another over it: "
+            f"{name} was prepared for its kernels when the checkpoint was loaded, and no other can be loaded over it: "
             "start the server again with the new checkpoint"
         )
 

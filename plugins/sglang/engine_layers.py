@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
@@ -19,6 +20,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_server_args
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
+from llm_quant_rocm.checkpoint.online import refusing_again
 
 Loader = Callable[..., Any]
 
@@ -69,6 +71,13 @@ _COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["g
 def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[str]]:
     """SGLang's packed_modules_mapping of a model, with what models leave out."""
     return {**_COMMON_FUSED, **(fused or {})}
+
+
+def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
+    """Has the parameters that a method gave `layer` refuse what SGLang loads later (`update_weights_from_disk`)."""
+    for name, param in layer.named_parameters(recurse=False):
+        if not hasattr(param, "weight_loader"):
+            param.weight_loader = refusing_again(f"{prefix}.{name}")  # type: ignore[attr-defined]
 
 
 def group_of(layer: Any, ranks: int) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -29,6 +29,7 @@ class Fp8LinearMethod(LinearMethodBase):
                 "checkpoint to SGLang with LLM_QUANT_ROCM_NVFP4=0"
             )
         self.config = config
+        self.prefix = prefix
         self.quant_config = config  # whose weight_block_size SGLang's models ask for
         self.linear = Fp8Linear(prefix, is_dummy=is_dummy())
 
@@ -55,6 +56,7 @@ class Fp8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         self.linear.finish(layer)
+        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

@@ -9,7 +9,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
@@ -22,6 +22,7 @@ class NvFp4LinearMethod(LinearMethodBase):
 
     def __init__(self, config: NvFp4Config, prefix: str) -> None:
         self.config = config
+        self.prefix = prefix
         self.is_absorbed = prefix.rpartition(".")[2] == "kv_b_proj"
         self.is_decoded = False
         self.linear = NvFp4Linear(
@@ -65,6 +66,7 @@ class NvFp4LinearMethod(LinearMethodBase):
                 layer.weight = torch.nn.Parameter(layer.weight.view(torch.int8), requires_grad=False)
         elif not self.is_decoded:
             self.decode(layer)
+        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_absorbed:

@@ -10,7 +10,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
-from llm_quant_rocm_sglang.engine_layers import is_dummy
+from llm_quant_rocm_sglang.engine_layers import is_dummy, refuse_updates
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
         self.experts.finish(layer)
+        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
         """This rank's share of the routed experts' output. The model runs shared experts itself."""

@@ -270,6 +270,10 @@ def test_what_mla_absorbs_is_decoded(
     assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
     if last is None:
         return
+    with pytest.raises(
+        ValueError, match=rf"\.{name}\.weight was prepared for its kernels when .*: start the server again"
+    ):
+        layer.weight.weight_loader(layer.weight, weight.codes)
     assert not is_absorbed or torch.equal(layer.weight, weight.dequantize(torch.bfloat16))
     x, bias = torch.randn(3, 64).bfloat16(), torch.randn(32).bfloat16()
     expected = torch.nn.functional.linear(x.float(), weight.dequantize(torch.float32), bias.float())
