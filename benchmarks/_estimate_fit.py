@@ -20,6 +20,8 @@ EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_sm_90.json"
 ROUNDS, NEAR = 5, 0.05
 # The estimate of a weight is that of a fit without it and every so many others.
 FOLDS = 6
+# What nvfp4_configs.py calls the kinds of configurations.
+KERNELS = {"large": nvfp4_wgmma_large.Config, "split": nvfp4_wgmma_split.Config, "expanded": Expanded}
 
 Row = dict[str, Any]
 Config = nvfp4_estimate.Config | nvfp4_estimate.Fp8Config
@@ -44,10 +46,7 @@ def rows_of(*files: str) -> list[Row]:
 def config_of(fields: Sequence[Any]) -> Config:
     """What nvfp4_configs.py described."""
     kernel, *numbers = fields
-    return _KERNELS[kernel](*numbers)
-
-
-_KERNELS = {"large": nvfp4_wgmma_large.Config, "split": nvfp4_wgmma_split.Config, "expanded": Expanded}
+    return KERNELS[kernel](*numbers)
 
 
 def measured(row: Row) -> Iterator[tuple[Config, float]]:
@@ -93,9 +92,8 @@ def chosen(row: Row, times: Times) -> Chosen:
     us = dict(measured(row))
 
     def estimate(config: Config) -> float:
-        kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
-        parts = sum(time * count for time, count in zip(times[kind], (1, *load_), strict=True))
-        return before(config, row) + parts**nvfp4_estimate.SLOWING
+        work = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
+        return before(config, row) + nvfp4_estimate.total(times[work.kind], work)
 
     config = min(us, key=estimate)
     return Chosen(row, config, estimate(config), us[config], min(us.values()))

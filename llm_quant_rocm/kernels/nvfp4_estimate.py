@@ -9,7 +9,7 @@ left out of the fit. What won at a weight of like size is a worse guide: whether
 wave decides, and a few more columns change that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
@@ -147,12 +147,12 @@ def _touched(tiles: int, steps: int, programs: int) -> int:
 
 def microseconds(config: Config, m: int, n: int, k: int) -> float:
     """Of a product of x [m, k] and a weight [n, k]."""
-    return _sum(load_of(config, m, n, k))
+    return _microseconds(load_of(config, m, n, k))
 
 
 def microseconds_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
     """Of the product in FP8, with the quantization of x before it."""
-    return before_fp8(config, m, n, k) + _sum(load_of(config, m, n, k, fp8=True))
+    return before_fp8(config, m, n, k) + _microseconds(load_of(config, m, n, k, fp8=True))
 
 
 def before_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
@@ -162,8 +162,13 @@ def before_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
     return 3 * m * k / _COPY + _LAUNCH + expanding
 
 
-def _sum(load: Load) -> float:
-    launch, step, tile, part = _TIMES[load.kind]
+def _microseconds(load: Load) -> float:
+    return total(_TIMES[load.kind], load)
+
+
+def total(times: Sequence[float], load: Load) -> float:
+    """Microseconds of `load`, of whose kind `times` are (launch, step, tile, part)."""
+    launch, step, tile, part = times
     return (launch + step * load.steps + tile * load.tiles + part * load.parts) ** SLOWING
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The estimate by which the NVFP4 GEMM on Hopper is configured for weights that nobody has measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import _estimate_fit
-from llm_quant_rocm import hardware
+from benchmarks._markdown import load
+from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_hopper, nvfp4_wgmma
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
@@ -114,10 +115,36 @@ def test_the_choice_with_the_exact_product_and_both_in_fp8_is_near_the_fastest()
         assert nvfp4_hopper.default_fp8_config(m, 8192, 8192, HOPPER) is None
 
 
+def fp8_winners() -> Iterator[tuple[tuple[int, int, int], nvfp4_hopper.Fp8Config | None]]:
+    """Shapes (m, n, k) of more than 128 rows and what was fastest with prefill="fp8", None for the exact product."""
+    for shape in tuning.shapes("nvfp4_gemm_fp8", "sm_90"):
+        if shape.rows > 128:
+            won = None if shape.backend == "exact" else nvfp4_hopper.fp8_config_of(shape.config)
+            yield (int(shape.rows), *shape.weight), won
+
+
+def test_estimates_in_fp8_are_near_what_was_measured_of_what_ships() -> None:
+    measured = {(row["m"], row["n"], row["k"]): row["us"] for row in load("nvfp4_gemm_sm_90.json")["rows"]}
+    errors = []
+    for shape, won in fp8_winners():
+        if isinstance(won, Large) and shape in measured:
+            estimate = nvfp4_estimate.microseconds_fp8(won, *shape)
+            errors.append(abs(estimate / measured[shape]["nvfp4_gemm_fp8"] - 1))
+    assert len(errors) > 15
+    assert np.mean(errors) < 0.04
+    assert max(errors) < 0.12
+
+
+def test_what_is_chosen_in_fp8_is_mostly_what_won() -> None:
+    chosen = [(nvfp4_hopper.default_fp8_config(*shape, HOPPER), won) for shape, won in fp8_winners()]
+    assert len(chosen) == 60
+    assert sum(type(default) is type(won) for default, won in chosen) >= 48
+
+
 def test_up_to_128_rows_in_fp8_have_tiles_of_128() -> None:
     """Where a measured choice cannot serve the call, in fp16 for example."""
     assert nvfp4_estimate.fastest_fp8(128, 8192, 8192) == Large(128, 128, cut=0)
-    assert nvfp4_estimate.fastest_fp8(129, 8192, 8192).block_m > 128
+    assert nvfp4_estimate.fastest_fp8(129, 8192, 8192).block_m == 192
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (512, 1024), (100, 128)], ids=str)

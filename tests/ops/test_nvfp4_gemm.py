@@ -267,7 +267,7 @@ def test_an_invariant_product_adds_up_no_parts(device: hardware.Hardware, monkey
 @pytest.mark.usefixtures("with_triton")
 def test_ck_is_not_asked_and_the_wish_for_it_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls, wish = import_module("llm_quant_rocm.ops.nvfp4_gemm"), [], torch._C._BlasBackend
-    monkeypatch.setattr(module, "_choose", lambda call: calls.append(call) or _choose(call._replace(layout="row")))
+    monkeypatch.setattr(module, "_choose", lambda call: calls.append(call) or _choose(call))
     x, weight, _ = exact_operands(2, 3, 32, torch.bfloat16)
     for preferred in (wish.Cublas, wish.Ck, wish.Cublas):
         monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda preferred=preferred: preferred)
