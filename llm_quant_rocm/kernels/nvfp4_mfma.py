@@ -122,6 +122,15 @@ def _in_place(words):
     return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)
 
 
+# Not an argument of the kernels: where engines are told what Triton compiles, as vLLM is, Triton has to say of every
+# argument in JSON what it is, and cannot of a layout.
+@gluon.constexpr_function
+def _acc_layout(arch: str, warps: int) -> AMDMFMALayout:
+    """How the sums [BLOCK_N, BLOCK_M] lie in registers: 16x16 instructions, every wave 32 rows of the weight."""
+    version, depth = {"gfx90a": (2, 16), "gfx942": (3, 16), "gfx950": (4, 32)}[arch]
+    return AMDMFMALayout(version, [16, 16, depth], False, [warps, 1], tiles_per_warp=[2, 1])
+
+
 @gluon.jit
 def _zeros(BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """Sums in accumulation registers. `_multiply` keeps them there.
@@ -202,8 +211,7 @@ def _store_tile(
 def nvfp4_mfma_kernel(
     x, words, scales, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, stride_x,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, XCDS: gl.constexpr, acc_layout: gl.constexpr,
-    num_warps: gl.constexpr
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, XCDS: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one; a grid of [tiles, SPLIT_K].
 
@@ -216,6 +224,7 @@ def nvfp4_mfma_kernel(
     dtype: gl.constexpr = x.dtype.element_ty
     FP16: gl.constexpr = dtype == gl.float16
     NT: gl.constexpr = BLOCK_N // 16
+    acc_layout: gl.constexpr = _acc_layout(ARCH, num_warps)
     w_operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 8)
     x_operand: gl.constexpr = gl.DotOperandLayout(1, acc_layout, 8)
     word_layout: gl.constexpr = gl.BlockedLayout([2, 4], [1, 64], [num_warps, 1], [1, 0])
@@ -299,11 +308,12 @@ def nvfp4_mfma_kernel(
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_add_kernel(
     partial, global_scale, bias, out, tile_expert, row_map, row_weight, M, N,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, ROWS: gl.constexpr, UNSCALE: gl.constexpr,
-    ACTIVATION: gl.constexpr, acc_layout: gl.constexpr
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, ROWS: gl.constexpr, ARCH: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """Adds the parts [tiles, SPLIT_K, BLOCK_M, BLOCK_N] in order and applies the epilogue, ROWS rows of x a program;
     a grid of [tiles, BLOCK_M / ROWS]."""
+    acc_layout: gl.constexpr = _acc_layout(ARCH, num_warps)
     tile = gl.program_id(0)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tile_m = tile % tiles_m
@@ -324,12 +334,6 @@ def nvfp4_mfma_add_kernel(
         acc, first_m, tile // tiles_m * BLOCK_N, global_scale, bias, out, row_map, row_weight, M, N,
         UNSCALE, ACTIVATION,
     )  # fmt: skip
-
-
-def _acc_layout(arch: str, warps: int) -> AMDMFMALayout:
-    """How the sums [BLOCK_N, BLOCK_M] lie in registers: 16x16 instructions, every wave 32 rows of the weight."""
-    version, depth = {"gfx90a": (2, 16), "gfx942": (3, 16), "gfx950": (4, 32)}[arch]
-    return AMDMFMALayout(version, [16, 16, depth], False, [warps, 1], tiles_per_warp=[2, 1])
 
 
 def gemm(
@@ -367,18 +371,17 @@ def gemm(
     partial = None
     if split_k > 1:
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
-    layout = _acc_layout(hardware.arch, config.warps)
     unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
     nvfp4_mfma_kernel[(tiles, split_k)](
         x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, row_map, row_weight,
         m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
-        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, XCDS=hardware.xcds, acc_layout=layout,
+        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, XCDS=hardware.xcds,
         num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
         nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](
             partial, global_scale, bias, out, tile_expert, row_map, row_weight, m, n,
-            BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, UNSCALE=unscale, ACTIVATION=activation,
-            acc_layout=layout, num_warps=config.warps,
+            BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, ARCH=hardware.arch, UNSCALE=unscale,
+            ACTIVATION=activation, num_warps=config.warps,
         )  # fmt: skip
     return out

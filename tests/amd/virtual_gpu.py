@@ -215,6 +215,8 @@ def activate(arch: str, execute: bool = True) -> VirtualGpu:
     """Makes this process's GPU a virtual one. Without `execute` kernels are compiled and launches only recorded."""
     gpu = VirtualGpu(arch, execute)
     triton.runtime.driver.set_active(gpu)
+    # As vLLM has one: Triton then describes every argument in JSON, and fails where it cannot.
+    triton.knobs.runtime.jit_post_compile_hook = lambda **facts: None
     hardware.CPU = hardware.amd(arch)
     if execute:
         gpu._unwritten.__enter__()
