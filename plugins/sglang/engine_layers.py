@@ -2,6 +2,7 @@
 """SGLang's classes of layers and parameters, for the library's loaders of checkpoint tensors; its groups."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 from llm_quant_rocm.checkpoint.online import refusing_again
+from llm_quant_rocm.checkpoint.warm_layers import warm_linear
 
 Loader = Callable[..., Any]
 
@@ -80,6 +82,18 @@ def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
             param.weight_loader = refusing_again(f"{prefix}.{name}")  # type: ignore[attr-defined]
 
 
+def warm_up(layer: torch.nn.Module, method: Any) -> None:
+    """Has the kernels compiled by which `method` will serve a linear layer, on a GPU."""
+    if on_gpu(layer):
+        product = partial(method.apply, layer)
+        warm_linear(layer, product, method.dtype, method.columns, most_rows(), method.prefix)
+
+
+def on_gpu(layer: torch.nn.Module) -> bool:
+    """Whether the parameters of `layer` are on a GPU."""
+    return next(layer.parameters()).is_cuda
+
+
 def group_of(layer: Any, ranks: int) -> dist.ProcessGroup:
     """The `ranks` among which a linear layer is sharded: all of tensor parallelism, or those that share attention.
 
@@ -104,6 +118,13 @@ def is_dummy() -> bool:
     """Whether SGLang fills a model's tensors by itself (--load-format dummy)."""
     load_format = get_server_args().load_format
     return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
+def most_rows() -> int:
+    """How many tokens a forward pass has at most."""
+    arguments = get_server_args()
+    chunk = arguments.chunked_prefill_size or -1
+    return int(chunk if chunk > 0 else arguments.max_prefill_tokens)
 
 
 def batch_invariant() -> bool:

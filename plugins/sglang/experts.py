@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the methods for mixture-of-experts layers share."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_back
 from sglang.srt.utils import get_bool_env_var, is_cuda, is_hip
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
-from llm_quant_rocm_sglang.engine_layers import batch_invariant
+from llm_quant_rocm.checkpoint.warm_layers import warm_experts
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, most_rows, on_gpu
 
 _ACTIVATIONS = ("silu", "gelu")
 # SGLang does not tell a layer what the checkpoint calls its projections; almost all call them so.
@@ -70,9 +72,26 @@ def routing(layer: FusedMoE, dispatched: Any) -> dict[str, Any]:
     return {
         "topk_weights": dispatched.topk_output.topk_weights,
         "topk_ids": dispatched.topk_output.topk_ids,
-        "activation": layer.moe_runner_config.activation,
-        "apply_router_weight_on_input": layer.moe_runner_config.apply_router_weight_on_input,
+        **_computing(layer),
     }
+
+
+def _computing(layer: FusedMoE) -> dict[str, Any]:
+    config = layer.moe_runner_config
+    return {
+        "activation": config.activation,
+        "apply_router_weight_on_input": config.apply_router_weight_on_input,
+    }
+
+
+def warm_up(layer: FusedMoE, product: Callable[..., object], dtype: torch.dtype, prefix: str) -> None:
+    """Has the kernels compiled by which `product`, of x and what `routing` says, will serve the experts, on a GPU."""
+
+    def call(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        product(layer, x, topk_weights=topk_weights, topk_ids=topk_ids, **_computing(layer))
+
+    if on_gpu(layer):
+        warm_experts(layer, call, dtype, layer.hidden_size, layer.top_k, most_rows(), prefix)
 
 
 def combined(layer: FusedMoE, output: torch.Tensor) -> StandardCombineInput:

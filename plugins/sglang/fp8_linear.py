@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -43,6 +43,7 @@ class Fp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        self.dtype, self.columns = params_dtype, input_size_per_partition
         self.linear.declare(
             layer,
             input_size_per_partition,
@@ -56,6 +57,7 @@ class Fp8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         self.linear.finish(layer)
+        warm_up(layer, self)
         refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates, warm_up
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
@@ -39,7 +39,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.dtype = params_dtype
+        self.dtype, self.columns = params_dtype, input_size_per_partition
         self.linear.declare(
             layer,
             input_size_per_partition,
@@ -64,6 +64,7 @@ class NvFp4LinearMethod(LinearMethodBase):
             if torch.version.hip:
                 # SGLang's MLA on ROCm takes a weight in uint8 for MXFP4, and would hand its layer MXFP4's codes.
                 layer.weight = torch.nn.Parameter(layer.weight.view(torch.int8), requires_grad=False)
+            warm_up(layer, self)
         elif not self.is_decoded:
             self.decode(layer)
         refuse_updates(layer, self.prefix)

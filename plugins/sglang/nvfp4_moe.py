@@ -11,7 +11,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
 from llm_quant_rocm_sglang.engine_layers import is_dummy, refuse_updates
-from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
+from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -46,7 +46,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         self._refuse_others_among_experts(layer)
-        inner = intermediate_size_per_partition
+        inner, self.dtype = intermediate_size_per_partition, params_dtype
         self.experts.declare(
             layer,
             expert_names(layer, self.prefix),
@@ -73,6 +73,8 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
         self.experts.finish(layer)
+        if self.config.options.activations != "nvfp4":  # which has no kernels
+            warm_up(layer, self.experts.product, self.dtype, self.prefix)
         refuse_updates(layer, self.prefix)
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:

@@ -12,7 +12,7 @@ from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import Loader, Weight, device_type, group_of, loads_tensors
+from llm_quant_rocm_sglang.engine_layers import Loader, Weight, device_type, group_of, loads_tensors, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -42,6 +42,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         layer.logical_widths = output_partition_sizes
+        self.dtype, self.columns = params_dtype, input_size_per_partition
         self.ranks = input_size // input_size_per_partition
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         shape, loader = (sum(output_partition_sizes), input_size_per_partition), extra_weight_attrs["weight_loader"]
@@ -97,6 +98,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
             self.quantize(layer, layer.weight.data)
         else:
             refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()], ())
+        warm_up(layer, self)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

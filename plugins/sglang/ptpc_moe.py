@@ -14,7 +14,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts
-from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing
+from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -52,6 +52,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         self.names = expert_names(layer, self.prefix)
+        self.dtype = params_dtype
         loader, inner, ranks = extra_weight_attrs["weight_loader"], intermediate_size_per_partition, layer.moe_tp_size
         whole = inner * ranks if ranks > 1 else None
         for name, shape, whole_columns in (
@@ -128,6 +129,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             ]
             if not self.arriving[name].is_quantized:
                 refuse_missing(names or [f"{self.prefix}.{name}"], ())
+        warm_up(layer, self.product, self.dtype, self.prefix)
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""
@@ -147,12 +149,10 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
         """This rank's share of the routed experts' output. The model runs shared experts itself."""
-        output = ops.ptpc_moe(
-            dispatch_output.hidden_states,
-            layer.w13_weight,
-            layer.w13_weight_scale,
-            layer.w2_weight,
-            layer.w2_weight_scale,
-            **routing(layer, dispatch_output),
-        )
-        return combined(layer, output)
+        x = dispatch_output.hidden_states
+        return combined(layer, self.product(layer, x, **routing(layer, dispatch_output)))
+
+    def product(self, layer: FusedMoE, x: torch.Tensor, **routing: Any) -> torch.Tensor:
+        """The routed experts' output [T, H]; `routing` are arguments of `ops.ptpc_moe`."""
+        w13, w2 = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
+        return ops.ptpc_moe(x, *w13, *w2, **routing)

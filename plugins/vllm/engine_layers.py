@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+from vllm.platforms import current_platform
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 
@@ -71,11 +72,17 @@ class PreparedOnce(ABC):
     def prepare(self, layer: Any) -> None:
         """Turns the layer's loaded weights into what is served."""
 
+    @abstractmethod
+    def warm_up(self, layer: Any) -> None:
+        """Has the kernels compiled that will serve the layer, on a GPU."""
+
     def process_weights_after_loading(self, layer: Any) -> None:
         # vLLM sets this mark back when it reloads weights.
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         self.prepare(layer)
+        if current_platform.is_cuda_alike():
+            self.warm_up(layer)
         layer._already_called_process_weights_after_loading = True
 
 

@@ -9,6 +9,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
+from llm_quant_rocm.checkpoint.warm_layers import warm_experts
 from llm_quant_rocm.ops._routing import ACTIVATIONS
 from llm_quant_rocm_vllm import padding
 from llm_quant_rocm_vllm.engine_layers import PreparedOnce
@@ -87,7 +88,8 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
             raise NotImplementedError(
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )
-        self._padding_is_to_find = padding.is_to_find(get_current_vllm_config())
+        self.vllm_config = get_current_vllm_config()
+        self._padding_is_to_find = padding.is_to_find(self.vllm_config)
 
     @abstractmethod
     def compute(
@@ -115,6 +117,17 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """This rank's share of the routed experts' output. vLLM runs the shared experts itself."""
+        places = padding.places(len(x)) if self._padding_is_to_find else None
+        return self._output(layer, x, topk_weights, topk_ids, places)
+
+    def _output(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        places: torch.Tensor | None,
+    ) -> torch.Tensor:
         return self.compute(
             layer,
             x,
@@ -123,5 +136,17 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
             activation=self.moe.activation.value,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
             expert_map=expert_map(layer),
-            padding=padding.places(len(x)) if self._padding_is_to_find else None,
+            padding=places,
         )
+
+    def warm_up(self, layer: RoutedExperts) -> None:
+        def product(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+            self._output(layer, x, topk_weights, topk_ids, None)
+            if self._padding_is_to_find:
+                places = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+                self._output(layer, x, topk_weights, topk_ids, places)
+
+        moe = self.moe
+        # Of all ranks whose tokens these experts compute.
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens * moe.dp_size
+        warm_experts(layer, product, moe.in_dtype, moe.hidden_dim, moe.experts_per_token, tokens, self.prefix)

@@ -30,7 +30,7 @@ class Fp8LinearMethod(LinearMethod):
                 f"{prefix}: nvfp4_triton does not serve FP8 layers with VLLM_BATCH_INVARIANT=1: leave the checkpoint "
                 "to vLLM with LLM_QUANT_ROCM_NVFP4=0"
             )
-        super().__init__()
+        super().__init__(prefix)
         self.config = config
         self.linear = Fp8Linear(prefix, is_dummy=self.is_dummy)
         fusion.enable(self.vllm_config)

@@ -2,12 +2,14 @@
 """What the methods for linear layers share."""
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
+from llm_quant_rocm.checkpoint.warm_layers import warm_linear
 from llm_quant_rocm_vllm.engine_layers import Loader, PreparedOnce
 
 
@@ -15,11 +17,13 @@ class LinearMethod(PreparedOnce, LinearMethodBase):
     """Serves one linear layer, or an output head, by one of our operators.
 
     Attributes:
+        prefix: vLLM's name of the layer.
         is_dummy: whether weights are random instead of a checkpoint's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
         super().__init__()
+        self.prefix = prefix
         self.vllm_config = get_current_vllm_config()
         self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
 
@@ -49,3 +53,13 @@ class LinearMethod(PreparedOnce, LinearMethodBase):
         layer.output_size_per_partition = sum(output_partition_sizes)
         layer.orig_dtype = params_dtype
         self.declare(layer, (output_size, input_size), extra_weight_attrs["weight_loader"])
+
+    def warm_up(self, layer: LinearBase) -> None:
+        warm_linear(
+            layer,
+            partial(self.apply, layer),
+            layer.orig_dtype,
+            layer.input_size_per_partition,
+            self.vllm_config.scheduler_config.max_num_batched_tokens,
+            self.prefix,
+        )

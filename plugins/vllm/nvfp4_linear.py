@@ -18,7 +18,7 @@ class NvFp4LinearMethod(LinearMethod):
     """Serves one linear layer, or an output head that the checkpoint quantizes, by `NvFp4Linear`."""
 
     def __init__(self, config: NvFp4Config, prefix: str) -> None:
-        super().__init__()
+        super().__init__(prefix)
         self.config = config
         # MLA attention reads this layer's weight by serving it an identity matrix.
         self.options = Options() if prefix.rpartition(".")[2] == "kv_b_proj" else config.options

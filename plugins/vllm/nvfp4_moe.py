@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
@@ -30,11 +29,10 @@ class NvFp4MoEMethod(ExpertsMethod):
     def __init__(self, config: "NvFp4Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix, "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None)
         self.config = config
-        self.vllm_config = get_current_vllm_config()
         is_dummy = self.vllm_config.load_config.load_format == "dummy"
         self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=is_dummy)
-        w4a4 = config.options.activations == "nvfp4"
-        if w4a4 and not self.vllm_config.model_config.enforce_eager:
+        self.w4a4 = config.options.activations == "nvfp4"
+        if self.w4a4 and not self.vllm_config.model_config.enforce_eager:
             raise ValueError(f"{prefix}: experts with activations in NVFP4 cannot be compiled: add --enforce-eager")
 
     def create_weights(
@@ -56,6 +54,10 @@ class NvFp4MoEMethod(ExpertsMethod):
         self.config.report()
         self.experts.finish(layer)
         compile_key.extend(self.vllm_config, f"{self.config.options} {layer.w13_nvfp4} {layer.w2_nvfp4}")
+
+    def warm_up(self, layer: RoutedExperts) -> None:
+        if not self.w4a4:  # which has no kernels
+            super().warm_up(layer)
 
     def compute(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any

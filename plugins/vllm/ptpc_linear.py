@@ -34,9 +34,8 @@ class PtpcFp8LinearMethod(LinearMethod):
     uses_meta_device = True
 
     def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
-        super().__init__()
+        super().__init__(prefix)
         self.config = config
-        self.prefix = prefix
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None
         fusion.enable(self.vllm_config)

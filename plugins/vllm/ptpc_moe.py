@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -39,7 +38,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
         self.config = config
-        self.is_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
         # Of w2, where it is sharded.
         self.whole_rows: WholeRows | None = None
 

@@ -11,7 +11,7 @@ import torch
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
 from llm_quant_rocm_vllm import experts as experts_of_vllm
-from llm_quant_rocm_vllm import nvfp4_moe, padding
+from llm_quant_rocm_vllm import padding
 from llm_quant_rocm_vllm.experts import expert_map, lacking
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
@@ -61,8 +61,7 @@ def test_rounded_activations_are_not_compiled(activations: str, eager: bool, mon
     engine = SimpleNamespace(
         load_config=SimpleNamespace(load_format="auto"), model_config=SimpleNamespace(enforce_eager=eager)
     )
-    for module in (experts_of_vllm, nvfp4_moe):
-        monkeypatch.setattr(module, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(experts_of_vllm, "get_current_vllm_config", lambda: engine)
     monkeypatch.setattr(padding, "is_to_find", lambda config: False)
     config: Any = SimpleNamespace(tensors=MODELOPT, options=Options(activations))
     layer: Any = SimpleNamespace(moe_config=experts())

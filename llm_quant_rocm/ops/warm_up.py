@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling what operators will launch, whatever the number of rows, before a server's first request."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+
+from llm_quant_rocm import hardware
+from llm_quant_rocm.backends import missing
+
+# Which kernel serves, and how it is cut, changes with the number of rows: of few at any, of more than these at
+# multiples of the second number and one more, or at any with many alike around it.
+_FEW, _STEP = 64, 16
+
+logger = logging.getLogger("llm_quant_rocm")
+_warm: set[Hashable] = set()
+
+
+def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device, kind: Hashable, name: str) -> None:
+    """Has Triton compile all that `call` launches on `device` with any number of rows up to `most_rows`.
+
+    Our kernels are compiled, some at once, and not launched; what the vendor's libraries compute is computed. Compiled
+    code is kept on disk by Triton, so the next process only reads it. Without a GPU there is nothing to do.
+
+    Args:
+        call: given a number of rows, calls operators with inputs of so many, whose values do not matter.
+        kind: what else the call depends on. A second call of a kind does nothing.
+        name: what users know it by, for the log.
+    """
+    if not hardware.detect(device).gpu or missing("triton") or (kind, most_rows) in _warm:
+        return
+    from llm_quant_rocm.kernels.compile_ahead import compile_ahead
+
+    _warm.add((kind, most_rows))
+    start = time.monotonic()
+    with torch.cuda.device(device), torch.no_grad(), compile_ahead() as mode:
+        for rows in _row_counts(most_rows):
+            call(rows)
+        kernels = len(mode.raw_futures)
+    logger.info(
+        "%s: %d kernels for up to %d rows are ready, %.1f s", name, kernels, most_rows, time.monotonic() - start
+    )
+
+
+def _row_counts(most: int) -> Iterator[int]:
+    """Numbers of rows among which is one of each kind that is served differently."""
+    yield from range(1, min(_FEW, most) + 1)
+    yield from range(_FEW + 1, most + 1, _STEP)

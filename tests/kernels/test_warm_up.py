@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After `warm_up` no number of rows has a kernel compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llm_quant_rocm.ops.warm_up import warm_up
+from tests.amd import tritons
+
+pytest.importorskip("triton")
+
+
+def warmed(arch: str, rows: int, triton: str) -> list[dict[str, Any]]:
+    root = Path(__file__).parent.parent.parent
+    path = [*tritons.search_path(triton), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.warm_kernels", arch, str(rows)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=root, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    return [json.loads(line) for line in found.stdout.splitlines()]
+
+
+NEWEST = tritons.NEWEST or tritons.OLDEST
+
+
+# Hopper's kernels are chosen by an estimate, with ever other tiles up to some thousand rows.
+@pytest.mark.parametrize(
+    ("arch", "rows", "triton"),
+    [
+        ("sm_90", 1100, tritons.OLDEST), ("gfx90a", 200, NEWEST), ("gfx942", 1100, tritons.OLDEST),
+        ("gfx942", 200, NEWEST), ("gfx950", 200, tritons.OLDEST),
+    ],
+)  # fmt: skip
+def test_nothing_is_compiled_afterwards(arch: str, rows: int, triton: str) -> None:
+    cases = warmed(arch, rows, triton)
+    assert all(said["warm"] for said in cases[:2])  # later ones may share all kernels with them
+    for said in cases:
+        assert not said["launched"], said
+        assert not said["missed"], said
+        assert said["launched_then"] >= rows, said
+
+
+def test_without_a_gpu_nothing_is_called() -> None:
+    warm_up(pytest.fail, 8, torch.device("cpu"), "kind", "name")
