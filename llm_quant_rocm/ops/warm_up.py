@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -36,7 +36,8 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
     _warm.add((kind, most_rows))
     start = time.monotonic()
     with torch.cuda.device(device), torch.no_grad(), compile_ahead() as mode:
-        for rows in _row_counts(most_rows):
+        # From the most on: torch then has the memory for all from the first.
+        for rows in reversed(_row_counts(most_rows)):
             call(rows)
         kernels = len(mode.raw_futures)
     logger.info(
@@ -44,7 +45,6 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
     )
 
 
-def _row_counts(most: int) -> Iterator[int]:
+def _row_counts(most: int) -> list[int]:
     """Numbers of rows among which is one of each kind that is served differently."""
-    yield from range(1, min(_FEW, most) + 1)
-    yield from range(_FEW + 1, most + 1, _STEP)
+    return [*range(1, min(_FEW, most) + 1), *range(_FEW + 1, most + 1, _STEP)]
