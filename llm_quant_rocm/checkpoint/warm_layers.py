@@ -27,7 +27,7 @@ def warm_linear(
     def call(m: int) -> object:
         return product(torch.empty((m, columns), dtype=dtype, device=device), bias)
 
-    warm_up(call, rows, device, (_kind(layer), dtype), name)
+    warm_up(call, rows, device, (_kind(layer), dtype, bias is not None), name)
 
 
 def warm_experts(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
 from llm_quant_rocm_vllm import experts as experts_of_vllm
@@ -100,3 +101,31 @@ def test_what_the_operator_is_told_of_a_call(on_input: bool, to_find: bool, monk
         "expert_map": layer._expert_map,
         "padding": "of 3" if to_find else None,
     }
+
+
+@pytest.mark.parametrize("to_find", [True, False])
+def test_what_serves_experts_is_compiled_with_and_without_padding(
+    to_find: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the tokens of all data-parallel ranks."""
+    computed = []
+
+    def warm_up(call: Any, most_rows: int, device: torch.device, kind: Any, name: str) -> None:
+        assert (most_rows, name) == (2 * 512, "mlp.experts")
+        call(3)
+
+    def compute(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any) -> None:
+        assert x.shape == (3, 64) and x.dtype == torch.bfloat16 and weights.shape == ids.shape == (3, 4)
+        computed.append(options["padding"])
+
+    monkeypatch.setattr(warm_layers, "warm_up", warm_up)
+    method: Any = object.__new__(NvFp4MoEMethod)
+    method.moe = experts(
+        activation=SimpleNamespace(value="silu"), in_dtype=torch.bfloat16, hidden_dim=64, experts_per_token=4, dp_size=2
+    )
+    method.prefix, method.compute, method._padding_is_to_find, method.w4a4 = "mlp.experts", compute, to_find, False
+    method.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
+    layer: Any = torch.nn.Linear(1, 1)
+    layer._expert_map, layer.apply_router_weight_on_input = None, False
+    method.warm_up(layer)
+    assert [padding is not None for padding in computed] == [False, True][: 1 + to_find]

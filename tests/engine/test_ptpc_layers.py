@@ -14,9 +14,10 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.utils import set_weight_attrs
 
 from llm_quant_rocm import __version__
+from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm_vllm import ptpc_linear, ptpc_moe
+from llm_quant_rocm_vllm import engine_layers, ptpc_linear, ptpc_moe
 from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
 from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
@@ -88,6 +89,21 @@ def test_a_weight_is_quantized_once() -> None:
     weight = layer.weight
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight is weight
+
+
+def test_what_serves_a_layer_is_compiled_on_a_gpu(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many tokens as vLLM schedules."""
+    warmed = []
+
+    def warm_up(call: Any, most_rows: int, device: torch.device, kind: Any, name: str) -> None:
+        assert call(3).shape == (3, N) and call(3).dtype == torch.bfloat16
+        assert (most_rows, device.type, name) == (config.scheduler_config.max_num_batched_tokens, "cpu", PREFIX)
+        warmed.append(kind)
+
+    monkeypatch.setattr(warm_layers, "warm_up", warm_up)
+    monkeypatch.setattr(engine_layers, "current_platform", SimpleNamespace(is_cuda_alike=lambda: True))
+    load(declared(), torch.ones(N, K))
+    assert len(warmed) == 1
 
 
 def test_a_weight_that_nobody_loads_is_missing() -> None:

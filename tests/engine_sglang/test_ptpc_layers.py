@@ -9,8 +9,10 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
+from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm_sglang import ptpc_linear, ptpc_moe
+from llm_quant_rocm_sglang import engine_layers, ptpc_linear, ptpc_moe
+from llm_quant_rocm_sglang import experts as experts_of_sglang
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
 ATTENTION, EXPERTS = "model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.experts"
@@ -63,6 +65,42 @@ def test_a_layer_is_quantized_with_its_last_shard() -> None:
         ValueError, match=f"{ATTENTION}.weight was prepared for its kernels when .*: start the server again"
     ):
         layer.weight.weight_loader(layer.weight, shards["q"], "q")
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """What is computed with three tokens when a layer `name` is warmed up."""
+    computed = []
+
+    def warm_up(call: Any, most_rows: int, device: torch.device, kind: Any, prefix: str) -> None:
+        assert (most_rows, prefix) == (256, name)
+        computed.append(call(3))
+
+    monkeypatch.setattr(warm_layers, "warm_up", warm_up)
+    for module in (engine_layers, experts_of_sglang):
+        monkeypatch.setattr(module, "on_gpu", lambda layer: True)
+        monkeypatch.setattr(module, "most_rows", lambda: 256)
+    return computed
+
+
+def test_what_serves_a_layer_is_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, (layer, method) = on_a_gpu(monkeypatch, ATTENTION), linear()
+    for shard in "qkv":
+        layer.weight.weight_loader(layer.weight, tensor(16, HIDDEN), shard)
+    method.process_weights_after_loading(layer)
+    assert [product.shape for product in computed] == [(3, 48)]
+
+
+def test_what_serves_experts_is_compiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, (layer, method) = on_a_gpu(monkeypatch, EXPERTS), experts()
+    layer.top_k, layer.hidden_size = 2, HIDDEN
+    layer.moe_runner_config = SimpleNamespace(activation="silu", apply_router_weight_on_input=False)
+    load_experts(layer)
+    products = []
+    monkeypatch.setattr(method, "product", lambda layer, x, **routing: products.append((x.shape, routing)))
+    method.process_weights_after_loading(layer)
+    assert len(computed) == 1
+    ((shape, routing),) = products
+    assert shape == (3, HIDDEN) and routing["topk_ids"].shape == (3, 2) and routing["activation"] == "silu"
 
 
 def test_a_layer_without_a_shard_is_refused() -> None:
