@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -64,7 +63,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, columns_of, give_part, store_part, take_parts
 
 RING_BYTES = 220 * 1024
@@ -76,6 +75,8 @@ UNROLL = 4
 REGISTERS = 240
 # Multiprocessors of an H100.
 _SMS = 132
+# Not Triton's own: SGLang puts a function of the host in its place.
+_power_of_2 = gluon.constexpr_function(next_power_of_2)
 
 
 @dataclass(frozen=True)
@@ -356,7 +357,7 @@ def _consumer(
         if SHARES:
             if not is_whole:
                 # Each program adds and stores every SHARES-th slice of the tile's rows.
-                SLICE: gl.constexpr = 32 if REST else BLOCK_M // triton.next_power_of_2(SHARES)
+                SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
                 slice_layout: gl.constexpr = _acc_layout(SLICE, FP8)
                 own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
                 store_part(acc, own)

@@ -56,7 +56,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, units_of
 from llm_quant_rocm.kernels import wire_units
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # int32 words of `Mailbox.state`. CALL is an int64, of two words, and so are flags: in 32 bits an engine's calls come to
 # their first number again within days, and a flag that is that old, of a tile that only large messages have, looks new.
@@ -65,6 +65,8 @@ STATE_WORDS = 4
 FLAG_BYTES = tl.constexpr(8)
 PHASES, PARITIES = 2, 2
 SLOTS = tl.constexpr(4)
+# Not Triton's own: SGLang puts a function of the host in its place.
+_power_of_2 = triton.constexpr_function(next_power_of_2)
 
 
 @dataclass(frozen=True)
@@ -421,7 +423,7 @@ def set_flags(
     """Tells every rank, or `only` one, that this one's pieces of a tile are there, unless a rank is lost."""
     await_stores()
     # One lane a rank, so that what is released is released once.
-    peer = tl.arange(0, triton.next_power_of_2(WORLD))
+    peer = tl.arange(0, _power_of_2(WORLD))
     place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * FLAG_BYTES
     flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
     told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
@@ -473,7 +475,7 @@ def report_lost(state_ptr, report_ptr, PHASE: tl.constexpr, absent, call, patien
 def look(first, source, call, WORLD: tl.constexpr, AT_ONCE: tl.constexpr):
     """The first rank, of all or of `source` alone, whose flag in [WORLD] from `first` on is not set; WORLD if none."""
     if AT_ONCE:
-        lane = tl.arange(0, triton.next_power_of_2(WORLD))
+        lane = tl.arange(0, _power_of_2(WORLD))
         flag = tl.atomic_add(first + lane, 0, mask=lane < WORLD, sem="acquire", scope="sys")
         return tl.min(tl.where((lane < WORLD) & (flag < call), lane, WORLD), axis=0)
     else:

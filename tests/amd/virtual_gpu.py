@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
 from llm_quant_rocm import hardware
+from tests import engine_habits
 from tests.amd.budget import LDS
 
 WAVE = 64
@@ -215,8 +216,7 @@ def activate(arch: str, execute: bool = True) -> VirtualGpu:
     """Makes this process's GPU a virtual one. Without `execute` kernels are compiled and launches only recorded."""
     gpu = VirtualGpu(arch, execute)
     triton.runtime.driver.set_active(gpu)
-    # As vLLM has one: Triton then describes every argument in JSON, and fails where it cannot.
-    triton.knobs.runtime.jit_post_compile_hook = lambda **facts: None
+    engine_habits.take_on()
     hardware.CPU = hardware.amd(arch)
     if execute:
         gpu._unwritten.__enter__()

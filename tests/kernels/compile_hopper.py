@@ -38,6 +38,7 @@ from llm_quant_rocm.kernels import (
     rms_norm_walk,
 )
 from llm_quant_rocm.kernels.routing import Schedule
+from tests import engine_habits
 
 HOPPER, BLACKWELL = hardware.nvidia(9, 0), hardware.nvidia(10, 0)
 SIGNS = {
@@ -163,6 +164,7 @@ CASES: dict[str, Callable[[], None]] = {
 def main(case: str) -> None:
     capability = 100 if case.endswith("on Blackwell") else 90
     driver.set_active(Driver(capability))
+    engine_habits.take_on()
     compiled = []
 
     def only_compile(kernel: Any) -> Any:

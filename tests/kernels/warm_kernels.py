@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import triton.compiler
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.ops.nvfp4_weight import LAYOUTS, PACKINGS, PreparedNvFp4Weight
 from llm_quant_rocm.ops.warm_up import warm_up
+from tests import engine_habits
 
 HIDDEN, INNER, EXPERTS, TOPK = 2048, 768, 128, 8
 DENSE = {"qkv": (10240, 8192), "down": (8192, 28672), "small": (1280, 2048)}
@@ -127,8 +127,7 @@ def main(arch: str, rows: int) -> None:
     compiler.compile = lambda source, **options: Kernel()
     fp8 = pretend(arch)
     compiled: list[str] = []
-    # As vLLM has one: Triton then describes every argument in JSON, and fails where it cannot.
-    knobs.runtime.jit_post_compile_hook = lambda *, fn, **facts: compiled.append(fn.name)
+    engine_habits.take_on(lambda *, fn, **facts: compiled.append(fn.name))
     for case in CASES:
         call = call_of(case, arch, fp8)
         del compiled[:]
