@@ -38,7 +38,7 @@ def set_flags_at_once(
 ):  # fmt: skip
     """Awaits none of the stores of other waves."""
     place = quick_reduce.flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * quick_reduce.FLAG_BYTES
-    peer = tl.arange(0, triton.next_power_of_2(WORLD))
+    peer = tl.arange(0, quick_reduce._power_of_2(WORLD))
     flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
     told = (peer < WORLD) & (patience >= 0)
     tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
