@@ -22,7 +22,8 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
     """Has Triton compile all that `call` launches on `device` with any number of rows up to `most_rows`.
 
     Our kernels are compiled, some at once, and not launched; what the vendor's libraries compute is computed. Compiled
-    code is kept on disk by Triton, so the next process only reads it. Without a GPU there is nothing to do.
+    code is kept on disk by Triton, so the next process only reads it. Without a GPU, or where the reference serves,
+    there is nothing to do.
 
     Args:
         call: given a number of rows, calls operators with inputs of so many, whose values do not matter.
@@ -35,16 +36,21 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
 
     _warm.add((kind, most_rows))
     start = time.monotonic()
-    with torch.cuda.device(device), torch.no_grad(), compile_ahead() as mode:
+    served = 0
+    with torch.cuda.device(device), torch.no_grad(), compile_ahead() as ahead:
         # From the most on: torch then has the memory for all from the first.
-        for rows in reversed(_row_counts(most_rows)):
-            call(rows)
-        kernels = len(mode.raw_futures)
-    logger.info(
-        "%s: %d kernels for up to %d rows are ready, %.1f s", name, kernels, most_rows, time.monotonic() - start
-    )
+        for rows in (1, *reversed(_row_counts(most_rows))):
+            try:
+                call(rows)
+            except torch.OutOfMemoryError:
+                continue  # nor will so many be served in this memory
+            if not ahead.launches:
+                return  # the reference computes, which takes long
+            served = max(served, rows)
+    seconds = time.monotonic() - start
+    logger.info("%s: %d kernels for up to %d rows are ready, %.1f s", name, ahead.kernels, served, seconds)
 
 
 def _row_counts(most: int) -> list[int]:
-    """Numbers of rows among which is one of each kind that is served differently."""
-    return [*range(1, min(_FEW, most) + 1), *range(_FEW + 1, most + 1, _STEP)]
+    """Numbers of rows, but for 1, among which is one of each kind that is served differently."""
+    return [*range(2, min(_FEW, most) + 1), *range(_FEW + 1, most + 1, _STEP)]

@@ -5,16 +5,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llm_quant_rocm import hardware
 from llm_quant_rocm.ops.warm_up import warm_up
 from tests.amd import tritons
 
 pytest.importorskip("triton")
+
+from llm_quant_rocm.kernels import compile_ahead
+
+warm_up_module = import_module("llm_quant_rocm.ops.warm_up")
 
 
 def warmed(arch: str, rows: int, triton: str) -> list[dict[str, Any]]:
@@ -50,3 +57,32 @@ def test_nothing_is_compiled_afterwards(arch: str, rows: int, triton: str) -> No
 
 def test_without_a_gpu_nothing_is_called() -> None:
     warm_up(pytest.fail, 8, torch.device("cpu"), "kind", "name")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows that `call` had, on what is taken for a GPU."""
+    monkeypatch.setattr(hardware, "CPU", hardware.nvidia(9, 0))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(warm_up_module, "_warm", set())
+    return []
+
+
+def test_the_reference_is_called_once(calls: list[int]) -> None:
+    warm_up(calls.append, 100, torch.device("cpu"), "kind", "layer")
+    assert calls == [1]
+
+
+def test_what_does_not_fit_the_memory_is_passed_over(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def call(rows: int) -> None:
+        if rows > 70:
+            raise torch.OutOfMemoryError
+        calls.append(rows)
+
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda: nullcontext(compile_ahead.Ahead(launches=1, kernels=3)))
+    with caplog.at_level("INFO", "llm_quant_rocm"):
+        warm_up(call, 100, torch.device("cpu"), "kind", "layer")
+    assert calls == [1, 65, *range(64, 1, -1)]
+    assert caplog.messages[0].startswith("layer: 3 kernels for up to 65 rows are ready")
