@@ -73,8 +73,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
         self.experts.finish(layer)
-        if self.config.options.activations != "nvfp4":  # which has no kernels
-            warm_up(layer, self.experts.product, self.dtype, self.prefix)
+        warm_up(layer, self.experts.product, self.dtype, self.prefix)
         refuse_updates(layer, self.prefix)
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:

@@ -31,8 +31,8 @@ class NvFp4MoEMethod(ExpertsMethod):
         self.config = config
         is_dummy = self.vllm_config.load_config.load_format == "dummy"
         self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=is_dummy)
-        self.w4a4 = config.options.activations == "nvfp4"
-        if self.w4a4 and not self.vllm_config.model_config.enforce_eager:
+        w4a4 = config.options.activations == "nvfp4"
+        if w4a4 and not self.vllm_config.model_config.enforce_eager:
             raise ValueError(f"{prefix}: experts with activations in NVFP4 cannot be compiled: add --enforce-eager")
 
     def create_weights(
@@ -54,10 +54,6 @@ class NvFp4MoEMethod(ExpertsMethod):
         self.config.report()
         self.experts.finish(layer)
         compile_key.extend(self.vllm_config, f"{self.config.options} {layer.w13_nvfp4} {layer.w2_nvfp4}")
-
-    def warm_up(self, layer: RoutedExperts) -> None:
-        if not self.w4a4:  # which has no kernels
-            super().warm_up(layer)
 
     def compute(
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any

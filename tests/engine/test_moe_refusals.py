@@ -123,7 +123,7 @@ def test_what_serves_experts_is_compiled_with_and_without_padding(
     method.moe = experts(
         activation=SimpleNamespace(value="silu"), in_dtype=torch.bfloat16, hidden_dim=64, experts_per_token=4, dp_size=2
     )
-    method.prefix, method.compute, method._padding_is_to_find, method.w4a4 = "mlp.experts", compute, to_find, False
+    method.prefix, method.compute, method._padding_is_to_find = "mlp.experts", compute, to_find
     method.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
     layer: Any = torch.nn.Linear(1, 1)
     layer._expert_map, layer.apply_router_weight_on_input = None, False

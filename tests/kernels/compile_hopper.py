@@ -54,11 +54,11 @@ class Driver:
 
     launcher_cls = SimpleNamespace
 
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
+        return self._target
 
     def get_current_device(self) -> int:
         return 0
@@ -161,9 +161,15 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+def ask_no_gpu(module: Any) -> None:
+    """Gives a module of kernels what its launches would ask an H100 for."""
+    module.multiprocessors = lambda device: 132
+    module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
+
+
 def main(case: str) -> None:
     capability = 100 if case.endswith("on Blackwell") else 90
-    driver.set_active(Driver(capability))
+    driver.set_active(Driver(GPUTarget("cuda", capability, 32)))
     engine_habits.take_on()
     compiled = []
 
@@ -180,8 +186,7 @@ def main(case: str) -> None:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)
             kernel.run = only_compile(kernel)
-        module.multiprocessors = lambda device: 132
-        module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
+        ask_no_gpu(module)
     CASES[case]()
     (found,) = compiled
     ptx = found.asm["ptx"]

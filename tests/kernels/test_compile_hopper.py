@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for Hopper compile, keep sums in registers and products in flight, and ask early for what they read."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.amd import tritons
@@ -17,14 +12,7 @@ from tests.kernels.compile_hopper import CASES
 
 def compiled(case: str) -> list[str]:
     """What is said of a case, compiled with the oldest supported Triton, that of the engines that GPUs have today."""
-    root = Path(__file__).parent.parent.parent
-    path = [*tritons.search_path(tritons.OLDEST), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_hopper", case],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=root, capture_output=True, text=True,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout.split()
+    return tritons.output(tritons.OLDEST, "tests.kernels.compile_hopper", case).split()
 
 
 # Of a weight that is read by programs that all run together, the beginning is asked for before the kernel before has

@@ -2,13 +2,8 @@
 """After `warm_up` no number of rows has a kernel compiled."""
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +19,6 @@ from llm_quant_rocm.kernels import compile_ahead
 warm_up_module = import_module("llm_quant_rocm.ops.warm_up")
 
 
-def warmed(arch: str, rows: int, triton: str) -> list[dict[str, Any]]:
-    root = Path(__file__).parent.parent.parent
-    path = [*tritons.search_path(triton), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.warm_kernels", arch, str(rows)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=root, capture_output=True, text=True,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    return [json.loads(line) for line in found.stdout.splitlines()]
-
-
 NEWEST = tritons.NEWEST or tritons.OLDEST
 
 
@@ -47,7 +31,8 @@ NEWEST = tritons.NEWEST or tritons.OLDEST
     ],
 )  # fmt: skip
 def test_nothing_is_compiled_afterwards(arch: str, rows: int, triton: str) -> None:
-    cases = warmed(arch, rows, triton)
+    said_of_all = tritons.output(triton, "tests.kernels.warm_kernels", arch, str(rows))
+    cases = [json.loads(line) for line in said_of_all.splitlines()]
     assert all(said["warm"] for said in cases[:2])  # later ones may share all kernels with them
     for said in cases:
         assert not said["launched"], said

@@ -24,25 +24,10 @@ from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.ops.nvfp4_weight import LAYOUTS, PACKINGS, PreparedNvFp4Weight
 from llm_quant_rocm.ops.warm_up import warm_up
 from tests import engine_habits
+from tests.kernels.compile_hopper import Driver, ask_no_gpu
 
 HIDDEN, INNER, EXPERTS, TOPK = 2048, 768, 128, 8
 DENSE = {"qkv": (10240, 8192), "down": (8192, 28672), "small": (1280, 2048)}
-
-
-class Driver:
-    """As much of a driver as a launch asks for before it."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,9 +83,7 @@ def pretend(arch: str) -> torch.dtype:
     cuda.is_current_stream_capturing = lambda: False
     of_nvfp4 = ("nvfp4_wgmma", "nvfp4_wgmma_split", "nvfp4_wgmma_large")
     for name in (*of_nvfp4, "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_grouped"):
-        module: Any = importlib.import_module(f"llm_quant_rocm.kernels.{name}")
-        module.multiprocessors = lambda device: 132
-        module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
+        ask_no_gpu(importlib.import_module(f"llm_quant_rocm.kernels.{name}"))
     torch_: Any = torch
     torch_._scaled_mm = lambda a, b, *rest, out_dtype, out=None, **options: (
         torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype) if out is None else out
