@@ -4,7 +4,7 @@
 from typing import Any
 
 from benchmarks import _lines as lines
-from benchmarks._markdown import measured_on, table
+from benchmarks._markdown import gpus, measured_on, table
 
 DEMO = "The demo model over its held-out text, in windows of 200 tokens:"
 _HOW = "CUDA graphs, 1024 tokens in and 129 out:"
@@ -20,7 +20,9 @@ def vllm(name: str, result: dict[str, Any]) -> str:
 
 
 def sglang(name: str, result: dict[str, Any]) -> str:
-    return _engine(name, f"A whole SGLang {result.get('sglang', '')}".strip(), result)
+    ranks = result.get("ranks", 1)
+    title = f"A whole SGLang {result.get('sglang', '')}".strip()
+    return _engine(name, f"{title}, {gpus(ranks)}" if ranks > 1 else title, result)
 
 
 def _engine(name: str, title: str, result: dict[str, Any]) -> str:

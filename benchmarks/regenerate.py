@@ -97,6 +97,17 @@ STEPS = (
     ),
     Step("quick_reduce_engine_tp2_{arch}", "quick_reduce_engine.py", gpus=2, engine="vllm", seconds=300),
     Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang", seconds=300),
+    *(
+        Step(
+            f"sglang_engine_{ranks}_ranks_{{arch}}",
+            "sglang_engine.py",
+            ("--ranks", str(ranks)),
+            ranks,
+            "sglang",
+            seconds=400,
+        )
+        for ranks in (2, 8)
+    ),
     Step("quick_reduce_engine_tp2_cpu", "quick_reduce_engine.py", gpus=0, engine="vllm", seconds=900),
     Step("demo_cpu", "demo_model.py", ("demo",), gpus=0, engine="vllm", seconds=600),
     Step("quantize_cpu", "demo_model.py", ("quantize",), gpus=0, engine="vllm", seconds=900),

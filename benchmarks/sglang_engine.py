@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole SGLang on one GPU: accuracy on the demo model, and the time of two shapes.
+"""A whole SGLang: accuracy on the demo model, and the time of two shapes.
 
-    python benchmarks/sglang_engine.py            everything
+    python benchmarks/sglang_engine.py            everything, on one GPU
     python benchmarks/sglang_engine.py demo       one of demo, llama and experts
+    python benchmarks/sglang_engine.py --ranks 2  over two GPUs, with and without the quantized all-reduce
 
 `demo`: perplexity over examples/demo_model/heldout.txt in windows of 200 tokens, and how often the most likely token is
 BF16's. `llama`: the shape of Llama-3-70B cut to eight layers, dummy weights, CUDA graphs of decoding, offline, 1024
 tokens in, 129 out; the prefill is the time of one token out, a step is the rest over 128, each the better of two runs.
 `experts`: the same of Qwen3-30B-A3B cut to twelve layers, with random weights that are the same for all
 (_random_checkpoint.py); `difference` is the mean absolute difference of a prompt's log probabilities from BF16's.
+`fp4_sums` in a method's name: all-reduces are quantized to FP4, where the policy does not leave them to SGLang.
 
 `sglang_fp8` is SGLang's own --quantization fp8 (a scale a channel and a token where its CUTLASS kernels run, a scale a
 tensor elsewhere), `sglang_w8a8_fp8` its other one, `sglang_nvfp4` its own kernels for the checkpoint that `nvfp4`
@@ -37,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import _engines as engines  # noqa: E402
 from benchmarks import nvfp4_engine  # noqa: E402
-from benchmarks.vllm_engine import LLAMA  # noqa: E402
+from benchmarks.vllm_engine import LLAMA, lines_of_the_plugin  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo_model"
 HELDOUT = DEMO / "heldout.txt"
@@ -52,6 +54,14 @@ METHODS: dict[str, tuple[str | None, str, dict[str, str]]] = {
     "nvfp4": (None, "modelopt", {}),
     "nvfp4_compressed_tensors": (None, "compressed-tensors", {}),
 }
+_FP4_SUMS = {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4"}
+METHODS |= {
+    f"{method}_fp4_sums": (quantization, layout, variables | _FP4_SUMS)
+    for method, (quantization, layout, variables) in METHODS.items()
+    if method in ("bf16", "ptpc_fp8", "ptpc_fp8_norms_apart", "nvfp4")
+}
+# Engines that start beside this one take memory on one GPU before they do on the other, which SGLang ends for.
+ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 # By task, the name of its figures.
 FIGURES = {"llama": "llama_3_70b_8_layers", "demo": "demo_model", "experts": "qwen3_30b_a3b_12_layers"}
 # So many at once: their weights, caches and graphs share one GPU's memory.
@@ -61,9 +71,11 @@ DEFAULT = {
     "demo": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4", "nvfp4_compressed_tensors"),
     "experts": ("bf16", "sglang_fp8", "ptpc_fp8", "nvfp4"),
 }
+# Over several GPUs.
+DEFAULT_OF_RANKS = ("bf16", "bf16_fp4_sums", "ptpc_fp8_norms_apart", "ptpc_fp8", "ptpc_fp8_fp4_sums", "nvfp4_fp4_sums")
 
 
-def engine(model: str, method: str, **options: Any) -> Any:
+def engine(model: str, method: str, ranks: int, **options: Any) -> Any:
     import sglang
     import torch
 
@@ -78,6 +90,7 @@ def engine(model: str, method: str, **options: Any) -> Any:
         "random_seed": 0,
         # Of what is free when it starts, of which others take their part: max_total_tokens says how much it needs.
         "mem_fraction_static": 0.95,
+        "tp_size": ranks,
         "log_level": "info",  # the engine's own says nothing, and then nobody knows why it failed
         # Batches of decoding are captured; SGLang would capture its prefills for minutes.
         **({"cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [1, 10, 64]} if gpu else {}),
@@ -85,9 +98,9 @@ def engine(model: str, method: str, **options: Any) -> Any:
     return sglang.Engine(model_path=model, quantization=METHODS[method][0], **settings, **options)
 
 
-def demo(model: str, method: str) -> Callable[[], dict[str, Any]]:
+def demo(model: str, method: str, ranks: int = 1) -> Callable[[], dict[str, Any]]:
     """Token perplexity and the most likely token at every position of the held-out text."""
-    served = engine(model, method, max_total_tokens=4096, max_running_requests=8)
+    served = engine(model, method, ranks, max_total_tokens=4096, max_running_requests=8)
     tokens = served.tokenizer_manager.tokenizer(HELDOUT.read_text(), add_special_tokens=False)["input_ids"]
     windows = [tokens[start : start + 200] for start in range(0, len(tokens) - 200, 200)]
     # What is compiled at the first use is part of the start.
@@ -108,13 +121,13 @@ def demo(model: str, method: str) -> Callable[[], dict[str, Any]]:
     return measure
 
 
-def llama(model: str, method: str) -> Callable[[], dict[str, Any]]:
-    served = timed_engine(model, method, load_format="dummy")
+def llama(model: str, method: str, ranks: int = 1) -> Callable[[], dict[str, Any]]:
+    served = timed_engine(model, method, ranks, load_format="dummy")
     return lambda: throughput(served)
 
 
-def experts(model: str, method: str) -> Callable[[], dict[str, Any]]:
-    served = timed_engine(model, method)
+def experts(model: str, method: str, ranks: int = 1) -> Callable[[], dict[str, Any]]:
+    served = timed_engine(model, method, ranks)
 
     def measure() -> dict[str, Any]:
         random.seed(1)
@@ -127,10 +140,10 @@ def experts(model: str, method: str) -> Callable[[], dict[str, Any]]:
     return measure
 
 
-def timed_engine(model: str, method: str, **options: Any) -> Any:
+def timed_engine(model: str, method: str, ranks: int, **options: Any) -> Any:
     """Warm: what is compiled at the first use is part of the start."""
     served = engine(
-        model, method, skip_tokenizer_init=True, max_total_tokens=80_000, max_running_requests=64,
+        model, method, ranks, skip_tokenizer_init=True, max_total_tokens=80_000, max_running_requests=64,
         chunked_prefill_size=16384, **options,
     )  # fmt: skip
     served.generate(
@@ -204,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", choices=(*TASKS, "all"), default="all")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the tensor-parallel group")
     engines.add_options(parser, ", ".join(f"{count} of {task}" for task, count in AT_ONCE.items()))
     parser.add_argument("--run", nargs=3, metavar=("METHOD", "MODEL", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -211,14 +225,16 @@ def main() -> None:
         method, model, folder = args.run
         import sglang  # noqa: F401  while the checkpoint is made
 
-        engines.serve(Path(folder), lambda: TASKS[args.task](model, method))
+        engines.serve(Path(folder), lambda: TASKS[args.task](model, method, args.ranks))
     from importlib.metadata import version
 
     import torch
 
     from benchmarks import _harness as harness
 
-    result: dict[str, Any] = {"sglang": version("sglang")}
+    several = args.ranks > 1
+    file = f"sglang_engine_{args.ranks}_ranks_sm_90" if several else "sglang_engine_sm_90"
+    result: dict[str, Any] = {"sglang": version("sglang"), "ranks": args.ranks}
     with (
         tempfile.TemporaryDirectory() as entry_points,
         tempfile.TemporaryDirectory(dir=nvfp4_engine.scratch_folder()) as name,
@@ -227,21 +243,24 @@ def main() -> None:
         for task in TASKS if args.task == "all" else (args.task,):
             found = result[FIGURES[task]] = {}
             bf16: dict[str, Any] = {}
-            methods, jobs = args.methods or DEFAULT[task], []
+            methods, jobs = args.methods or (DEFAULT_OF_RANKS if several else DEFAULT[task]), []
             for method in methods:
                 _, layout, variables = METHODS[method]
-                command = [sys.executable, __file__, task, "--run", method, str(checkpoint(task, layout, scratch))]
-                jobs.append(engines.Job(f"{task}-{method}", command, {"PYTHONPATH": path, **variables}))
+                command = [sys.executable, __file__, task, "--ranks", str(args.ranks)]
+                command += ["--run", method, str(checkpoint(task, layout, scratch))]
+                jobs.append(engines.Job(f"{task}-{method}", command, ENVIRONMENT | {"PYTHONPATH": path, **variables}))
             layouts = dict.fromkeys(METHODS[method][1] for method in methods)
             write = partial(write_checkpoints, task, layouts, scratch)
             measured = engines.run(jobs, args.at_once or AT_ONCE[task], args.start_seconds, write)
-            for method, (entry, _) in zip(methods, measured, strict=True):
+            for method, (entry, log) in zip(methods, measured, strict=True):
                 bf16 = {**entry} if method == "bf16" else bf16
                 compare(entry, bf16)
+                if several and "failed" not in entry:
+                    entry["log"] = lines_of_the_plugin(log)
                 found[method] = entry
                 engines.say(json.dumps({method: entry}))
                 if torch.cuda.is_available():
-                    harness.write("sglang_engine_sm_90", result)
+                    harness.write(file, result)
 
 
 if __name__ == "__main__":
