@@ -30,6 +30,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.utils import is_flashinfer_available
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks
@@ -253,7 +254,8 @@ def _refusal() -> str | None:
     if not hasattr(getattr(layernorm, "_forward_with_allreduce_fusion", None), "__wrapped__"):
         return "its norms could not be hooked"
     arguments, parallel = get_server_args(), get_parallel()
-    if getattr(arguments, "flashinfer_allreduce_fusion_backend", None) is not None:
+    # SGLang sets it by itself for some models, and then does without where FlashInfer is not there.
+    if getattr(arguments, "flashinfer_allreduce_fusion_backend", None) is not None and is_flashinfer_available():
         return "--flashinfer-allreduce-fusion-backend serves"
     if getattr(arguments, "enable_aiter_allreduce_fusion", False):
         return "--enable-aiter-allreduce-fusion serves"

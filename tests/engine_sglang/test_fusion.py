@@ -297,6 +297,8 @@ def test_without_a_group_of_ours_it_is_sglangs() -> None:
     ("arguments", "parallel", "reason"),
     [
         ({}, {}, None),
+        # SGLang asks for it by itself, whether FlashInfer is there or not.
+        ({"flashinfer_allreduce_fusion_backend": "auto", "has_flashinfer": False}, {}, None),
         ({"flashinfer_allreduce_fusion_backend": "auto"}, {}, "flashinfer-allreduce-fusion-backend serves"),
         ({"enable_aiter_allreduce_fusion": True}, {}, "enable-aiter-allreduce-fusion serves"),
         ({"enable_deterministic_inference": True}, {}, "enable-deterministic-inference is set"),
@@ -304,7 +306,7 @@ def test_without_a_group_of_ours_it_is_sglangs() -> None:
         ({}, {"attn_tp_size": 1}, "over other groups"),
         ({}, {"moe_ep_size": 2, "moe_tp_size": 2, "tp_size": 4, "attn_tp_size": 4}, "over other groups"),
     ],
-    ids=["nothing", "flashinfer", "aiter", "deterministic", "overlap", "attention", "experts"],
+    ids=["nothing", "no flashinfer", "flashinfer", "aiter", "deterministic", "overlap", "attention", "experts"],
 )
 def test_why_sums_stay_apart(
     arguments: dict[str, Any], parallel: dict[str, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +315,7 @@ def test_why_sums_stay_apart(
     monkeypatch.setattr(fusion.layernorm._forward_with_allreduce_fusion, "__wrapped__", None, raising=False)
     monkeypatch.setattr(fusion, "get_server_args", lambda: SimpleNamespace(**arguments))
     monkeypatch.setattr(fusion, "get_parallel", lambda: SimpleNamespace(**sizes))
+    monkeypatch.setattr(fusion, "is_flashinfer_available", lambda: arguments.get("has_flashinfer", True))
     found = fusion._refusal()
     assert (found is None) if reason is None else (reason in found)
 
