@@ -25,8 +25,8 @@ def plot_gemm(name: str, title: str, result: dict[str, Any]) -> None:
 
 def plot_rows(name: str, result: dict[str, Any]) -> None:
     """Time over the limit of memory traffic against M, a panel an operator."""
-    operators = ("quant", "norm_quant", "add_norm_quant")
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
+    operators = [operator for operator in result["rows"][0]["limit_us"] if operator != "copy"]
+    figure, axes = plt.subplots(1, len(operators), figsize=(4 * len(operators), 4.2), sharey=True)
     for axis, operator in zip(axes, operators, strict=True):
         for k in dict.fromkeys(row["k"] for row in result["rows"]):
             rows = [row for row in result["rows"] if row["k"] == k and row["m"] >= 64]
@@ -40,7 +40,9 @@ def plot_rows(name: str, result: dict[str, Any]) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("microseconds\n(dotted: memory traffic at copy bandwidth)")
     axes[0].legend(fontsize=8)
-    figure.suptitle(f"Per-token FP8 quantization, alone and with RMSNorm\n{measured_on(result)}", fontsize=10)
+    figure.suptitle(
+        f"Per-token FP8 quantization, alone and behind RMSNorm or an activation\n{measured_on(result)}", fontsize=10
+    )
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)
     plt.close(figure)
@@ -71,14 +73,15 @@ def gemm_table(result: dict[str, Any]) -> str:
 
 
 def row_table(result: dict[str, Any]) -> str:
-    names = list(result["rows"][0]["us"])
+    first = result["rows"][0]
+    names, limits = list(first["us"]), [name for name in first["limit_us"] if name not in ("quant", "copy")]
     rows = [
         [str(row["k"]), str(row["m"])]
         + [f"{row['us'][name]:.1f}" for name in names]
-        + [f"{row['limit_us']['norm_quant']:.1f}", f"{row['limit_us']['add_norm_quant']:.1f}"]
+        + [f"{row['limit_us'][name]:.1f}" for name in limits]
         for row in result["rows"]
     ]
-    return table(["K", "M", *names, "limit norm_quant", "limit add_norm_quant"], rows)
+    return table(["K", "M", *names, *(f"limit {name}" for name in limits)], rows)
 
 
 def gemm(name: str, result: dict[str, Any]) -> str:
@@ -98,8 +101,8 @@ def rows(name: str, result: dict[str, Any]) -> str:
         f"## Quantization of rows\n\n{measured_on(result)}; copy bandwidth {result['copy_gb_s']} GB/s in the same run"
         f"\n\n![times and limits]({name}.png)\n\n"
         "A limit is the least traffic at that bandwidth, of a copy of 1 GiB. `copy` is one that moves as many bytes as "
-        "`quant` and `norm_quant` do; `vllm_` are vLLM 0.26's kernels, norm and "
-        f"quantization apart.\n\n{row_table(result)}"
+        "`quant` and `norm_quant` do; `act_quant` is of rows of 2 K values. `vllm_` are vLLM "
+        f"0.26's kernels, norm or activation and quantization apart.\n\n{row_table(result)}"
     )
 
 

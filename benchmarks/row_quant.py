@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-token quantization and RMSNorm with quantization against their memory traffic and the separate operators.
+"""Per-token quantization, alone and behind RMSNorm or an activation, against its memory traffic and vLLM's kernels.
 
     python benchmarks/row_quant.py [--vllm-ops FOLDER]
 

@@ -54,6 +54,7 @@ def _quick_reduce(prefix: str) -> tuple[Variable, ...]:
 
 _ALL = (
     _backend("per_token_quant", "the quantization per token", "triton", "reference"),
+    _backend("act_and_mul_quant", "a gated layer's activation with quantization", "triton", "reference"),
     _backend("rms_norm_quant", "RMSNorm with quantization", "triton", "reference"),
     _backend("reduce_norm_quant", "all-reduce with RMSNorm and quantization", "fused", "triton", "reference"),
     _backend("ptpc_gemm", "the PTPC GEMM", "aiter", "torch", "triton", "reference"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs that break numeric code, and comparisons that are exact where NaN has no one bit pattern."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,22 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
     differ = (found.view(integer) != expected.view(integer)) & ~nan
     assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} differ, first at {differ.nonzero()[0].tolist()}"
+
+
+def assert_close_codes(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """FP8 codes [M, K] and scales [M, 1] of values that were rounded to `dtype`, maybe to the neighbour where they lay
+    in the middle: scales within that rounding, and fp32's own ones, codes the same or the next, and at most one of a
+    hundred the next. NaN is where it is expected."""
+    (codes, scales), (expected_codes, expected_scales) = ([part.cpu() for part in both] for both in (found, expected))
+    assert (codes.dtype, codes.shape) == (expected_codes.dtype, expected_codes.shape)
+    rtol = max(torch.finfo(dtype).eps, 2**-20)
+    torch.testing.assert_close(scales, expected_scales, rtol=rtol, atol=0, equal_nan=True)
+    nan = expected_codes.float().isnan()
+    assert torch.equal(codes.float().isnan(), nan), "NaN in other places"
+    bits = [part.view(torch.uint8).int() for part in (codes, expected_codes)]
+    order = [torch.where(part < 128, part, 128 - part) for part in bits]
+    steps = (order[0] - order[1]).abs().masked_fill(nan, 0)
+    assert steps.numel() == 0 or (steps.max() <= 1 and steps.count_nonzero() <= max(1, steps.numel() // 100))
 
 
 def integer_product(m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -17,14 +17,16 @@ from llm_quant_rocm.kernels.sizes import next_power_of_2
 def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str, int]:
     """BLOCK and launch options of a row kernel that holds `operands` rows of `columns` values at once.
 
-    A lane takes 8 values of every block, and at most 128 of a row.
+    A lane takes 8 values of every block, and at most 128 of all rows.
     """
-    threads = 128 if columns <= 8192 else 256 if columns * operands <= 32768 else 512
+    values = columns * operands
+    threads = 128 if columns <= 8192 else 256 if values <= 32768 else 512 if values <= 65536 else 1024
     block = min(threads * 8, next_power_of_2(max(columns, 16)))
     options = {"BLOCK": block, "num_warps": threads // hardware.lanes}
     if columns > 16384 and hardware.arch.startswith("sm_"):
         # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.
-        options["maxnreg"] = 128
+        # Of 1024 threads none has more than 64.
+        options["maxnreg"] = min(128, 65536 // threads)
     return options
 
 

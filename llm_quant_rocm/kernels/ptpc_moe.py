@@ -17,16 +17,13 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
-from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
-from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
+from llm_quant_rocm.kernels.routing import schedule, sum_rows
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.xcd import neighbours
-
-# Of rows, at most, that run together: sixteen for each multiprocessor of an H100 or an MI300X.
-PROGRAMS = 4096
 
 
 @dataclass(frozen=True)
@@ -110,83 +107,6 @@ def grouped_gemm_kernel(
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 
 
-@triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
-    """silu, gelu (with erf) or gelu_tanh of fp32 values."""
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # x / 2 * (1 + tanh u) is x * sigmoid(2 u)
-        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-
-
-# The number of slots changes with every batch: specializing on it would compile in the middle of serving.
-@triton.jit(do_not_specialize=["slots"])
-def activation_quant_kernel(
-    h_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
-    TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Codes and scale of T(activation(gate) * up) for each slot's h = [gate, up] of dtype T, if its expert is here; of
-    h itself without an ACTIVATION. Rows are slots or, with slot_row_ptr, those where the schedule has them."""
-    if PDL:
-        programmatic_launch()
-    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    # Programs for all slots would take longer to launch, where rows are short, than what they do.
-    for number in range(tl.program_id(0), slots, tl.num_programs(0)):
-        slot = tl.cast(number, tl.int64)
-        if local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0:
-            row = slot
-            if slot_row_ptr is not None:
-                row = tl.load(slot_row_ptr + slot).to(tl.int64)
-            row_ptr = h_ptr + row * (COLUMNS if ACTIVATION is None else 2 * COLUMNS)
-            largest = tl.zeros([BLOCK], tl.float32)
-            rounded = tl.tuple([])
-            for i in tl.static_range(BLOCKS):
-                block = load_block(row_ptr, i, COLUMNS, BLOCK, "evict_first")
-                value = widen(block)
-                if ACTIVATION is not None:
-                    up = widen(load_block(row_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
-                    value = activate(value, ACTIVATION) * up
-                    block = narrow(value, h_ptr.dtype.element_ty)
-                largest = larger(largest, tl.abs(value))
-                rounded += (block,)
-            store_quantized_row(
-                q_ptr + row * COLUMNS, scale_ptr + row, rounded, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
-            )  # fmt: skip
-
-
-def activation_quant(
-    h: torch.Tensor,
-    activation: str | None,
-    fmt: Fp8Format,
-    hardware: Hardware,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    experts: int,
-    slot_row: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, I] and scales [rows, 1] of T(activation(gate) * up), h [rows, 2I] of dtype T being [gate, up], or of
-    h [rows, I] itself without an activation.
-
-    Rows are slots or, with the `slot_row` of a schedule, its rows. Those of slots whose expert is not here are left as
-    torch.empty makes them. The other arguments are those of `schedule`.
-    """
-    rows, inner = h.shape[0], h.shape[1] if activation is None else h.shape[1] // 2
-    codes = torch.empty((rows, inner), dtype=fmt.dtype, device=h.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=h.device)
-    known = experts if expert_map is None else expert_map.numel()
-    slots = topk_ids.numel()
-    activation_quant_kernel[(min(slots, PROGRAMS),)](
-        h, codes, scale, slot_row, topk_ids, expert_map, padding, slots, known, TOPK=topk_ids.shape[1],
-        ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl,
-        **row_launch(inner, hardware), **pdl_option(hardware),
-    )  # fmt: skip
-    return codes, scale
-
-
 def ptpc_moe(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -232,6 +152,6 @@ def ptpc_moe(
 
     xq, xscale = per_token_quant_fp8(x, fmt)
     h = multiply(xq, xscale, w13, w13_scale, topk, None)
-    aq, ascale = activation_quant(h, activation, fmt, hardware, topk_ids, expert_map, padding, experts)
+    aq, ascale = act_and_mul_quant_fp8(h, activation, fmt, hardware, Routed(topk_ids, expert_map, padding, experts))
     y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
     return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)

@@ -17,6 +17,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_moe as everywhere
+from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
@@ -73,11 +74,11 @@ def ptpc_moe(
             config,
         )  # fmt: skip
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
-    routed = (topk_ids, expert_map, padding, experts, routing.slot_row)
-    codes, scale = _token_rows(x, routing.row_map.numel(), fmt, hardware, *routed)
+    routed = Routed(topk_ids, expert_map, padding, experts, routing.slot_row)
+    codes, scale = _token_rows(x, routing.row_map.numel(), fmt, hardware, routed)
     fused = activation if config.w13.fuses else None
     h = grouped_gemm(codes, scale, w13, w13_scale, routing, None, fused, x.dtype, hardware, config.w13)
-    codes, scale = everywhere.activation_quant(h, None if fused else activation, fmt, hardware, *routed)
+    codes, scale = act_and_mul_quant_fp8(h, None if fused else activation, fmt, hardware, routed)
     y = grouped_gemm(codes, scale, w2, w2_scale, routing, routing.row_weight, None, x.dtype, hardware, config.w2)
     return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=routing.slot_row)
 
@@ -108,18 +109,11 @@ def token_rows_kernel(
 
 
 def _token_rows(
-    x: torch.Tensor,
-    rows: int,
-    fmt: Fp8Format,
-    hardware: Hardware,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    experts: int,
-    slot_row: torch.Tensor,
+    x: torch.Tensor, rows: int, fmt: Fp8Format, hardware: Hardware, routed: Routed
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [rows, H] and scales [rows, 1] of x [T, H], each token's at the rows of its slots; others are left as
     torch.empty makes them."""
+    topk_ids, expert_map, padding, experts, slot_row = routed
     (tokens, topk), hidden = topk_ids.shape, x.shape[1]
     codes = torch.empty((rows, hidden), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-token quantization and RMSNorm with quantization against their memory traffic and the separate operators.
+"""Per-token quantization, alone and behind RMSNorm or an activation, against its memory traffic and vLLM's kernels.
 
 `limit` is the least traffic (every operand once) at the bandwidth of a large copy. Peers: a plain copy that moves as
 many bytes as the first two operators, which says how much of that bandwidth so many bytes can have; and vLLM's CUDA
-kernels where they are loaded: its quantization, and its (fused add) RMSNorm followed by its quantization.
+kernels where they are loaded: its quantization, and its (fused add) RMSNorm or its silu_and_mul followed by that.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ MS = (1, 16, 64, 256, 1024, 4096)
 
 
 def measure(m: int, k: int, bandwidth: float, with_vllm: bool, device: str = "cuda") -> dict[str, Any]:
-    """{"m": ..., "k": ..., "us": {...}, "limit_us": {...}} of x [m, k] in bf16.
+    """{"m": ..., "k": ..., "us": {...}, "limit_us": {...}} of x [m, k] in bf16; an activation is of [m, 2k].
 
     Args:
         bandwidth: bytes a second of a large copy.
         with_vllm: whether torch.ops._C holds vLLM's kernels.
     """
     times = timing.time_variants(variants(m, k, with_vllm, device))
-    plain, with_residual = (m * k * bytes_each / bandwidth * 1e6 for bytes_each in (3, 7))
-    limits = {"quant": plain, "norm_quant": plain, "add_norm_quant": with_residual, "copy": plain}
+    plain, with_residual, gated = (m * k * bytes_each / bandwidth * 1e6 for bytes_each in (3, 7, 5))
+    limits = {"quant": plain, "norm_quant": plain, "add_norm_quant": with_residual, "act_quant": gated, "copy": plain}
     return {
         "m": m,
         "k": k,
@@ -43,11 +43,13 @@ def variants(m: int, k: int, with_vllm: bool, device: str = "cuda") -> dict[str,
         for _ in range(min(64, timing.copies(m * k * 4)))
     ]
     weight = torch.randn(k, device=device, dtype=torch.bfloat16)
+    gates = [torch.randn(m, 2 * k, device=device, dtype=torch.bfloat16) for _ in sets]
     copied = [torch.zeros(2, m * k * 3 // 2, device=device, dtype=torch.uint8) for _ in sets]
     calls: dict[str, list[Callable[[], object]]] = {
         "quant": [partial(ops.per_token_quant_fp8, x) for x, _ in sets],
         "norm_quant": [partial(ops.rms_norm_quant_fp8, x, weight) for x, _ in sets],
         "add_norm_quant": [partial(ops.rms_norm_quant_fp8, x, weight, 1e-6, residual) for x, residual in sets],
+        "act_quant": [partial(ops.act_and_mul_quant_fp8, gate) for gate in gates],
         "copy": [partial(target.copy_, source) for source, target in copied],
     }
     if with_vllm:
@@ -67,7 +69,12 @@ def variants(m: int, k: int, with_vllm: bool, device: str = "cuda") -> dict[str,
             vllm.fused_add_rms_norm(x, residual, weight, 1e-6)
             quant(x)
 
+        def act_quant(gate: torch.Tensor) -> None:
+            vllm.silu_and_mul(normed, gate)
+            quant(normed)
+
         calls["vllm_quant"] = [partial(quant, x) for x, _ in sets]
         calls["vllm_norm_quant"] = [partial(norm_quant, x) for x, _ in sets]
         calls["vllm_add_norm_quant"] = [partial(add_norm_quant, *each) for each in sets]
+        calls["vllm_act_quant"] = [partial(act_quant, gate) for gate in gates]
     return calls

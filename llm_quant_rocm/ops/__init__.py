@@ -5,6 +5,7 @@ They are for inference and have no gradients. The experts' references read on th
 GPU that has no kernel for experts captures no graph of them. `nvfp4_moe_w4a4` is a plain function, for evaluation.
 """
 
+from llm_quant_rocm.ops.act_and_mul_quant import act_and_mul_quant_fp8 as act_and_mul_quant_fp8
 from llm_quant_rocm.ops.nvfp4_gemm import nvfp4_gemm as nvfp4_gemm
 from llm_quant_rocm.ops.nvfp4_moe import nvfp4_moe as nvfp4_moe
 from llm_quant_rocm.ops.nvfp4_moe_w4a4 import nvfp4_moe_w4a4 as nvfp4_moe_w4a4

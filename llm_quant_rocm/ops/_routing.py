@@ -3,7 +3,8 @@
 
 import torch
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
+
 _SIGNED = (torch.int32, torch.int64)
 # What the kernels of `routing` read; some of the engines' dispatchers have unsigned ids.
 _IDS = (*_SIGNED, torch.uint32)

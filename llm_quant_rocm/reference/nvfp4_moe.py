@@ -4,8 +4,8 @@
 import torch
 
 from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.reference.act_and_mul_quant import act_and_mul
 from llm_quant_rocm.reference.nvfp4_gemm import nvfp4_gemm
-from llm_quant_rocm.reference.ptpc_moe import ACTIVATIONS
 
 
 def nvfp4_moe(
@@ -35,8 +35,7 @@ def nvfp4_moe(
         outer = x[token]
         if input_scales is not None:
             outer = nvfp4.fake_quantize_activation(outer, input_scales[0][index])
-        gate, up = nvfp4_gemm(outer, _expert(w13, index), None, x.dtype).float().chunk(2, dim=-1)
-        inner = (ACTIVATIONS[activation](gate) * up).to(x.dtype)
+        inner = act_and_mul(nvfp4_gemm(outer, _expert(w13, index), None, x.dtype), activation)
         if input_scales is not None:
             inner = nvfp4.fake_quantize_activation(inner, input_scales[1][index])
         y = nvfp4_gemm(inner, _expert(w2, index), None, torch.float32)

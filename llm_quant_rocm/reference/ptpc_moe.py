@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routed experts with per-token FP8 activations and per-channel FP8 weights."""
 
-from collections.abc import Callable
-
 import torch
-from torch.nn import functional
 
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.reference.act_and_mul_quant import act_and_mul_quant_fp8
 from llm_quant_rocm.reference.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.reference.ptpc_gemm import ptpc_gemm
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 
 
 def ptpc_moe(
@@ -44,8 +36,7 @@ def ptpc_moe(
             continue
         token, slot = (local_ids == expert).nonzero(as_tuple=True)
         h = ptpc_gemm(xq[token], xscale[token], w13[expert], w13_scale[expert], None, x.dtype)
-        gate, up = h.float().chunk(2, dim=-1)
-        aq, ascale = per_token_quant_fp8((ACTIVATIONS[activation](gate) * up).to(x.dtype), fmt)
+        aq, ascale = act_and_mul_quant_fp8(h, activation, fmt)
         y = ptpc_gemm(aq, ascale, w2[expert], w2_scale[expert], None, torch.float32)
         slots[token, slot] = (y * topk_weights[token, slot, None]).to(x.dtype)
     return slots.float().sum(dim=1).to(x.dtype)

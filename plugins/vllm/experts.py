@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodB
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 from llm_quant_rocm.checkpoint.warm_layers import warm_experts
-from llm_quant_rocm.ops._routing import ACTIVATIONS
+from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
 from llm_quant_rocm_vllm import padding
 from llm_quant_rocm_vllm.engine_layers import PreparedOnce
 

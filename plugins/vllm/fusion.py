@@ -4,6 +4,7 @@
     norm, then quantization of its result                       ops.rms_norm_quant_fp8
     the same, where a router or another layer reads the norm    ops.reduce_norm_quant of one rank
     all-reduce, norm, and quantization if there is one          ops.reduce_norm_quant
+    a gated layer's activation, then quantization (gated.py)    ops.act_and_mul_quant_fp8
 
 A norm is vLLM's RMSNorm, with or without a residual, in the form that it has before vLLM chooses a kernel for it; a
 quantization is the per-token one that `ops.ptpc_linear` begins with, and belongs to us, so the pattern needs no more.
@@ -37,6 +38,7 @@ from llm_quant_rocm.environment import FUSION as SWITCH
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
 from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm_vllm import gated
 
 HOOK = "post_grad_custom_post_pass"
 
@@ -122,10 +124,11 @@ class NormQuantFusion:
     group: str | None = None
 
     def uuid(self) -> str:
-        """Part of the key of vLLM's compile cache: another text of this file, or another signature of an operator that
+        """Part of the key of vLLM's compile cache: another text of the pass, or another signature of an operator that
         cached graphs call, is another pass."""
-        key = [repr(self), *(str(target._schema) for target in (_FUSED, _ADD_FUSED, _REDUCE_FUSED))]
-        return hashlib.sha256(Path(__file__).read_bytes() + "\n".join(key).encode()).hexdigest()
+        key = [repr(self), *(str(target._schema) for target in (_FUSED, _ADD_FUSED, _REDUCE_FUSED, gated.FUSED))]
+        text = b"".join(Path(file).read_bytes() for file in (__file__, gated.__file__))
+        return hashlib.sha256(text + "\n".join(key).encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> list[str]:
         """Fuses what it can in a functional graph of ATen operators; for each place, what became one operator."""
@@ -136,6 +139,8 @@ class NormQuantFusion:
             if norm is not None and norm.is_fusible():
                 fused.append(norm.describe())
                 norm.fuse(self.group)
+            elif activation := gated.fuse(node, _call):
+                fused.append(activation)
         if fused:
             counts = ", ".join(f"{count} x {what}" for what, count in Counter(fused).items())
             _log(f"norm fusion: in a compiled graph became one kernel each: {counts} (layers alike share a graph)")

@@ -139,7 +139,7 @@ def test_bench_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [(row["k"], row["m"]) for row in found["rows"]] == [(64, 1), (64, 4), (128, 1), (128, 4)]
-    assert found["rows"][0]["us"].keys() == {"quant", "norm_quant", "add_norm_quant", "copy"}
+    assert found["rows"][0]["us"].keys() == {"quant", "norm_quant", "add_norm_quant", "act_quant", "copy"}
     assert "vLLM" in found["absent"]
     assert (tmp_path / "rows.png").stat().st_size > 5000
     assert "vLLM is left out: " in run("rows", "--columns", "64", "--ms", "1").stdout

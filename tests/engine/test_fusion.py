@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ import torch
 from checkpoints import dense as dense_checkpoint_of
 from engines import Result, run
 from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.ir import ops as ir
 
@@ -37,6 +41,7 @@ FUSED = torch.ops.llm_quant_rocm.rms_norm_quant_fp8.default
 ADD_FUSED = torch.ops.llm_quant_rocm.add_rms_norm_quant_fp8.default
 REDUCE_FUSED = torch.ops.llm_quant_rocm.reduce_norm_quant.default
 ALONE, TOGETHER = "RMSNorm + quantization", "all-reduce + RMSNorm + quantization"
+GATED = "silu-and-mul + quantization"
 
 
 class Weights(NamedTuple):
@@ -174,6 +179,89 @@ def test_the_number_of_rows_stays_open() -> None:
     for count in (1, 2, 33):
         inputs = given(rows(count))
         assert bits(module(*inputs)) == bits(WithOurRounding(apart).run(*inputs))
+
+
+# Activations of gated layers.
+
+GATES = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def gated(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """As vLLM's layers write it."""
+    width = x.shape[-1] // 2
+    return GATES[activation](x[..., :width]) * x[..., width:]
+
+
+class Passed(CustomGraphPass):
+    """Ours, where Inductor runs it in vLLM, and what it says."""
+
+    def __init__(self) -> None:
+        self.fused: list[str] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.fused += NormQuantFusion()(graph)
+        graph.lint()
+        nodes = len(graph.nodes)
+        graph.eliminate_dead_code()
+        assert len(graph.nodes) == nodes
+
+    def uuid(self) -> bytes:
+        return os.urandom(8)
+
+
+def compiled(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[list[str], Any]:
+    """What Inductor's code for `function` gives, the pass in it, and what that has fused; any number of rows."""
+    seen = Passed()
+    torch._dynamo.reset()
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_post_pass=seen):
+        for rows in inputs:
+            if rows.dim() == 2:
+                torch._dynamo.mark_dynamic(rows, 0)
+        return seen.fused, torch.compile(function, fullgraph=True)(*inputs)
+
+
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_an_activation_as_inductor_decomposes_it(dtype: torch.dtype, activation: str) -> None:
+    x = torch.cat([rows(9, dtype), rows(9, dtype).flip(0)], dim=1)
+    fused, found = compiled(lambda x: QUANT(gated(x, activation)), x)
+    assert fused == [f"{activation}-and-mul + quantization"]
+    assert bits(found) == bits(ops.act_and_mul_quant_fp8(x, activation))
+
+
+def test_activations_and_norms_of_a_layer_are_fused_together() -> None:
+    def mlp(x: torch.Tensor, norm: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed, total = ADD_NORM(x, residual, norm, EPS)
+        gate_up = ops.ptpc_linear(normed, *both)
+        return ops.ptpc_linear(gated(gate_up), *MODEL[2][1:]), total
+
+    both = ops.per_token_quant_fp8(torch.randn(2 * K, K, generator=torch.Generator().manual_seed(8)))
+    fused, _ = compiled(mlp, rows(9), MODEL[0].norm, rows(9).flip(0))
+    assert fused == [ALONE, GATED]
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "read by others": lambda x: (*QUANT(y := gated(x)), y + 1),
+    "halves exchanged": lambda x: QUANT(functional.silu(x[:, K:]) * x[:, :K]),
+    "two tensors": lambda x: QUANT(functional.silu(x[:, :K]) * (x + 1)[:, K:]),
+    "another activation": lambda x: QUANT(functional.relu(x[:, :K]) * x[:, K:]),
+    "clamped": lambda x: QUANT(functional.silu(x[:, :K].clamp(max=7)) * x[:, K:]),
+    "a part of it": lambda x: QUANT(functional.silu(x[:, : K // 2]) * x[:, K // 2 : K]),
+    "every other one": lambda x: QUANT(functional.silu(x[:, ::2]) * x[:, 1::2]),
+    "nothing to activate": lambda x: QUANT(x),
+}
+
+
+@pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
+def test_what_is_no_activation_that_we_have_stays(function: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.cat([rows(9), rows(9).flip(0)], dim=1)
+    fused, found = compiled(function, x)
+    assert fused == []
+    torch.testing.assert_close(found[0].float() * found[1], (y := function(x))[0].float() * y[1], rtol=2**-3, atol=1e-2)
 
 
 @pytest.fixture
@@ -393,10 +481,11 @@ def test_a_group_is_a_part_of_the_key_too(
     assert "takes the place of vLLM's fuse_allreduce_rms" in log.text
 
 
-def test_another_text_is_another_pass(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [fusion, fusion.gated], ids=["fusion", "gated"])
+def test_another_text_is_another_pass(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = NormQuantFusion().uuid()
-    (tmp_path / "fusion.py").write_text(Path(fusion.__file__).read_text() + "\n")
-    monkeypatch.setattr(fusion, "__file__", str(tmp_path / "fusion.py"))
+    (tmp_path / "text.py").write_text(Path(module.__file__).read_text() + "\n")
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "text.py"))
     assert NormQuantFusion().uuid() != before
 
 
@@ -596,8 +685,8 @@ def engines(folder: Path, checkpoint: Path) -> dict[str, Result]:
 def test_an_engine_fuses(engines: dict[str, Result]) -> None:
     result = engines["on"]
     assert result.returncode == 0, result.log[-6000:]
-    for places in (1, 2):
-        assert f"one kernel each: {places} x {ALONE} (layers" in result.log
+    for places in (f"1 x {ALONE} (layers", f"2 x {ALONE}, 1 x {GATED} (layers"):
+        assert f"one kernel each: {places}" in result.log
 
 
 def test_an_engine_finds_fused_graphs_in_the_cache(engines: dict[str, Result]) -> None:
@@ -628,7 +717,8 @@ def test_two_ranks_fuse_their_all_reduces(folder: Path, checkpoint: Path, engine
     settings = {"quantization": "ptpc_fp8", "enforce_eager": False, "tensor_parallel_size": 2}
     result = run(folder / "fusion-tp2", checkpoint, variables, **settings)
     assert result.returncode == 0, result.log[-6000:]
-    for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER} (", f"1 x {TOGETHER}, 1 x all-reduce + RMSNorm ("):
+    last = f"1 x {TOGETHER}, 1 x {GATED}, 1 x all-reduce + RMSNorm ("
+    for places in (f"1 x {TOGETHER} (", f"2 x {TOGETHER}, 1 x {GATED} (", last):
         assert result.log.count(f"one kernel each: {places}") == 1
     difference = (result.logprobs - engines["on"].logprobs).abs()
     print(f"mean {difference.mean():.4f} largest {difference.max():.4f}")

@@ -112,6 +112,7 @@ def _calls(device: torch.device, facts: hardware.Hardware) -> dict[str, list[Any
     w13, w2 = (prepare_nvfp4_weight(_zeros(device, 1), gate_up=gate_up).layout for gate_up in (True, False))
     calls: dict[str, Callable[[int], Any]] = {
         "per_token_quant": lambda m: RowCall(facts, _K),
+        "act_and_mul_quant": lambda m: RowCall(facts, _K),
         "rms_norm_quant": lambda m: RowCall(facts, _K),
         "reduce_norm_quant": lambda m: NormCall(facts, _K, world, obstacle),
         "ptpc_gemm": lambda m: PtpcCall(device, m, _N, _K, _DTYPE, None, ptpc),

@@ -8,21 +8,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn import functional
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import ptpc_moe, routing
-from tests.amd.budget import FP8_CAST, FP8_MATRIX, Budget
+from llm_quant_rocm.kernels import act_and_mul_quant, routing
+from tests.amd.budget import FP8_MATRIX, Budget
 from tests.amd.operators import shared_out
-from tests.inputs import DTYPE_IDS, DTYPES, assert_same
+from tests.inputs import DTYPE_IDS, DTYPES
 from tests.moe_inputs import experts, relative_error
 
-BUDGETS = {  # per_token_quant_kernel and those of routing, which it launches too, are proven on their own
-    "grouped_gemm_kernel": Budget(matrix=FP8_MATRIX),
-    "activation_quant_kernel": Budget(uses=FP8_CAST),
-}
+# Those of both quantizations and of routing, which it launches too, are proven on their own.
+BUDGETS = {"grouped_gemm_kernel": Budget(matrix=FP8_MATRIX)}
 
 
 def arguments(hardware: Hardware, *shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             absent_experts()
 
     def fewer_programs_than_slots() -> None:
-        with patch.object(ptpc_moe, "PROGRAMS", 3):
+        with patch.object(act_and_mul_quant, "PROGRAMS", 3):
             absent_experts()
 
     def padding() -> None:
@@ -89,20 +86,6 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         given = arguments(hardware, 5, 4, 2, 64, 32)
         given["x"][2, 7] = torch.nan
         assert ops.ptpc_moe(**given).isnan().all(dim=1).tolist() == [False, False, True, False, False]
-
-    def beyond_fp16() -> None:
-        """Between the products, as behind them the infinity's own code would hide the scale: silu(gate) * up of 65520
-        is infinite and makes the slot's scale so, 65516 is not."""
-        gate, up = torch.full((3, 32), 64.0), torch.linspace(-1, 1, 32).repeat(3, 1)  # silu(64) is 64
-        gate[:, 5] = torch.tensor([273.0, 273.0, 44.0])
-        up[:, 5] = torch.tensor([240.0, -240.0, 1489.0])
-        h = torch.cat([gate, up], dim=1).half()
-        ids = torch.zeros(3, 1, dtype=torch.int32)
-        found = ptpc_moe.activation_quant(h, "silu", fmt, hardware, ids, None, None, 1)
-        expected = reference.per_token_quant_fp8((functional.silu(h[:, :32].float()) * h[:, 32:].float()).half(), fmt)
-        assert expected[1].isinf().flatten().tolist() == [True, True, False]
-        for result, value in zip(found, expected, strict=True):
-            assert_same(result, value)
 
     def other_flavour() -> None:
         given = arguments(hardware, 2, 4, 2, 64, 32)
@@ -126,6 +109,5 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "padding": padding,
         "NaN": nan,
         "the other flavour is refused": other_flavour,
-        "beyond fp16": beyond_fp16,
     }
     return shared_out(cases, hardware)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The activation of a gated layer with per-token FP8 quantization of its result: one read of the row, one write of the
+codes. Of a dense layer's rows, and of the slots of experts."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from llm_quant_rocm.formats.fp8 import Fp8Format
+from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.fp8_row import (
+    larger,
+    load_block,
+    narrow,
+    row_launch,
+    store_block,
+    store_quantized_row,
+    widen,
+)
+from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.routing import local_expert
+
+# Of rows, at most, that run together: sixteen for each multiprocessor of an H100 or an MI300X.
+PROGRAMS = 4096
+
+
+class Routed(NamedTuple):
+    """Whose rows they are where they are slots of experts: arguments of `routing.schedule`, and its map from slots to
+    rows where rows are not slots. Rows of slots whose expert is not here are left as torch.empty makes them."""
+
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    padding: torch.Tensor | None
+    experts: int
+    slot_row: torch.Tensor | None = None
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """silu, gelu (with erf) or gelu_tanh of fp32 values."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # x / 2 * (1 + tanh u) is x * sigmoid(2 u)
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+# The number of rows changes with every batch: specializing on it would compile in the middle of serving.
+@triton.jit(do_not_specialize=["slots"])
+def act_and_mul_quant_kernel(
+    h_ptr, a_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
+    TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Codes and scale of a = T(activation(gate) * up) for each row h = [gate, up] of dtype T, and with a_ptr a itself;
+    codes and scale of h without an ACTIVATION. With ids_ptr rows are slots, those whose expert is here, or, with
+    slot_row_ptr, where the schedule has them."""
+    if PDL:
+        programmatic_launch()
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    # Programs for all rows would take longer to launch, where they are short, than what they do.
+    for number in range(tl.program_id(0), slots, tl.num_programs(0)):
+        slot = tl.cast(number, tl.int64)
+        is_here = True
+        if ids_ptr is not None:
+            is_here = local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0
+        if is_here:
+            row = slot
+            if slot_row_ptr is not None:
+                row = tl.load(slot_row_ptr + slot).to(tl.int64)
+            row_ptr = h_ptr + row * (COLUMNS if ACTIVATION is None else 2 * COLUMNS)
+            largest = tl.zeros([BLOCK], tl.float32)
+            rounded = tl.tuple([])
+            for i in tl.static_range(BLOCKS):
+                block = load_block(row_ptr, i, COLUMNS, BLOCK, "evict_first")
+                value = widen(block)
+                if ACTIVATION is not None:
+                    up = widen(load_block(row_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
+                    value = activate(value, ACTIVATION) * up
+                    block = narrow(value, h_ptr.dtype.element_ty)
+                if a_ptr is not None:
+                    store_block(a_ptr + row * COLUMNS, block, i, COLUMNS, BLOCK)
+                largest = larger(largest, tl.abs(value))
+                rounded += (block,)
+            store_quantized_row(
+                q_ptr + row * COLUMNS, scale_ptr + row, rounded, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
+            )  # fmt: skip
+
+
+def act_and_mul_quant_fp8(
+    h: torch.Tensor,
+    activation: str | None,
+    fmt: Fp8Format,
+    hardware: Hardware,
+    routed: Routed | None = None,
+    activated: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [rows, I] and fp32 scales [rows, 1] of T(activation(gate) * up), h [rows, 2I] of dtype T, contiguous, being
+    [gate, up]; of h [rows, I] itself without an activation. What is quantized also goes to `activated` [rows, I] of
+    dtype T, if that is given. I <= per_token_quant.MAX_COLUMNS."""
+    rows, inner = h.shape[0], h.shape[1] if activation is None else h.shape[1] // 2
+    codes = torch.empty((rows, inner), dtype=fmt.dtype, device=h.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=h.device)
+    slots, known, topk = rows, 0, 1
+    ids = expert_map = padding = slot_row = None
+    if routed is not None:
+        ids, expert_map, padding, known, slot_row = routed
+        known = known if expert_map is None else expert_map.numel()
+        slots, topk = ids.numel(), ids.shape[1]
+    if slots:
+        act_and_mul_quant_kernel[(min(slots, PROGRAMS),)](
+            h, activated, codes, scale, slot_row, ids, expert_map, padding, slots, known, TOPK=topk,
+            ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl,
+            **row_launch(inner, hardware, 1 if activation is None else 2), **pdl_option(hardware),
+        )  # fmt: skip
+    return codes, scale
