@@ -10,15 +10,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.fp8_row import (
-    larger,
-    load_block,
-    narrow,
-    row_launch,
-    store_block,
-    store_quantized_row,
-    widen,
-)
+from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.routing import local_expert
 
@@ -51,13 +43,13 @@ def activate(gate, ACTIVATION: tl.constexpr):
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["slots"])
 def act_and_mul_quant_kernel(
-    h_ptr, a_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
+    h_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
     TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Codes and scale of a = T(activation(gate) * up) for each row h = [gate, up] of dtype T, and with a_ptr a itself;
-    codes and scale of h without an ACTIVATION. With ids_ptr rows are slots, those whose expert is here, or, with
-    slot_row_ptr, where the schedule has them."""
+    """Codes and scale of T(activation(gate) * up) for each row h = [gate, up] of dtype T; of h itself without an
+    ACTIVATION. With ids_ptr rows are slots, those whose expert is here, or, with slot_row_ptr, where the schedule has
+    them."""
     if PDL:
         programmatic_launch()
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
@@ -81,8 +73,6 @@ def act_and_mul_quant_kernel(
                     up = widen(load_block(row_ptr + COLUMNS, i, COLUMNS, BLOCK, "evict_first"))
                     value = activate(value, ACTIVATION) * up
                     block = narrow(value, h_ptr.dtype.element_ty)
-                if a_ptr is not None:
-                    store_block(a_ptr + row * COLUMNS, block, i, COLUMNS, BLOCK)
                 largest = larger(largest, tl.abs(value))
                 rounded += (block,)
             store_quantized_row(
@@ -91,16 +81,10 @@ def act_and_mul_quant_kernel(
 
 
 def act_and_mul_quant_fp8(
-    h: torch.Tensor,
-    activation: str | None,
-    fmt: Fp8Format,
-    hardware: Hardware,
-    routed: Routed | None = None,
-    activated: torch.Tensor | None = None,
+    h: torch.Tensor, activation: str | None, fmt: Fp8Format, hardware: Hardware, routed: Routed | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [rows, I] and fp32 scales [rows, 1] of T(activation(gate) * up), h [rows, 2I] of dtype T, contiguous, being
-    [gate, up]; of h [rows, I] itself without an activation. What is quantized also goes to `activated` [rows, I] of
-    dtype T, if that is given. I <= per_token_quant.MAX_COLUMNS."""
+    [gate, up]; of h [rows, I] itself without an activation. I <= per_token_quant.MAX_COLUMNS."""
     rows, inner = h.shape[0], h.shape[1] if activation is None else h.shape[1] // 2
     codes = torch.empty((rows, inner), dtype=fmt.dtype, device=h.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=h.device)
@@ -112,7 +96,7 @@ def act_and_mul_quant_fp8(
         slots, topk = ids.numel(), ids.shape[1]
     if slots:
         act_and_mul_quant_kernel[(min(slots, PROGRAMS),)](
-            h, activated, codes, scale, slot_row, ids, expert_map, padding, slots, known, TOPK=topk,
+            h, codes, scale, slot_row, ids, expert_map, padding, slots, known, TOPK=topk,
             ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl,
             **row_launch(inner, hardware, 1 if activation is None else 2), **pdl_option(hardware),
         )  # fmt: skip

@@ -14,24 +14,17 @@ from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_
 from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
 
 NAME = "act_and_mul_quant_fp8"
-Result = tuple[torch.Tensor, ...]
+Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def _triton(
-    h: torch.Tensor, activation: str, fmt: fp8.Fp8Format, device: Hardware, activated: torch.Tensor | None
-) -> Result:
+def _triton(h: torch.Tensor, activation: str, fmt: fp8.Fp8Format, device: Hardware) -> Result:
     from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
 
-    return act_and_mul_quant_fp8(h.contiguous(), activation, fmt, device, activated=activated)
+    return act_and_mul_quant_fp8(h.contiguous(), activation, fmt, device)
 
 
-def _reference(
-    h: torch.Tensor, activation: str, fmt: fp8.Fp8Format, device: Hardware, activated: torch.Tensor | None
-) -> Result:
-    a = reference.act_and_mul(h, activation)
-    if activated is not None:
-        activated.copy_(a)
-    return reference.per_token_quant_fp8(a, fmt)
+def _reference(h: torch.Tensor, activation: str, fmt: fp8.Fp8Format, device: Hardware) -> Result:
+    return reference.act_and_mul_quant_fp8(h, activation, fmt)
 
 
 BACKENDS = (
@@ -54,12 +47,11 @@ def _validate(x: torch.Tensor, activation: str) -> None:
         raise ValueError(f"{NAME}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
 
 
-def _run(x: torch.Tensor, activation: str, with_activated: bool) -> Result:
-    call, rows = RowCall(hardware.detect(x.device), x.shape[-1] // 2), rows_of(x)
+def _implementation(x: torch.Tensor, activation: str) -> Result:
+    call = RowCall(hardware.detect(x.device), x.shape[-1] // 2)
     fmt = fp8.of_dtype(call.hardware.fp8_dtype)
-    activated = rows.new_empty(rows.shape[0], call.columns) if with_activated else None
-    results = _choose(call).backend.run(rows, activation, fmt, call.hardware, activated)
-    return tuple(rows_as(x, result) for result in (*results, activated) if result is not None)
+    q, scale = _choose(call).backend.run(rows_of(x), activation, fmt, call.hardware)
+    return rows_as(x, q), rows_as(x, scale)
 
 
 def _fake(x: torch.Tensor, activation: str) -> Result:
@@ -67,24 +59,10 @@ def _fake(x: torch.Tensor, activation: str) -> Result:
     return x.new_empty(shape, dtype=dtype), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
-# Two operators, because a registered operator has a fixed number of outputs.
-_operator = register(
-    f"{NAME}(Tensor x, str activation) -> (Tensor, Tensor)",
-    _validate,
-    lambda x, activation: _run(x, activation, False),
-    _fake,
-)
-_with_activated = register(
-    f"{NAME}_with_activated(Tensor x, str activation) -> (Tensor, Tensor, Tensor)",
-    _validate,
-    lambda x, activation: _run(x, activation, True),
-    lambda x, activation: (*_fake(x, activation), x.new_empty((*x.shape[:-1], x.shape[-1] // 2))),
-)
+_operator = register(f"{NAME}(Tensor x, str activation) -> (Tensor, Tensor)", _validate, _implementation, _fake)
 
 
-def act_and_mul_quant_fp8(
-    x: torch.Tensor, activation: str = "silu", with_activated: bool = False
-) -> tuple[torch.Tensor, ...]:
+def act_and_mul_quant_fp8(x: torch.Tensor, activation: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token FP8 codes [..., I] and fp32 scales [..., 1] of activation(gate) * up, in one kernel.
 
     x [..., 2I] is [gate, up], the output of a gated layer's first product, in dtype T: bf16, fp16 or fp32, any strides,
@@ -93,10 +71,8 @@ def act_and_mul_quant_fp8(
 
         a = T(activation(gate) * up);  codes and scales of a
 
-    `with_activated` a [..., I] is a third result, for others who read it.
-
     Raises:
         TypeError: x has another dtype.
         ValueError: x has no last dimension of two halves, or the activation is another.
     """
-    return _with_activated(x, activation) if with_activated else _operator(x, activation)
+    return _operator(x, activation)

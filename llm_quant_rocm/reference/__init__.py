@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each operator computes: pure torch on any device, the oracle of the kernels."""
 
-from llm_quant_rocm.reference.act_and_mul_quant import act_and_mul as act_and_mul
 from llm_quant_rocm.reference.act_and_mul_quant import act_and_mul_quant_fp8 as act_and_mul_quant_fp8
 from llm_quant_rocm.reference.nvfp4_gemm import nvfp4_gemm as nvfp4_gemm
 from llm_quant_rocm.reference.nvfp4_gemm import nvfp4_gemm_fp8 as nvfp4_gemm_fp8

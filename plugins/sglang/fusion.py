@@ -3,20 +3,18 @@
 
     norm, then quantization of its result            where one of our FP8 layers reads the norm
     all-reduce, norm, and quantization if any        where SGLang leaves an all-reduce to the norm that follows
-    a gated layer's activation, then quantization    where one of our FP8 layers reads it
 
-SGLang runs its models eagerly, so there is no graph to rewrite. Norms and activations get another `_forward_method`,
-which SGLang's layers choose a kernel by, and learn from the first batches, before graphs are captured, whether an FP8
-layer reads them: such a one hands its codes on with its result, and the layer takes them instead of quantizing again.
-The result itself stays in 16 bits, for whoever else reads it.
+SGLang runs its models eagerly, so there is no graph to rewrite. Norms get another `_forward_method`, which SGLang's
+norms choose a kernel by, and learn from the first batches, before graphs are captured, whether an FP8 layer reads them:
+such a norm hands its codes on with its result, and the layer takes them instead of quantizing again. The result itself
+stays in 16 bits, for whoever else reads it.
 
 SGLang leaves an all-reduce to the norm behind it in models that say where (LayerCommunicator in 0.5.17, layer_boundary
 from 0.5.21 on), for kernels of FlashInfer's and AITER's that do both. One function says whether they may, and another
 calls them: hooks on both let ours do it (patches.py).
 
 Results are those of our separate operators in every bit. SGLang's own norm differs from ours in one rounding: it
-normalises the sum of activation and residual before that is rounded to 16 bits. Its activations are ours but for the
-last bit of fp32.
+normalises the sum of activation and residual before that is rounded to 16 bits.
 """
 
 import logging
@@ -30,7 +28,6 @@ import torch
 import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import layernorm
-from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.utils import is_flashinfer_available
@@ -45,9 +42,8 @@ from llm_quant_rocm.ops.reduce_norm_quant import MAX_COLUMNS
 from llm_quant_rocm_sglang import communicator
 
 _HALF = (torch.bfloat16, torch.float16)
-# Where a result keeps what FP8 layers want to know of it.
-_MARK = "_llm_quant_rocm_mark"
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+# Where a norm's result keeps what FP8 layers want to know of it.
+_MARK = "_llm_quant_rocm_norm"
 # Attributes of SGLang's norms, with the values under which they compute what ours does.
 _PLAIN = {
     "has_weight": True,
@@ -66,15 +62,15 @@ logger = logging.getLogger("llm_quant_rocm")
 
 @dataclass(slots=True)
 class _Mark:
-    """What the result of a norm or an activation carries.
+    """What a norm's result carries.
 
     Attributes:
-        maker: which norm or activation.
+        norm: which norm.
         version: of the result when it was made: it counts the changes in place that torch knows of.
         codes, scales: the result per token in FP8, or None.
     """
 
-    maker: "FusedNorm | FusedActivation"
+    norm: "FusedNorm"
     version: int
     codes: torch.Tensor | None = None
     scales: torch.Tensor | None = None
@@ -83,12 +79,12 @@ class _Mark:
 def ptpc_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, layout: str
 ) -> torch.Tensor:
-    """`ops.ptpc_linear`, by the codes that x carries if it comes from a norm or an activation that has made them."""
+    """`ops.ptpc_linear`, by the codes that x carries if it comes from a norm that has made them."""
     mark = None if torch.compiler.is_compiling() else getattr(x, _MARK, None)
     if mark is None or mark.version != x._version:
         return ops.ptpc_linear(x, weight, scale, bias, layout)
     if mark.codes is None:
-        mark.maker.quantizes = True
+        mark.norm.quantizes = True
         return ops.ptpc_linear(x, weight, scale, bias, layout)
     return ops.ptpc_gemm(mark.codes, mark.scales, weight, scale, bias, x.dtype, layout)
 
@@ -153,43 +149,10 @@ class FusedNorm:
         return residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
 
 
-class FusedActivation:
-    """Stands in for the forward method of one of SGLang's activations of gated layers.
-
-    Attributes:
-        quantizes: whether an FP8 layer was seen to read the result.
-    """
-
-    def __init__(self, layer: Any, plain: Callable[..., Any]) -> None:
-        self._plain = plain
-        self._activation = "silu" if isinstance(layer, SiluAndMul) else _GELU.get(layer.approximate)
-        # On a GPU SGLang takes torch's own only where a result has to be that of training.
-        if torch.cuda.is_available() and getattr(plain, "__name__", "") == "forward_native":
-            self._activation = None
-        self.quantizes = False
-
-    def __call__(self, x: torch.Tensor, *options: Any, **more: Any) -> Any:
-        """What SGLang's method gives: activation(gate) * up of x [..., 2I], gate before up."""
-        if torch.compiler.is_compiling():
-            return self._plain(x, *options, **more)
-        codes = scales = None
-        if self.quantizes and self._activation and not (options or more) and x.dtype in _HALF and x.shape[0]:
-            codes, scales, result = ops.act_and_mul_quant_fp8(x, self._activation, with_activated=True)
-        else:
-            result = self._plain(x, *options, **more)
-        _mark(result, self, codes, scales)
-        return result
-
-
-def _mark(
-    result: Any,
-    maker: FusedNorm | FusedActivation,
-    codes: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> None:
+def _mark(result: Any, norm: FusedNorm, codes: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> None:
     # An inference tensor does not count its changes; others than tensors are SGLang's own codes.
     if isinstance(result, torch.Tensor) and not result.is_inference():
-        setattr(result, _MARK, _Mark(maker, result._version, codes, scales))
+        setattr(result, _MARK, _Mark(norm, result._version, codes, scales))
 
 
 def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +163,7 @@ def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: 
 
 
 def install(model: torch.nn.Module) -> None:
-    """Let the norms and activations of a loaded model be fused with what stands around them, unless `SWITCH` is 0."""
+    """Let the norms of a loaded model be fused with what stands around them, unless `SWITCH` is 0."""
     from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
     from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
     from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
@@ -216,20 +179,12 @@ def install(model: torch.nn.Module) -> None:
         return
     norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm | GemmaRMSNorm)]
     for norm in norms:
-        norm._forward_method = FusedNorm(norm, _method(norm))
-    if quantizes:
-        activations: list[Any] = [module for module in model.modules() if type(module) in (SiluAndMul, GeluAndMul)]
-        for activation in activations:
-            activation._forward_method = FusedActivation(activation, _method(activation))
+        norm._forward_method = FusedNorm(norm, norm._forward_method or norm._resolve_forward_method())
     name = _group_name(tensor_parallel)
     what = ["quantization, where an FP8 layer reads them"] * quantizes
     what += ["the all-reduce, where the model leaves it to them"] * (name is not None)
     count = sum(norm._forward_method.is_plain for norm in norms)
     _log(f"norm fusion: on for {count} norms, with {' and '.join(what) or 'nothing'}; {SWITCH}=0 switches it off")
-
-
-def _method(layer: Any) -> Callable[..., Any]:
-    return layer._forward_method or layer._resolve_forward_method()
 
 
 def _is_plain(norm: Any) -> bool:

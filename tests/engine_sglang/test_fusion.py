@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sglang.srt.layers.activation import GeluAndMul, SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from llm_quant_rocm import ops
@@ -215,81 +214,6 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     with caplog.at_level(logging.INFO, "llm_quant_rocm"):
         assert not isinstance(model()["norm"]._forward_method, fusion.FusedNorm)
     assert caplog.messages == ["norm fusion: off, by LLM_QUANT_ROCM_FUSION=0"]
-
-
-# Activations.
-
-ACTIVATIONS = pytest.mark.parametrize(
-    ("activation", "name"),
-    [(SiluAndMul, "silu"), (GeluAndMul, "gelu_tanh"), (lambda: GeluAndMul(approximate="none"), "gelu")],
-    ids=["silu", "gelu_tanh", "gelu"],
-)
-
-
-def gated(activation: Any) -> torch.nn.ModuleDict:
-    made = torch.nn.ModuleDict({"act": activation(), "linear": Linear()})
-    fusion.install(made)
-    return made
-
-
-def halves(count: int = 5) -> torch.Tensor:
-    """What the activations take: a gate and what is behind it."""
-    return torch.cat([torch.randn(count, COLUMNS).bfloat16(), rows(count)], dim=1)
-
-
-@ACTIVATIONS
-def test_an_activation_hands_its_codes_on(activation: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, x, plain = gated(activation), halves(), activation()
-    quantized: list[torch.Tensor] = []
-    monkeypatch.setattr(ops, "ptpc_linear", lambda x, *layer: quantized.append(x) or _ptpc_linear(x, *layer))
-    first = layers["act"](x)  # by SGLang's kernel; the activation learns who reads it
-    assert torch.equal(first, plain(x))
-    layers["linear"](first)
-    assert len(quantized) == 1
-    second = layers["act"](x)
-    assert torch.equal(second, ops.act_and_mul_quant_fp8(x, name, with_activated=True)[2])
-    # SGLang's on a CPU rounds the activation before it multiplies.
-    torch.testing.assert_close(second, first, rtol=2**-7, atol=1e-30)
-    output = layers["linear"](second)
-    assert len(quantized) == 1
-    assert torch.equal(output, by_operator(layers["linear"], second))
-
-
-def test_an_activation_that_was_changed_is_quantized_again() -> None:
-    layers = gated(SiluAndMul)
-    layers["linear"](layers["act"](halves()))
-    result = layers["act"](halves())
-    result.mul_(2)
-    assert torch.equal(layers["linear"](result), by_operator(layers["linear"], result))
-
-
-@pytest.mark.parametrize("case", ["fp32", "empty", "options", "traced", "native on a GPU", "unknown approximation"])
-def test_which_activations_stay_sglangs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, options, given = halves(0 if case == "empty" else 5), {}, MagicMock(return_value=rows())
-    layers = torch.nn.ModuleDict({"act": SiluAndMul(), "linear": Linear()})
-    if case == "unknown approximation":
-        layers["act"] = GeluAndMul(approximate="sigmoid")
-    if case == "native on a GPU":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        given.__name__ = "forward_native"
-    layers["act"]._forward_method = given
-    fusion.install(layers)
-    layers["act"]._forward_method.quantizes = True
-    if case == "fp32":
-        x = x.float()
-    if case == "options":
-        options = {"limit": 7.0}
-    if case == "traced":
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert layers["act"](x, **options) is given.return_value
-    given.assert_called_once_with(x, **options)
-
-
-def test_activations_of_models_without_fp8_layers_stay_sglangs() -> None:
-    made = torch.nn.ModuleDict({"act": SiluAndMul(), "linear": Linear()})
-    made["linear"].quant_method = object.__new__(NvFp4LinearMethod)
-    fusion.install(made)
-    assert not isinstance(made["act"]._forward_method, fusion.FusedActivation)
 
 
 # The all-reduce.

@@ -19,10 +19,6 @@ def assert_equals_reference(x: torch.Tensor, activation: str = "silu") -> None:
     found = ops.act_and_mul_quant_fp8(x.cuda(), activation)
     expected = reference.act_and_mul_quant_fp8(x.cpu(), activation, fp8.for_device(found[0].device))
     assert_close_codes(found, expected, x.dtype)
-    *again, activated = ops.act_and_mul_quant_fp8(x.cuda(), activation, with_activated=True)
-    for made in (again, ops.per_token_quant_fp8(activated)):
-        for one, other in zip(found, made, strict=True):
-            assert_same(one, other)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -21,22 +21,19 @@ WIDTHS = (9728, 14336, 25600, 28672, 53248)
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
-    def launch(width: int, *how: str | bool) -> None:
-        ops.act_and_mul_quant_fp8(torch.empty(8, 2 * width, dtype=torch.bfloat16), *how)
+    def launch(width: int, activation: str) -> None:
+        ops.act_and_mul_quant_fp8(torch.empty(8, 2 * width, dtype=torch.bfloat16), activation)
 
     cases = {f"{width} columns": partial(launch, width, "silu") for width in WIDTHS}
-    cases |= {f"14336 columns, {name}": partial(launch, 14336, name) for name in ("gelu", "gelu_tanh")}
-    return cases | {"28672 columns, and what is quantized": partial(launch, 28672, "silu", True)}
+    return cases | {f"14336 columns, {name}": partial(launch, 14336, name) for name in ("gelu", "gelu_tanh")}
 
 
 def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     fmt = fp8.of_dtype(hardware.fp8_dtype)
 
     def check(x: torch.Tensor, activation: str = "silu") -> None:
-        *found, activated = ops.act_and_mul_quant_fp8(x, activation, with_activated=True)
+        found = ops.act_and_mul_quant_fp8(x, activation)
         assert_close_codes(found, reference.act_and_mul_quant_fp8(x, activation, fmt), x.dtype)
-        for result, value in zip(found, reference.per_token_quant_fp8(activated, fmt), strict=True):
-            assert_same(result, value)
 
     def random(rows: int, width: int, dtype: torch.dtype = torch.bfloat16, activation: str = "silu") -> None:
         check(random_rows(rows, 2 * width, dtype), activation)
