@@ -296,11 +296,9 @@ def nvfp4_engine() -> str:
     return "\n\n".join(parts)
 
 
-def sglang_engine() -> str:
-    result = load("sglang_engine_sm_90.json")
-    text = "\n\n".join(
-        f"{title}\n\n{engine_table(result, result[group])}" for group, title in SHAPES.items() if group in result
-    )
+def sglang_engine(file: str) -> str:
+    result = load(file)
+    parts = [f"{title}\n\n{engine_table(result, result[group])}" for group, title in SHAPES.items() if group in result]
     demo = {name: found for name, found in result.get("demo_model", {}).items() if "perplexity" in found}
     if demo:
         rows = [
@@ -309,8 +307,8 @@ def sglang_engine() -> str:
             for name, found in demo.items()
         ]
         header = ["method", "token perplexity of the demo model", "most likely token as in bf16", "commit"]
-        text += f"\n\n{table(header, rows)}"
-    return f"{measured_on(result)}:\n\n{text}"
+        parts.append(table(header, rows))
+    return "\n\n".join([f"{measured_on(result)}:", *parts])
 
 
 # --- the README
@@ -421,6 +419,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_sm_90.json"),
     "nvfp4_experts_untuned": partial(nvfp4_experts, "nvfp4_moe_untuned_sm_90.json"),
     "nvfp4_engine": nvfp4_engine,
-    "sglang_engine": sglang_engine,
+    "sglang_engine": partial(sglang_engine, "sglang_engine_sm_90.json"),
+    "sglang_ranks": partial(sglang_engine, "sglang_engine_2_ranks_sm_90.json"),
     "overview": overview,
 }

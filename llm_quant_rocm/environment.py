@@ -74,7 +74,12 @@ _ALL = (
         "`activations` of the checkpoint's configuration, else 16bit",
         ("16bit", "nvfp4"),
     ),
-    Variable(FUSION, "0 leaves norms apart from the all-reduces before and the quantization behind", "1", ("0", "1")),
+    Variable(
+        FUSION,
+        "0 leaves norms and activations apart from the all-reduces before and the quantization behind",
+        "1",
+        ("0", "1"),
+    ),
     Variable(ERRORS, "set by the vLLM plugin: the file in which an engine's processes say why they end", "a new file"),
     *_quick_reduce(QUICK_REDUCE),
     *(

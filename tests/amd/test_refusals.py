@@ -36,6 +36,10 @@ def wide_norm() -> None:
     ops.rms_norm_quant_fp8(torch.zeros(1, 65537), torch.ones(65537))
 
 
+def wide_gate() -> None:
+    ops.act_and_mul_quant_fp8(torch.zeros(1, 2 * 65537))
+
+
 def for_hopper(layout: str, n: int, k: int, *experts: int) -> ops.PreparedNvFp4Weight:
     weight = nvfp4.quantize(torch.linspace(-1, 1, n * k).view(n, k).expand(*experts, n, k))
     words, scales = nvfp4_wgmma.pack(weight.codes, weight.scales)
@@ -53,7 +57,13 @@ def moe() -> None:
     ops.nvfp4_moe(x, w13, w2, torch.ones(4, 1), ids)
 
 
-CALLS = {"per_token_quant": wide_row, "rms_norm_quant": wide_norm, "nvfp4_gemm": gemm, "nvfp4_moe": moe}
+CALLS = {
+    "per_token_quant": wide_row,
+    "rms_norm_quant": wide_norm,
+    "act_and_mul_quant": wide_gate,
+    "nvfp4_gemm": gemm,
+    "nvfp4_moe": moe,
+}
 
 
 @ARCHS

@@ -54,9 +54,10 @@ def assert_contiguous(args: tuple[Any, ...], rows: int) -> None:
 
 def test_row_operators(calls: Callable[[str], Calls]) -> None:
     x, weight = every_other(torch.randn(2, 3, 32)), every_other(torch.randn(32))
-    recorded = calls("rms_norm_quant"), calls("per_token_quant")
+    recorded = calls("rms_norm_quant"), calls("per_token_quant"), calls("act_and_mul_quant")
     ops.rms_norm_quant_fp8(x, weight)
     ops.per_token_quant_fp8(x)
+    ops.act_and_mul_quant_fp8(x)
     for seen in recorded:
         assert len(seen) == 1
         assert_contiguous(seen[0][1], 6)

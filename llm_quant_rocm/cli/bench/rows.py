@@ -19,8 +19,7 @@ def rows(
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Time per-token FP8 quantization, alone, with RMSNorm and residual, and with a gated layer's activation, beside
-    memory traffic and vLLM's kernels.
+    """Time per-token FP8 quantization, alone and behind RMSNorm or an activation, beside memory traffic and vLLM's.
 
     The traffic is that of every operand once, at the bandwidth of a large copy."""
     output, messages = Console(markup=False), Console(stderr=True, markup=False)
