@@ -71,6 +71,7 @@ CALLS = {
     ("operator", "message"),
     [
         ("per_token_quant", "rows of more than 65536 columns do not fit in registers"),
+        ("act_and_mul_quant", "rows of more than 65536 columns do not fit in registers"),
         ("rms_norm_quant", "rows of more than 65536 columns do not fit in registers"),
         ("nvfp4_gemm", ", not wgmma: arrange it there"),
         ("nvfp4_moe", "_gate_up, not wgmma_gate_up: arrange it there"),

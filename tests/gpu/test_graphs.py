@@ -32,6 +32,7 @@ def functions(width: int) -> dict[str, Function]:
 
     return {
         "per_token_quant_fp8": ops.per_token_quant_fp8,
+        "act_and_mul_quant_fp8": ops.act_and_mul_quant_fp8,
         "rms_norm_quant_fp8": lambda x: ops.rms_norm_quant_fp8(x, weight),
         "add_rms_norm_quant_fp8": lambda x: ops.rms_norm_quant_fp8(x, weight, residual=x * 2),
         "ptpc_gemm": gemm,
@@ -43,6 +44,7 @@ def functions(width: int) -> dict[str, Function]:
 
 NAMES = [
     "per_token_quant_fp8",
+    "act_and_mul_quant_fp8",
     "rms_norm_quant_fp8",
     "add_rms_norm_quant_fp8",
     "ptpc_gemm",
