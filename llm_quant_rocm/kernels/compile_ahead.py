@@ -3,19 +3,22 @@
 waits for that launch waits for it: in a server, every request."""
 
 import os
+import random
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-# A compilation is Python for a quarter of its time, of which one runs at once: more threads would wait.
-_MOST_THREADS = 16
+# A compilation is Python for a quarter of its time, of which one runs at once: a few threads keep that busy. More would
+# only begin what another rank may have ended by then.
+_MOST_THREADS = 8
 
 
 @dataclass
@@ -26,10 +29,38 @@ class Ahead:
     kernels: int = 0
 
 
+class _Held(Executor):
+    """Holds what is submitted back until `begin`.
+
+    Ranks on one host have the same kernels to compile at the same time, and one that is on disk when its turn comes is
+    read. So each process takes an order of its own, and they share the work.
+    """
+
+    def __init__(self) -> None:
+        self._work: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.append((future, partial(function, *args, **kwargs)))
+        return future
+
+    def begin(self, pool: Executor) -> None:
+        random.SystemRandom().shuffle(self._work)
+        for future, work in self._work:
+            pool.submit(_do, work, future)
+
+
+def _do(work: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 @contextmanager
 def compile_ahead() -> Iterator[Ahead]:
-    """Within, kernels that this thread launches do not run. Those that are not compiled yet are, several at once, and
-    all are when it ends.
+    """Within, kernels that this thread launches do not run. At its end those that are not compiled yet are compiled,
+    several at once.
 
     The errors of a compilation are raised then.
     """
@@ -43,10 +74,12 @@ def compile_ahead() -> Iterator[Ahead]:
 
     # Ranks on one host compile at the same time.
     threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
-    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads))) as pool, AsyncCompileMode(pool) as mode:
+    held = _Held()
+    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads))) as pool, AsyncCompileMode(held) as mode:
         JITFunction.run = only_compile
         try:
             yield ahead
         finally:
             JITFunction.run = run
             ahead.kernels = len(mode.raw_futures)
+            held.begin(pool)

@@ -2,6 +2,8 @@
 """After `warm_up` no number of rows has a kernel compiled."""
 
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -71,3 +73,17 @@ def test_what_does_not_fit_the_memory_is_passed_over(
         warm_up(call, 100, torch.device("cpu"), "kind", "layer")
     assert calls == [1, 65, *range(64, 1, -1)]
     assert caplog.messages[0].startswith("layer: 3 kernels for up to 65 rows are ready")
+
+
+def test_what_is_to_be_compiled_waits_and_is_done_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, work: work.reverse())
+    held, done = compile_ahead._Held(), []
+    futures = [held.submit(done.append, number) for number in range(5)]
+    wrong = held.submit(int, "no number")
+    assert not done
+    with ThreadPoolExecutor(1) as pool:
+        held.begin(pool)
+    assert done == [4, 3, 2, 1, 0]
+    assert all(future.result() is None for future in futures)
+    with pytest.raises(ValueError, match="no number"):
+        wrong.result()
