@@ -2,7 +2,8 @@
 """The activation of a gated layer with per-token FP8 quantization of its result: one read of the row, one write of the
 codes. Of a dense layer's rows, and of the slots of experts."""
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -96,8 +97,22 @@ def act_and_mul_quant_fp8(
         slots, topk = ids.numel(), ids.shape[1]
     if slots:
         act_and_mul_quant_kernel[(min(slots, PROGRAMS),)](
-            h, codes, scale, slot_row, ids, expert_map, padding, slots, known, TOPK=topk,
-            ACTIVATION=activation, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale, COLUMNS=inner, PDL=hardware.pdl,
-            **row_launch(inner, hardware, 1 if activation is None else 2), **pdl_option(hardware),
+            h, codes, scale, slot_row, ids, expert_map, padding, slots, known,
+            **_constants(inner, activation, topk, fmt, hardware),
         )  # fmt: skip
     return codes, scale
+
+
+@cache
+def _constants(columns: int, activation: str | None, topk: int, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    return {
+        "TOPK": topk,
+        "ACTIVATION": activation,
+        "FP8_MAX": fmt.max,
+        "MIN_SCALE": fmt.min_scale,
+        "COLUMNS": columns,
+        "PDL": hardware.pdl,
+        **row_launch(columns, hardware, 1 if activation is None else 2),
+        **pdl_option(hardware),
+    }
