@@ -29,6 +29,11 @@ class Routed(NamedTuple):
     experts: int
     slot_row: torch.Tensor | None = None
 
+    @property
+    def known(self) -> int:
+        """How many experts the ids are of."""
+        return self.experts if self.expert_map is None else self.expert_map.numel()
+
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
@@ -92,9 +97,8 @@ def act_and_mul_quant_fp8(
     slots, known, topk = rows, 0, 1
     ids = expert_map = padding = slot_row = None
     if routed is not None:
-        ids, expert_map, padding, known, slot_row = routed
-        known = known if expert_map is None else expert_map.numel()
-        slots, topk = ids.numel(), ids.shape[1]
+        ids, expert_map, padding, _, slot_row = routed
+        slots, known, topk = ids.numel(), routed.known, ids.shape[1]
     if slots:
         act_and_mul_quant_kernel[(min(slots, PROGRAMS),)](
             h, codes, scale, slot_row, ids, expert_map, padding, slots, known,

@@ -113,13 +113,12 @@ def _token_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [rows, H] and scales [rows, 1] of x [T, H], each token's at the rows of its slots; others are left as
     torch.empty makes them."""
-    topk_ids, expert_map, padding, experts, slot_row = routed
+    topk_ids, expert_map, padding, _, slot_row = routed
     (tokens, topk), hidden = topk_ids.shape, x.shape[1]
     codes = torch.empty((rows, hidden), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    known = experts if expert_map is None else expert_map.numel()
     token_rows_kernel[(tokens,)](
-        x, codes, scale, slot_row, topk_ids, expert_map, padding, known, TOPK=topk, FP8_MAX=fmt.max,
+        x, codes, scale, slot_row, topk_ids, expert_map, padding, routed.known, TOPK=topk, FP8_MAX=fmt.max,
         MIN_SCALE=fmt.min_scale, COLUMNS=hidden, PDL=hardware.pdl, **row_launch(hidden, hardware),
         **pdl_option(hardware),
     )  # fmt: skip

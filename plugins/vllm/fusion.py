@@ -21,7 +21,6 @@ which we do not, and which it does not do either as Inductor compiles it.
 
 import hashlib
 import logging
-import operator
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from vllm.distributed.parallel_state import is_local_first_rank
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
@@ -38,16 +36,14 @@ from llm_quant_rocm.environment import FUSION as SWITCH
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
 from llm_quant_rocm.formats.nvfp4 import BLOCK
-from llm_quant_rocm_vllm import gated
+from llm_quant_rocm_vllm import gated, graphs
 
 HOOK = "post_grad_custom_post_pass"
 
 _OURS = torch.ops.llm_quant_rocm
-_QUANTIZE = _OURS.per_token_quant_fp8.default
 _FUSED, _ADD_FUSED = _OURS.rms_norm_quant_fp8.default, _OURS.add_rms_norm_quant_fp8.default
 _REDUCE_FUSED = _OURS.reduce_norm_quant.default
 _HALF = (torch.bfloat16, torch.float16)
-_FLOATS = (*_HALF, torch.float32)
 # vLLM's norms, by the parameters that the pass reads.
 _PARAMETERS = {
     "rms_norm": ("x", "weight", "epsilon", "variance_size"),
@@ -127,7 +123,7 @@ class NormQuantFusion:
         """Part of the key of vLLM's compile cache: another text of the pass, or another signature of an operator that
         cached graphs call, is another pass."""
         key = [repr(self), *(str(target._schema) for target in (_FUSED, _ADD_FUSED, _REDUCE_FUSED, gated.FUSED))]
-        text = b"".join(Path(file).read_bytes() for file in (__file__, gated.__file__))
+        text = b"".join(Path(file).read_bytes() for file in (__file__, gated.__file__, graphs.__file__))
         return hashlib.sha256(text + "\n".join(key).encode()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> list[str]:
@@ -139,7 +135,7 @@ class NormQuantFusion:
             if norm is not None and norm.is_fusible():
                 fused.append(norm.describe())
                 norm.fuse(self.group)
-            elif activation := gated.fuse(node, _call):
+            elif activation := gated.fuse(node):
                 fused.append(activation)
         if fused:
             counts = ", ".join(f"{count} x {what}" for what, count in Counter(fused).items())
@@ -161,15 +157,15 @@ class _Norm:
     def __init__(self, node: fx.Node, group: str | None) -> None:
         self.node = node
         has_residual = node.target is torch.ops.vllm_ir.fused_add_rms_norm.default
-        values = _arguments(node)
+        values = graphs.arguments(node)
         self.x, self.weight, self.epsilon = values["x"], values["weight"], values["epsilon"]
         self.residual = values["x_residual"] if has_residual else None
         self.variance_size = values["variance_size"]
-        self.results = _items(node, 0) if has_residual else [node]
-        self.sums = _items(node, 1) if has_residual else []
+        self.results = graphs.items(node, 0) if has_residual else [node]
+        self.sums = graphs.items(node, 1) if has_residual else []
         readers = dict.fromkeys(user for result in self.results for user in result.users)
-        self.quantizations = [user for user in readers if user.target is _QUANTIZE]
-        self.others = [user for user in readers if user.target is not _QUANTIZE]
+        self.quantizations = [user for user in readers if user.target is graphs.QUANTIZE]
+        self.others = [user for user in readers if user.target is not graphs.QUANTIZE]
         self.reduction = self.x if group is not None and self._ends(self.x, group) else None
 
     @classmethod
@@ -181,7 +177,7 @@ class _Norm:
     def _ends(self, x: fx.Node, group: str) -> bool:
         """Whether x is an all-reduce over `group` that nobody needs once the norm has read it. Without a residual its
         result is the norm's new residual, and may be read later."""
-        if x.target is not torch.ops.vllm.all_reduce.default or _arguments(x)["group_name"] != group:
+        if x.target is not torch.ops.vllm.all_reduce.default or graphs.arguments(x)["group_name"] != group:
             return False
         if x is self.residual:
             return False
@@ -199,14 +195,14 @@ class _Norm:
         if not (self.quantizations or self.others):  # its sum alone is read
             return False
         x, weight = self.x.meta["val"], self.weight.meta["val"]
-        if weight.dtype not in _FLOATS or not _same(weight.shape, x.shape[-1:]):
+        if weight.dtype not in graphs.FLOATS or not graphs.same(weight.shape, x.shape[-1:]):
             return False
-        if x.dtype not in (_FLOATS if self.is_simple else _HALF) or (not self.is_simple and x.shape[-1] % BLOCK):
+        if x.dtype not in (graphs.FLOATS if self.is_simple else _HALF) or (not self.is_simple and x.shape[-1] % BLOCK):
             return False
         if self.residual is None:
             return True
         residual = self.residual.meta["val"]
-        return residual.dtype == x.dtype and _same(residual.shape, x.shape)
+        return residual.dtype == x.dtype and graphs.same(residual.shape, x.shape)
 
     def describe(self) -> str:
         parts = (
@@ -220,10 +216,10 @@ class _Norm:
         total = normed = codes = scales = None
         with graph.inserting_before(self.node):
             if not self.is_simple:
-                total, normed, codes, scales = _call(
+                total, normed, codes, scales = graphs.call(
                     graph,
                     _REDUCE_FUSED,
-                    _arguments(reduction)["tensor"] if reduction else self.x,
+                    graphs.arguments(reduction)["tensor"] if reduction else self.x,
                     self.residual,
                     self.weight,
                     None,
@@ -235,55 +231,16 @@ class _Norm:
                     bool(self.others),
                 )
             elif self.residual is None:
-                codes, scales = _call(graph, _FUSED, self.x, self.weight, self.epsilon)
+                codes, scales = graphs.call(graph, _FUSED, self.x, self.weight, self.epsilon)
             else:
                 operands = self.x, self.weight, self.epsilon, self.residual
-                codes, scales, total = _call(graph, _ADD_FUSED, *operands)
+                codes, scales, total = graphs.call(graph, _ADD_FUSED, *operands)
         for quantization in self.quantizations:
-            _replace(_items(quantization, 0), codes)
-            _replace(_items(quantization, 1), scales)
-            graph.erase_node(quantization)
-        _replace(self.sums, total)
-        _replace(self.results, normed)
+            graphs.replace_quantization(quantization, codes, scales)
+        graphs.replace(self.sums, total)
+        graphs.replace(self.results, normed)
         if self.residual is not None:
             graph.erase_node(self.node)
         if reduction is not None:
-            _replace([reduction], total)
-        for result in (total, normed, codes, scales):
-            if result is not None and not result.users:
-                graph.erase_node(result)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call of an operator by their names, defaults included."""
-    values = {argument.name: argument.default_value for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    return values | dict(zip(values, node.args, strict=False)) | node.kwargs
-
-
-def _items(node: fx.Node, index: int) -> list[fx.Node]:
-    """The nodes that take result number `index` of `node`."""
-    return [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
-
-
-def _replace(nodes: list[fx.Node], by: fx.Node | None) -> None:
-    """Lets those who read `nodes` read `by`, which may be None where there are no such readers."""
-    for node in nodes:
-        if by is not None:
-            node.replace_all_uses_with(by)
-        node.graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, function: Any, *arguments: Any) -> list[fx.Node]:
-    """The results of a new call, with the fake tensors that Inductor reads shapes and strides from."""
-    node = graph.call_function(function, arguments)
-    node.meta["val"] = function(*fx.map_arg(arguments, lambda argument: argument.meta["val"]))
-    results = []
-    for index, value in enumerate(node.meta["val"]):
-        results.append(graph.call_function(operator.getitem, (node, index)))
-        results[-1].meta["val"] = value
-    return results
-
-
-def _same(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether two shapes are equal for every size of their dynamic dimensions."""
-    return len(shape) == len(other) and all(statically_known_true(a == b) for a, b in zip(shape, other, strict=True))
+            graphs.replace([reduction], total)
+        graphs.erase_unread(result for result in (total, normed, codes, scales) if result is not None)

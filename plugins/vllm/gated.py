@@ -5,7 +5,6 @@ vLLM writes `silu(x[..., :d]) * x[..., d:]` in torch, and Inductor has decompose
 look for is not written down here: the same expression, traced with Inductor's decompositions, is the pattern.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,49 +12,34 @@ import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
+from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
+from llm_quant_rocm_vllm import graphs
 
-_QUANTIZE = torch.ops.llm_quant_rocm.per_token_quant_fp8.default
 FUSED = torch.ops.llm_quant_rocm.act_and_mul_quant_fp8.default
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# As vLLM's layers compute them; names as in `ops.act_and_mul_quant_fp8`.
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 
 
-def fuse(quantization: fx.Node, call: Callable[..., list[fx.Node]]) -> str | None:
+def fuse(quantization: fx.Node) -> str | None:
     """Puts our operator in the place of a quantization and of the activation before it, if that is what it quantizes
     and nobody else reads it. What it became, in words, or None."""
-    if quantization.target is not _QUANTIZE:
+    if quantization.target is not graphs.QUANTIZE:
         return None
     product = quantization.args[0]
     if not isinstance(product, fx.Node) or len(product.users) > 1 or "val" not in product.meta:
         return None
     value = product.meta["val"]
     width = value.shape[-1]
-    if value.dtype not in _FLOATS or not isinstance(width, int):
+    if value.dtype not in graphs.FLOATS or not isinstance(width, int):
         return None
-    for activation in _ACTIVATIONS:
+    for activation in ACTIVATIONS:
         nodes = _match(product, _pattern(activation, value.dim(), width, value.dtype))
         if nodes is None:
             continue
         with quantization.graph.inserting_before(quantization):
-            codes, scales = call(quantization.graph, FUSED, nodes.pop("x"), activation)
-        for index, result in enumerate((codes, scales)):
-            for user in [user for user in quantization.users if user.args[1] == index]:
-                user.replace_all_uses_with(result)
-                quantization.graph.erase_node(user)
-            if not result.users:
-                quantization.graph.erase_node(result)
-        quantization.graph.erase_node(quantization)
-        for node in sorted(nodes.values(), reverse=True):
-            if not node.users:
-                quantization.graph.erase_node(node)
+            codes, scales = graphs.call(quantization.graph, FUSED, nodes.pop("x"), activation)
+        graphs.replace_quantization(quantization, codes, scales)
+        graphs.erase_unread((codes, scales, *sorted(nodes.values(), reverse=True)))
         return f"{activation}-and-mul + quantization"
     return None
 
@@ -65,7 +49,7 @@ def _pattern(activation: str, dims: int, width: int, dtype: torch.dtype) -> fx.N
     """The last node of the activation's graph, of x [..., 2 * width]."""
 
     def act_and_mul(x: torch.Tensor) -> torch.Tensor:
-        return _ACTIVATIONS[activation](x[..., :width]) * x[..., width:]
+        return ACTIVATIONS[activation](x[..., :width]) * x[..., width:]
 
     x = torch.empty(*(2,) * (dims - 1), 2 * width, dtype=dtype, device="meta")
     graph = make_fx(act_and_mul, decomposition_table=select_decomp_table())(x).graph

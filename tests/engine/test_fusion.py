@@ -481,7 +481,7 @@ def test_a_group_is_a_part_of_the_key_too(
     assert "takes the place of vLLM's fuse_allreduce_rms" in log.text
 
 
-@pytest.mark.parametrize("module", [fusion, fusion.gated], ids=["fusion", "gated"])
+@pytest.mark.parametrize("module", [fusion, fusion.gated, fusion.graphs], ids=["fusion", "gated", "graphs"])
 def test_another_text_is_another_pass(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = NormQuantFusion().uuid()
     (tmp_path / "text.py").write_text(Path(module.__file__).read_text() + "\n")
