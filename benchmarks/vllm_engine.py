@@ -133,7 +133,7 @@ def fusion(ranks: str) -> Callable[[], dict[str, Any]]:
     warm_up(llm)
 
     def measure() -> dict[str, Any]:
-        result = throughput(llm, 129, counts, 3)
+        result = throughput(llm, 129, counts, 5)
         llm.apply_model(Profile())
         generate(llm, 1, 1)
         kernels = llm.apply_model(Profile(stop=True))[0]

@@ -15,18 +15,25 @@ from llm_quant_rocm.kernels.sizes import next_power_of_2
 
 
 def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str, int]:
-    """BLOCK and launch options of a row kernel that holds `operands` rows of `columns` values at once.
+    """`block_launch` of a row kernel that holds `operands` rows of `columns` values at once.
 
-    A lane takes 8 values of every block, and at most 128 of all rows.
+    A lane takes at most 128 values of all rows.
     """
     values = columns * operands
     threads = 128 if columns <= 8192 else 256 if values <= 32768 else 512 if values <= 65536 else 1024
-    block = min(threads * 8, next_power_of_2(max(columns, 16)))
-    options = {"BLOCK": block, "num_warps": threads // hardware.lanes}
-    if columns > 16384 and hardware.arch.startswith("sm_"):
-        # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255.
-        # Of 1024 threads none has more than 64.
-        options["maxnreg"] = min(128, 65536 // threads)
+    # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255
+    # registers. Of 1024 threads none has more than 64.
+    return block_launch(columns, threads, hardware, min(128, 65536 // threads) if columns > 16384 else None)
+
+
+def block_launch(columns: int, threads: int, hardware: Hardware, registers: int | None) -> dict[str, int]:
+    """BLOCK and launch options of `threads` that take 8 values each of every block of a row.
+
+    On NVIDIA's GPUs a thread has at most `registers`, or with None as many as the compiler likes.
+    """
+    options = {"BLOCK": min(threads * 8, next_power_of_2(max(columns, 16))), "num_warps": threads // hardware.lanes}
+    if registers and hardware.arch.startswith("sm_"):
+        options["maxnreg"] = registers
     return options
 
 
