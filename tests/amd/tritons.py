@@ -2,7 +2,6 @@
 """The Triton versions that AMD code is compiled with: the environment's own, and the oldest that we support."""
 
 import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,18 +25,6 @@ def refusal(triton: str) -> str | None:
     if triton == NEWEST or (OLDEST_FOLDER / "triton" / "__init__.py").is_file():
         return None
     return f"Triton {triton} is not at {OLDEST_FOLDER}; `make venv` puts it there where pip has one for this Python"
-
-
-def output(triton: str, module: str, *arguments: str) -> str:
-    """What `python -m module` prints with this version of Triton, in a process of its own, as Triton has one driver."""
-    root = Path(__file__).parent.parent.parent
-    path = [*search_path(triton), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=root,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
 
 
 def search_path(triton: str) -> list[str]:

@@ -167,15 +167,16 @@ def ask_no_gpu(module: Any) -> None:
     module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
 
 
-def main(case: str) -> None:
+def compiled(case: str) -> str:
+    """What is printed of a case."""
     capability = 100 if case.endswith("on Blackwell") else 90
     driver.set_active(Driver(GPUTarget("cuda", capability, 32)))
     engine_habits.take_on()
-    compiled = []
+    kernels = []
 
     def only_compile(kernel: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> None:
-            compiled.append(type(kernel).run(kernel, *arguments, **options | {"warmup": True}))
+            kernels.append(type(kernel).run(kernel, *arguments, **options | {"warmup": True}))
 
         return run
 
@@ -188,7 +189,7 @@ def main(case: str) -> None:
             kernel.run = only_compile(kernel)
         ask_no_gpu(module)
     CASES[case]()
-    (found,) = compiled
+    (found,) = kernels
     ptx = found.asm["ptx"]
     order = sorted((sign for sign in SIGNS if SIGNS[sign] in ptx), key=lambda sign: ptx.index(SIGNS[sign]))
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +199,7 @@ def main(case: str) -> None:
         said = output(ptxas, f"-arch={sm_arch_from_capability(capability)}", "-v", source, "-o", binary)
         sass = output(Path(ptxas).with_name("cuobjdump"), "-sass", binary)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    print(spilled, spills_in_loops(sass), "C75" in said, *order)
+    return f"{spilled} {spills_in_loops(sass)} {'C75' in said} {' '.join(order)}"
 
 
 def output(*command: str | Path) -> str:
@@ -222,4 +223,4 @@ def spills_in_loops(sass: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(compiled(sys.argv[1]))

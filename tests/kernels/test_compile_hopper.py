@@ -3,17 +3,11 @@
 
 import pytest
 
-from tests.amd import tritons
+from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
-from tests.kernels.compile_hopper import CASES
-
-
-def compiled(case: str) -> list[str]:
-    """What is said of a case, compiled with the oldest supported Triton, that of the engines that GPUs have today."""
-    return tritons.output(tritons.OLDEST, "tests.kernels.compile_hopper", case).split()
-
+from tests.kernels.compile_hopper import CASES, compiled
 
 # Of a weight that is read by programs that all run together, the beginning is asked for before the kernel before has
 # ended, and the next kernel comes when all of it is asked for. Programs that come after others ask for nothing early.
@@ -33,7 +27,8 @@ SPILLS = {"tiles of two accumulators": 84}
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_registers_spill_among_products_and_these_stay_in_flight(case: str) -> None:
-    spilled, in_loops, serialized, *order = compiled(case)
+    # With the oldest supported Triton, that of the engines that GPUs have today.
+    spilled, in_loops, serialized, *order = isolated.call(tritons.OLDEST, compiled, case).split()
     assert int(spilled) <= SPILLS.get(case, 0)
     assert (in_loops, serialized) == ("0", "False")
     assert order == ORDERS.get(case, order)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """After `warm_up` no number of rows has a kernel compiled."""
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -12,11 +11,12 @@ import torch
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.ops.warm_up import warm_up
-from tests.amd import tritons
+from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
 from llm_quant_rocm.kernels import compile_ahead
+from tests.kernels.warm_kernels import said_of_all
 
 warm_up_module = import_module("llm_quant_rocm.ops.warm_up")
 
@@ -33,8 +33,7 @@ NEWEST = tritons.NEWEST or tritons.OLDEST
     ],
 )  # fmt: skip
 def test_nothing_is_compiled_afterwards(arch: str, rows: int, triton: str) -> None:
-    said_of_all = tritons.output(triton, "tests.kernels.warm_kernels", arch, str(rows))
-    cases = [json.loads(line) for line in said_of_all.splitlines()]
+    cases = isolated.call(triton, said_of_all, arch, rows)
     assert all(said["warm"] for said in cases[:2])  # later ones may share all kernels with them
     for said in cases:
         assert not said["launched"], said

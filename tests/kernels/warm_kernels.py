@@ -105,12 +105,14 @@ class Kernel:
         Kernel.launched += 1
 
 
-def main(arch: str, rows: int) -> None:
+def said_of_all(arch: str, rows: int) -> list[dict[str, Any]]:
+    """What is printed, a case each."""
     compiler: Any = triton.compiler
     compiler.compile = lambda source, **options: Kernel()
     fp8 = pretend(arch)
     compiled: list[str] = []
     engine_habits.take_on(lambda *, fn, **facts: compiled.append(fn.name))
+    every = []
     for case in CASES:
         call = call_of(case, arch, fp8)
         del compiled[:]
@@ -123,8 +125,10 @@ def main(arch: str, rows: int) -> None:
             call(m)
             for name in compiled:
                 said["missed"].setdefault(name, []).append(m)
-        print(json.dumps({**said, "launched_then": Kernel.launched}))
+        every.append({**said, "launched_then": Kernel.launched})
+    return every
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for said in said_of_all(sys.argv[1], int(sys.argv[2])):
+        print(json.dumps(said))

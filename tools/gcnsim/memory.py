@@ -49,12 +49,12 @@ class ByteStore:
         self._state_views: dict[int, Array] = {unit: state.view(kind) for unit, kind in UNITS.items()}
 
     def grow(self, size: int) -> None:
-        more = -(-size // 16) * 16 - len(self.data)
-        if more > 0:
-            self._set(
-                np.concatenate([self.data, np.zeros(more, np.uint8)]),
-                np.concatenate([self.state, np.full(more, ABSENT, np.uint8)]),
-            )
+        size, known = -(-size // 16) * 16, len(self.data)
+        if size > known:
+            # Zeros, which ABSENT is, are not written before they are needed.
+            data, state = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+            data[:known], state[:known] = self.data, self.state
+            self._set(data, state)
 
     def gather(self, offsets: Array, size: int, allow_new: bool = False) -> Array:
         """The bytes [n, size] at `offsets` [n] (int64). Raises AccessError; `allow_new` also takes unwritten bytes."""

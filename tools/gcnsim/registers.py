@@ -57,6 +57,11 @@ class Cohort:
         self.active = unpack_mask(self.scalar[:, EXEC : EXEC + 2])
         self.full = bool(self.active.all())
 
+    def set_scc(self, value: Array) -> None:
+        """SCC of every wave, of a value for each or of one for all. A new array: the old one may be what is read."""
+        self.scc = np.empty(self.waves, bool)
+        self.scc[:] = value
+
     def select(self, rows: Array) -> "Cohort":
         """A copy of the waves that the mask `rows` [wave] names."""
         part = Cohort(

@@ -280,9 +280,9 @@ def _generic(instruction: Instruction, entry: Scalar) -> Step:
         result = compute(*sources)
         if entry.scc == "returned":
             result, scc = result
-            cohort.scc = np.broadcast_to(scc, cohort.scc.shape).copy()
+            cohort.set_scc(scc)
         elif entry.scc == "nonzero":
-            cohort.scc = np.broadcast_to(result != 0, cohort.scc.shape).copy()
+            cohort.set_scc(result != 0)
         write(cohort, result.astype(dtype, copy=False).view(bits))
 
     return step
@@ -303,7 +303,7 @@ def _compare(instruction: Instruction, compare: Callable[[Array, Array], Array],
         second = _typed(instruction, 1, kind)
 
     def step(cohort: Cohort) -> None:
-        cohort.scc = np.broadcast_to(compare(first(cohort), second(cohort)), cohort.scc.shape).copy()
+        cohort.set_scc(compare(first(cohort), second(cohort)))
 
     return step
 
@@ -318,7 +318,7 @@ def _save_exec(instruction: Instruction, combine: Callable[[Array, Array], Array
         result = combine(read(cohort), saved)
         write(cohort, saved)
         write_exec(cohort, result)
-        cohort.scc = np.broadcast_to(result != 0, cohort.scc.shape).copy()
+        cohort.set_scc(result != 0)
 
     return step
 
@@ -330,7 +330,7 @@ def _bit_compare(instruction: Instruction, wanted: int, kind: str) -> Step:
     def step(cohort: Cohort) -> None:
         value = read(cohort)
         bit = value >> (position(cohort) & mask).astype(value.dtype) & value.dtype.type(1)
-        cohort.scc = np.broadcast_to(bit == wanted, cohort.scc.shape).copy()
+        cohort.set_scc(bit == wanted)
 
     return step
 

@@ -31,14 +31,19 @@ NOT_FOR_AMD = (
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def shared_out(cases: dict[str, Callable[[], object]], hardware: Hardware) -> dict[str, Callable[[], object]]:
+def shared_out(
+    cases: dict[str, Callable[[], object]], hardware: Hardware, alike: bool = False
+) -> dict[str, Callable[[], object]]:
     """All of these cases, but with the oldest Triton every third: that executes each on one architecture.
 
-    To compile what is executed takes much of the tests' time."""
-    if triton.__version__ != tritons.OLDEST:
+    To compile what is executed takes much of the tests' time. Where architectures are `alike`, as in a kernel of
+    integers, the newest Triton has every third as well, each on another architecture than the oldest.
+    """
+    newest = triton.__version__ != tritons.OLDEST
+    if newest and not alike:
         return cases
     archs = list(budget.LDS)
-    return dict(list(cases.items())[archs.index(hardware.arch) :: len(archs)])
+    return dict(list(cases.items())[(archs.index(hardware.arch) + newest) % len(archs) :: len(archs)])
 
 
 def operator(name: str) -> ModuleType:

@@ -56,12 +56,16 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with patch.object(routing, "_MOST_PARTS", 32):
             check_schedule(many_slots_a_part(), hardware)
 
-    many = Routing(random_ids(600, 8, 24), None, 24, 64)
+    many = {
+        "many slots": Routing(random_ids(600, 8, 24), None, 24, 64),
+        # 1520 ids are read by 20 tiles in one launch, or 1600 in two.
+        **{f"{8 * tokens} slots": Routing(random_ids(tokens, 8, 9), None, 9, 128) for tokens in (190, 200)},
+    }
     cases = {
         **{name: partial(check_schedule, given, hardware) for name, given in routings().items()},
         **{f"{name}, in two launches": partial(in_two_launches, given) for name, given in routings().items()},
-        "many slots": partial(check_schedule, many, hardware),
+        **{name: partial(check_schedule, given, hardware) for name, given in many.items()},
         "many slots a part": in_few_parts,
         **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
     }
-    return {"gather": partial(check_gather, hardware)} | shared_out(cases, hardware)
+    return {"gather": partial(check_gather, hardware)} | shared_out(cases, hardware, alike=True)
