@@ -19,6 +19,10 @@ from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 
 _WARM_UP_VALUES = 4096
+# Smaller messages are the engine's where it has kernels over peer memory for them: those of ten rows were faster than
+# ours in whole engines on two and four GPUs, and are exact. From here on a codec is worth its errors, as for
+# `comm.reduce_norm_quant`.
+ENGINES_BYTES = 1024 * 1024
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -46,6 +50,7 @@ class Members:
         visible_devices: the environment variable that says which devices a process sees.
         dtype: in which the model computes, or None where nobody knows yet.
         timeout: of the group, or None for torch's own.
+        serves: whether the engine has kernels of its own over peer memory for a tensor; None: it has none.
     """
 
     engine: str
@@ -57,6 +62,7 @@ class Members:
     visible_devices: str
     dtype: torch.dtype | None = None
     timeout: timedelta | None = None
+    serves: Callable[[torch.Tensor], bool] | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -74,13 +80,27 @@ class GroupReduce:
 
     disabled = False
 
-    def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        policy: Policy,
+        watch: Watch | None,
+        engine_serves: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        """
+        Args:
+            engine_serves: `Members.serves`.
+        """
         self.policy = policy
         self.transport, self._watch = transport, watch
+        self._engine_serves = engine_serves if _prefers_engine(policy) else None
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
         """Whether a message is ours."""
-        return self._choice(inp) is not ENGINE
+        if self._choice(inp) is ENGINE:
+            return False
+        small = inp.numel() * inp.element_size() < ENGINES_BYTES
+        return not (small and self._engine_serves is not None and self._engine_serves(inp))
 
     def quick_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
         """The sum over the group, a new tensor, on every rank with the same bits; of any size, also one that is better
@@ -116,7 +136,7 @@ def connect(
     members: Members,
     settings: Settings,
     refuse: Callable[[Policy], str | None],
-    make: Callable[[Transport, Policy, Watch | None], Reduce],
+    make: Callable[[Transport, Policy, Watch | None, Callable[[torch.Tensor], bool] | None], Reduce],
 ) -> Reduce | None:
     """What `make` makes of a group whose ranks all call. None where it steps aside; either way the group's first rank
     logs one line that says what serves, and why.
@@ -157,8 +177,14 @@ def connect(
     if refusal is not None or transport is None:
         log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)
         return None
-    log("%s", policy.describe())
-    return make(transport, policy, Watch(transport.check) if peers else None)
+    small = f"; below {ENGINES_BYTES} bytes {members.engine}'s custom all-reduce, where it serves"
+    log("%s%s", policy.describe(), small if peers and members.serves and _prefers_engine(policy) else "")
+    return make(transport, policy, Watch(transport.check) if peers else None, members.serves)
+
+
+def _prefers_engine(policy: Policy) -> bool:
+    """Whether small messages are the engine's where it serves them: unless a least size says that ours are wished."""
+    return policy.settings.min_bytes is None
 
 
 def better_left_to(own: Any, policy: Policy, variable: str) -> str | None:

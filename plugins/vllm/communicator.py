@@ -3,13 +3,14 @@
 
 `class_over` makes a subclass of whichever communicator the platform chose. It asks `QuantizedAllReduce.quantized`
 first, and where that declines a message, because of its size or its type, vLLM's own order of all-reduces serves it.
+Small ones it leaves to vLLM's custom all-reduce where that takes them (`comm.group.ENGINES_BYTES`).
 """
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,8 +102,14 @@ class QuickReduceComm(GroupReduce):
         use_fp16_kernels: whether bf16 travels as fp16.
     """
 
-    def __init__(self, transport: Transport, policy: Policy, watch: Watch | None) -> None:
-        super().__init__(transport, policy, watch)
+    def __init__(
+        self,
+        transport: Transport,
+        policy: Policy,
+        watch: Watch | None,
+        engine_serves: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        super().__init__(transport, policy, watch, engine_serves)
         assert policy.settings.codec is not None
         self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
         self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
@@ -133,6 +140,7 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         visible_devices=current_platform.device_control_env_var,
         dtype=getattr(config.model_config, "dtype", None) if config is not None else None,
         timeout=get_distributed_timeout_or_none(),
+        serves=partial(_vllm_serves, communicator),
     )
 
     def refuse(policy: Policy) -> str | None:
@@ -146,6 +154,14 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         log = logger.info if dist.get_rank(communicator.cpu_group) == 0 else logger.debug
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")
     return quantized
+
+
+def _vllm_serves(communicator: Any, inp: torch.Tensor) -> bool:
+    """Whether vLLM's custom all-reduce, its own or AITER's, takes a tensor."""
+    custom = getattr(communicator, "ca_comm", None)
+    if getattr(communicator, "use_aiter_allreduce", False):
+        custom = communicator.aiter_ar_comm or custom
+    return custom is not None and not custom.disabled and custom.should_custom_ar(inp)
 
 
 def _vllm_quick_reduce_serves(communicator: Any) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm import group
 from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
-from llm_quant_rocm.comm.policy import Settings
+from llm_quant_rocm.comm.policy import ENGINE, Settings
 from llm_quant_rocm.formats.wire import CODECS
 
 GROUP: Any = None
@@ -51,6 +51,25 @@ def test_an_engines_own_serves_until_somebody_measured(measured: bool, least: in
     assert better_left_to(None, policy, "X") is None
 
 
+@pytest.mark.parametrize(
+    ("least", "serves", "ours"), [(None, True, False), (None, False, True), (None, None, True), (0, True, True)]
+)
+def test_small_messages_are_the_engines_where_it_serves_them(
+    least: int | None, serves: bool | None, ours: bool
+) -> None:
+    """Unless a least size is wished. What the policy leaves to the engine is not asked about."""
+    policy: Any = MagicMock(settings=Settings(CODECS["FP4"], min_bytes=least))
+    engine_serves = None if serves is None else MagicMock(return_value=serves)
+    reduce = group.GroupReduce(MagicMock(), policy, None, engine_serves)
+    large = torch.empty(group.ENGINES_BYTES // 2, dtype=torch.bfloat16, device="meta")
+    assert reduce.should_quick_allreduce(large[8:]) == ours
+    assert reduce.should_quick_allreduce(large)
+    policy.choose.return_value = ENGINE
+    if engine_serves is not None:
+        engine_serves.side_effect = AssertionError
+    assert not reduce.should_quick_allreduce(large[8:])
+
+
 @pytest.mark.parametrize("differs", [None, "settings", "steps"])
 def test_ranks_agree_before_they_serve(
     differs: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -69,7 +88,7 @@ def test_ranks_agree_before_they_serve(
     monkeypatch.setattr(group, "_transport", MagicMock())
     members: Any = SimpleNamespace(
         engine="vLLM", name="tp:0", cpu_group=None, device=torch.device("cpu"), dtype=None, same_host=None,
-        visible_devices="ABSENT",
+        visible_devices="ABSENT", serves=None,
     )  # fmt: skip
     with caplog.at_level("INFO", logger="llm_quant_rocm"):
         made = group.connect(members, Settings(CODECS["FP4"], min_bytes=0), lambda policy: None, MagicMock())

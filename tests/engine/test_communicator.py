@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -322,6 +323,22 @@ def test_aiter_s_kernel_does_not_send_what_is_ours(monkeypatch: pytest.MonkeyPat
     assert ours.should_quick_allreduce(x)
     out, residual = _aiter_ops._rocm_aiter_fused_allreduce_rmsnorm_impl(x, x, weight, 1e-6)
     assert torch.equal(out, x + 1) and torch.equal(residual, x + 1)
+
+
+@pytest.mark.parametrize("by_aiter", [False, True])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_small_messages_are_left_to_the_custom_all_reduce(by_aiter: bool, disabled: bool) -> None:
+    custom = SimpleNamespace(disabled=disabled, should_custom_ar=lambda x: x.numel() % 16 == 0)
+    made = SimpleNamespace(use_aiter_allreduce=by_aiter, aiter_ar_comm=None, ca_comm=None)
+    setattr(made, "aiter_ar_comm" if by_aiter else "ca_comm", custom)
+    ours = communicator.QuickReduceComm(
+        MagicMock(), Policy(Settings(CODECS["FP4"]), 2, "sm_90"), None, partial(communicator._vllm_serves, made)
+    )
+    large = torch.empty(MIB // 2, dtype=torch.bfloat16, device="meta")
+    assert ours.should_quick_allreduce(large)
+    assert ours.should_quick_allreduce(large[16:]) == disabled
+    assert ours.should_quick_allreduce(large[8:])
+    assert not communicator._vllm_serves(object(), large)  # vLLM's communicator of CPUs has none
 
 
 def under_cuda_s_communicator(rank: int) -> None:

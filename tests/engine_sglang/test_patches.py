@@ -14,7 +14,9 @@ from sglang.srt.layers import quantization
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
-from llm_quant_rocm.comm.group import GroupReduce
+from llm_quant_rocm.comm.group import ENGINES_BYTES, GroupReduce
+from llm_quant_rocm.comm.policy import Policy, Settings
+from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm_sglang import communicator, nvfp4, patches, processes, ptpc_fp8, register
 
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -127,6 +129,22 @@ def test_ours_is_asked_before_the_custom_all_reduce() -> None:
     for qr_comm, shape, method in ((Ours(), (2, 8), "qr"), (Ours(), (8,), "ca"), (None, (2, 8), "ca")):
         assert communicator.resolve(original, coordinator(qr_comm), torch.ones(shape)) == method
     assert pkgutil.resolve_name(GROUP)._all_reduce_out_place(coordinator(Ours()), torch.ones(2, 8), "qr").sum() == 32
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_small_messages_are_left_to_the_custom_all_reduce(disabled: bool) -> None:
+    original = pkgutil.resolve_name(GROUP)._resolve_outplace_all_reduce_method
+    original = getattr(original, "__wrapped__", original)
+    group = coordinator(None)
+    group.ca_comm.disabled = disabled
+    group.cpu_group = group.device_group = group.device = None
+    group.unique_name = "tp:0"
+    policy = Policy(Settings(CODECS["FP4"]), 2, "sm_90")
+    assert policy.measured
+    group.qr_comm = GroupReduce(MagicMock(), policy, None, communicator.members(group).serves)
+    large = torch.empty(ENGINES_BYTES // 2, dtype=torch.bfloat16, device="meta")
+    assert communicator.resolve(original, group, large) == "qr"
+    assert communicator.resolve(original, group, large[8:]) == ("qr" if disabled else "ca")
 
 
 def test_tensors_on_a_cpu_go_by_ours() -> None:
