@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm.policy import ENGINE, Algorithm, Choice, Policy, Settings
+from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
 from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
 from llm_quant_rocm.comm.watch import Watch
@@ -19,10 +19,6 @@ from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 
 _WARM_UP_VALUES = 4096
-# Smaller messages are the engine's where it has kernels over peer memory for them: those of ten rows were faster than
-# ours in whole engines on two and four GPUs, and are exact. From here on a codec is worth its errors, as for
-# `comm.reduce_norm_quant`.
-ENGINES_BYTES = 1024 * 1024
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -50,7 +46,7 @@ class Members:
         visible_devices: the environment variable that says which devices a process sees.
         dtype: in which the model computes, or None where nobody knows yet.
         timeout: of the group, or None for torch's own.
-        serves: whether the engine has kernels of its own over peer memory for a tensor; None: it has none.
+        custom: the engine's custom all-reduce over peer memory, with vLLM's `disabled` and `should_custom_ar`; or None.
     """
 
     engine: str
@@ -62,7 +58,7 @@ class Members:
     visible_devices: str
     dtype: torch.dtype | None = None
     timeout: timedelta | None = None
-    serves: Callable[[torch.Tensor], bool] | None = None
+    custom: Any = None
 
     @property
     def seconds(self) -> float | None:
@@ -76,31 +72,25 @@ class GroupReduce:
     Attributes:
         policy: what serves a message.
         transport: how its bytes travel.
+        custom: the engine's custom all-reduce, which takes what it can below `CODEC_BYTES`: messages of ten rows were
+            faster by it in whole engines on two and four GPUs, and are exact. None: ours serve them.
     """
 
     disabled = False
 
-    def __init__(
-        self,
-        transport: Transport,
-        policy: Policy,
-        watch: Watch | None,
-        engine_serves: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:
-        """
-        Args:
-            engine_serves: `Members.serves`.
-        """
+    def __init__(self, transport: Transport, policy: Policy, watch: Watch | None, custom: Any = None) -> None:
         self.policy = policy
         self.transport, self._watch = transport, watch
-        self._engine_serves = engine_serves if _prefers_engine(policy) else None
+        # Whoever sets a least size wishes for ours from there on.
+        self.custom = custom if policy.settings.min_bytes is None else None
 
     def should_quick_allreduce(self, inp: torch.Tensor) -> bool:
         """Whether a message is ours."""
         if self._choice(inp) is ENGINE:
             return False
-        small = inp.numel() * inp.element_size() < ENGINES_BYTES
-        return not (small and self._engine_serves is not None and self._engine_serves(inp))
+        if self.custom is None or self.custom.disabled or inp.numel() * inp.element_size() >= CODEC_BYTES:
+            return True
+        return not self.custom.should_custom_ar(inp)
 
     def quick_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
         """The sum over the group, a new tensor, on every rank with the same bits; of any size, also one that is better
@@ -121,9 +111,10 @@ class GroupReduce:
         )
 
     def close(self) -> None:
-        """Ends the watch over lost ranks."""
+        """Ends the watch over lost ranks, and lets go of the engine's all-reduce."""
         if self._watch is not None:
             self._watch.stop()
+        self.custom = None
 
     def _choice(self, inp: torch.Tensor) -> Choice:
         return self.policy.choose(inp.numel() * inp.element_size(), inp.dtype)
@@ -136,7 +127,7 @@ def connect(
     members: Members,
     settings: Settings,
     refuse: Callable[[Policy], str | None],
-    make: Callable[[Transport, Policy, Watch | None, Callable[[torch.Tensor], bool] | None], Reduce],
+    make: Callable[[Transport, Policy, Watch | None, Any], Reduce],
 ) -> Reduce | None:
     """What `make` makes of a group whose ranks all call. None where it steps aside; either way the group's first rank
     logs one line that says what serves, and why.
@@ -177,14 +168,10 @@ def connect(
     if refusal is not None or transport is None:
         log("quantized all-reduce: %s's own serves the group %s; %s", members.engine, members.name, refusal)
         return None
-    small = f"; below {ENGINES_BYTES} bytes {members.engine}'s custom all-reduce, where it serves"
-    log("%s%s", policy.describe(), small if peers and members.serves and _prefers_engine(policy) else "")
-    return make(transport, policy, Watch(transport.check) if peers else None, members.serves)
-
-
-def _prefers_engine(policy: Policy) -> bool:
-    """Whether small messages are the engine's where it serves them: unless a least size says that ours are wished."""
-    return policy.settings.min_bytes is None
+    reduce = make(transport, policy, Watch(transport.check) if peers else None, members.custom)
+    small = f"; below {CODEC_BYTES} bytes {members.engine}'s custom all-reduce, where it serves"
+    log("%s%s", policy.describe(), "" if reduce.custom is None or reduce.custom.disabled else small)
+    return reduce
 
 
 def better_left_to(own: Any, policy: Policy, variable: str) -> str | None:

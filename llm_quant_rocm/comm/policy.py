@@ -50,6 +50,8 @@ _KIB, _MIB = 1024, 1024 * 1024
 _KERNELS_MAX_BYTES = 2048 * _MIB  # they count values in 32 bits
 MAX_WORLD_SIZE = 8
 WORLD_SIZES = range(2, MAX_WORLD_SIZE + 1)
+# From this size on a codec is worth its errors, where nobody measured otherwise.
+CODEC_BYTES = _MIB
 # Upstream's thresholds for fp16, MiB.
 _UPSTREAM_MIN_MIB = {
     2: {"FP": 1, "INT8": 2, "INT6": 2, "INT4": 1, "INT3": 1},

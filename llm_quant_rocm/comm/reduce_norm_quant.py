@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import process_group
-from llm_quant_rocm.comm.policy import ENGINE, MAX_WORLD_SIZE, Algorithm, Choice, measured
+from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, MAX_WORLD_SIZE, Algorithm, Choice, measured
 from llm_quant_rocm.comm.roll_call import RollCall
 from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # importing them imports Triton
 FP = CODECS["FP"]
 OPERATOR = "reduce_norm_quant"
 INBOX_BYTES = 64 * 1024 * 1024
-# From this size of x on a codec is worth its errors.
-_CODEC_BYTES = 1024 * 1024
 # Taken for H200s: what a second hop costs, and what a GPU sends to all others together.
 _HOP_SECONDS, _LINK_BYTES_A_SECOND = 3e-6, 380e9
 _ALIGNMENT = 16
@@ -122,8 +120,8 @@ def predicted(world: int, codec: Codec = FP) -> Plan:
         return _HOP_SECONDS * _LINK_BYTES_A_SECOND / more if more else math.inf
 
     steps: list[tuple[int, Choice]] = []
-    for start in sorted(n for n in {0, _CODEC_BYTES, one_shot_until(FP), one_shot_until(codec)} if n < math.inf):
-        by = codec if start >= _CODEC_BYTES else FP
+    for start in sorted(n for n in {0, CODEC_BYTES, one_shot_until(FP), one_shot_until(codec)} if n < math.inf):
+        by = codec if start >= CODEC_BYTES else FP
         algorithm = Algorithm.ONE_SHOT if start < one_shot_until(by) else Algorithm.TWO_SHOT
         choice = Choice(algorithm, by)
         if not steps or choice != steps[-1][1]:

@@ -132,6 +132,6 @@ def _constants(columns: int, activation: str | None, topk: int, fmt: Fp8Format, 
 
 def _gated_launch(columns: int, hardware: Hardware) -> dict[str, int]:
     """What was fastest on an H100. Two values are read for one that stays, so that a thread takes fewer than of a plain
-    row, and gets few registers: two to eight programs share a multiprocessor, and some load while others compute."""
+    row, and gets few registers: four programs of 8192 columns share a multiprocessor, or two of 24576."""
     threads = 128 if columns <= 5120 else 256 if columns <= 8192 else 512 if columns <= 24576 else 1024
     return block_launch(columns, threads, hardware, 64 if columns > 5120 else None)

@@ -3,16 +3,14 @@
 
 SGLang asks an attribute of a group, `qr_comm`, for its QuickReduce. Where ours serves, it stands there, and is asked
 before SGLang's other all-reduces; where it declines a message, because of its size or its type, they serve as ever.
-Small ones it leaves to SGLang's custom all-reduce where that takes them (`comm.group.ENGINES_BYTES`).
+Small ones it leaves to SGLang's custom all-reduce where that takes them (`GroupReduce`).
 """
 
 import logging
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +61,8 @@ def members(group: Any) -> Members:
         device=group.device,
         same_host=in_the_same_node_as,
         visible_devices="HIP_VISIBLE_DEVICES" if is_hip() else "CUDA_VISIBLE_DEVICES",
-        serves=partial(_sglang_serves, weakref.ref(group)),
+        custom=group.ca_comm,
     )
-
-
-def _sglang_serves(group: "weakref.ref[Any]", inp: torch.Tensor) -> bool:
-    """Whether SGLang's custom all-reduce, its own or AITER's, takes a tensor."""
-    custom = group().ca_comm  # type: ignore[union-attr]  # who calls has the group
-    return custom is not None and not custom.disabled and custom.should_custom_ar(inp)
 
 
 def attach(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:

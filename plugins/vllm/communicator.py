@@ -3,14 +3,14 @@
 
 `class_over` makes a subclass of whichever communicator the platform chose. It asks `QuantizedAllReduce.quantized`
 first, and where that declines a message, because of its size or its type, vLLM's own order of all-reduces serves it.
-Small ones it leaves to vLLM's custom all-reduce where that takes them (`comm.group.ENGINES_BYTES`).
+Small ones it leaves to vLLM's custom all-reduce where that takes them (`GroupReduce`).
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm.comm import group
-from llm_quant_rocm.comm.group import GroupReduce, Members, Transport, better_left_to
+from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to
 from llm_quant_rocm.comm.policy import Policy, Settings
-from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.environment import QUICK_REDUCE, read
 from llm_quant_rocm_vllm.patches import QUANTIZATION
 
@@ -102,17 +101,14 @@ class QuickReduceComm(GroupReduce):
         use_fp16_kernels: whether bf16 travels as fp16.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        policy: Policy,
-        watch: Watch | None,
-        engine_serves: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:
-        super().__init__(transport, policy, watch, engine_serves)
-        assert policy.settings.codec is not None
-        self.qr_quant_level = QuickReduceRegime.__members__.get(policy.settings.codec.name)
-        self.use_fp16_kernels = policy.settings.cast_bf16_to_fp16
+    @property
+    def qr_quant_level(self) -> QuickReduceRegime | None:
+        assert self.policy.settings.codec is not None
+        return QuickReduceRegime.__members__.get(self.policy.settings.codec.name)
+
+    @property
+    def use_fp16_kernels(self) -> bool:
+        return self.policy.settings.cast_bf16_to_fp16
 
     def uses_flydsl_int4(self, inp: torch.Tensor) -> bool:
         """True for what is ours: to AITER's fusion it means that an all-reduce and an RMSNorm apart serve `inp`."""
@@ -140,7 +136,7 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         visible_devices=current_platform.device_control_env_var,
         dtype=getattr(config.model_config, "dtype", None) if config is not None else None,
         timeout=get_distributed_timeout_or_none(),
-        serves=partial(_vllm_serves, communicator),
+        custom=_custom(communicator),
     )
 
     def refuse(policy: Policy) -> str | None:
@@ -156,12 +152,12 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
     return quantized
 
 
-def _vllm_serves(communicator: Any, inp: torch.Tensor) -> bool:
-    """Whether vLLM's custom all-reduce, its own or AITER's, takes a tensor."""
+def _custom(communicator: Any) -> Any:
+    """vLLM's custom all-reduce, its own or AITER's, or None; its communicator of CPUs has none."""
     custom = getattr(communicator, "ca_comm", None)
     if getattr(communicator, "use_aiter_allreduce", False):
         custom = communicator.aiter_ar_comm or custom
-    return custom is not None and not custom.disabled and custom.should_custom_ar(inp)
+    return custom
 
 
 def _vllm_quick_reduce_serves(communicator: Any) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm import group
 from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
-from llm_quant_rocm.comm.policy import ENGINE, Settings
+from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Settings
 from llm_quant_rocm.formats.wire import CODECS
 
 GROUP: Any = None
@@ -59,14 +59,14 @@ def test_small_messages_are_the_engines_where_it_serves_them(
 ) -> None:
     """Unless a least size is wished. What the policy leaves to the engine is not asked about."""
     policy: Any = MagicMock(settings=Settings(CODECS["FP4"], min_bytes=least))
-    engine_serves = None if serves is None else MagicMock(return_value=serves)
-    reduce = group.GroupReduce(MagicMock(), policy, None, engine_serves)
-    large = torch.empty(group.ENGINES_BYTES // 2, dtype=torch.bfloat16, device="meta")
+    custom = None if serves is None else MagicMock(disabled=False, **{"should_custom_ar.return_value": serves})
+    reduce = group.GroupReduce(MagicMock(), policy, None, custom)
+    large = torch.empty(CODEC_BYTES // 2, dtype=torch.bfloat16, device="meta")
     assert reduce.should_quick_allreduce(large[8:]) == ours
     assert reduce.should_quick_allreduce(large)
     policy.choose.return_value = ENGINE
-    if engine_serves is not None:
-        engine_serves.side_effect = AssertionError
+    if custom is not None:
+        custom.should_custom_ar.side_effect = AssertionError
     assert not reduce.should_quick_allreduce(large[8:])
 
 
@@ -88,7 +88,7 @@ def test_ranks_agree_before_they_serve(
     monkeypatch.setattr(group, "_transport", MagicMock())
     members: Any = SimpleNamespace(
         engine="vLLM", name="tp:0", cpu_group=None, device=torch.device("cpu"), dtype=None, same_host=None,
-        visible_devices="ABSENT", serves=None,
+        visible_devices="ABSENT", custom=None,
     )  # fmt: skip
     with caplog.at_level("INFO", logger="llm_quant_rocm"):
         made = group.connect(members, Settings(CODECS["FP4"], min_bytes=0), lambda policy: None, MagicMock())

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,14 +330,13 @@ def test_small_messages_are_left_to_the_custom_all_reduce(by_aiter: bool, disabl
     custom = SimpleNamespace(disabled=disabled, should_custom_ar=lambda x: x.numel() % 16 == 0)
     made = SimpleNamespace(use_aiter_allreduce=by_aiter, aiter_ar_comm=None, ca_comm=None)
     setattr(made, "aiter_ar_comm" if by_aiter else "ca_comm", custom)
-    ours = communicator.QuickReduceComm(
-        MagicMock(), Policy(Settings(CODECS["FP4"]), 2, "sm_90"), None, partial(communicator._vllm_serves, made)
-    )
+    policy = Policy(Settings(CODECS["FP4"]), 2, "sm_90")
+    ours = communicator.QuickReduceComm(MagicMock(), policy, None, communicator._custom(made))
     large = torch.empty(MIB // 2, dtype=torch.bfloat16, device="meta")
     assert ours.should_quick_allreduce(large)
     assert ours.should_quick_allreduce(large[16:]) == disabled
     assert ours.should_quick_allreduce(large[8:])
-    assert not communicator._vllm_serves(object(), large)  # vLLM's communicator of CPUs has none
+    assert communicator._custom(object()) is None  # vLLM's communicator of CPUs has none
 
 
 def under_cuda_s_communicator(rank: int) -> None:

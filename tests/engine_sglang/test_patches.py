@@ -14,8 +14,8 @@ from sglang.srt.layers import quantization
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import QUANTIZATION_CHOICES
 
-from llm_quant_rocm.comm.group import ENGINES_BYTES, GroupReduce
-from llm_quant_rocm.comm.policy import Policy, Settings
+from llm_quant_rocm.comm.group import GroupReduce
+from llm_quant_rocm.comm.policy import CODEC_BYTES, Policy, Settings
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm_sglang import communicator, nvfp4, patches, processes, ptpc_fp8, register
 
@@ -141,8 +141,8 @@ def test_small_messages_are_left_to_the_custom_all_reduce(disabled: bool) -> Non
     group.unique_name = "tp:0"
     policy = Policy(Settings(CODECS["FP4"]), 2, "sm_90")
     assert policy.measured
-    group.qr_comm = GroupReduce(MagicMock(), policy, None, communicator.members(group).serves)
-    large = torch.empty(ENGINES_BYTES // 2, dtype=torch.bfloat16, device="meta")
+    group.qr_comm = GroupReduce(MagicMock(), policy, None, communicator.members(group).custom)
+    large = torch.empty(CODEC_BYTES // 2, dtype=torch.bfloat16, device="meta")
     assert communicator.resolve(original, group, large) == "qr"
     assert communicator.resolve(original, group, large[8:]) == ("qr" if disabled else "ca")
 

@@ -167,8 +167,8 @@ def ask_no_gpu(module: Any) -> None:
     module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
 
 
-def compiled(case: str) -> str:
-    """What is printed of a case."""
+def compiled(case: str) -> list[str]:
+    """The words that are printed of a case."""
     capability = 100 if case.endswith("on Blackwell") else 90
     driver.set_active(Driver(GPUTarget("cuda", capability, 32)))
     engine_habits.take_on()
@@ -199,7 +199,7 @@ def compiled(case: str) -> str:
         said = output(ptxas, f"-arch={sm_arch_from_capability(capability)}", "-v", source, "-o", binary)
         sass = output(Path(ptxas).with_name("cuobjdump"), "-sass", binary)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    return f"{spilled} {spills_in_loops(sass)} {'C75' in said} {' '.join(order)}"
+    return [str(spilled), str(spills_in_loops(sass)), str("C75" in said), *order]
 
 
 def output(*command: str | Path) -> str:
@@ -223,4 +223,4 @@ def spills_in_loops(sass: str) -> int:
 
 
 if __name__ == "__main__":
-    print(compiled(sys.argv[1]))
+    print(*compiled(sys.argv[1]))

@@ -28,7 +28,7 @@ SPILLS = {"tiles of two accumulators": 84}
 @pytest.mark.parametrize("case", CASES)
 def test_no_registers_spill_among_products_and_these_stay_in_flight(case: str) -> None:
     # With the oldest supported Triton, that of the engines that GPUs have today.
-    spilled, in_loops, serialized, *order = isolated.call(tritons.OLDEST, compiled, case).split()
+    spilled, in_loops, serialized, *order = isolated.call(tritons.OLDEST, compiled, case)
     assert int(spilled) <= SPILLS.get(case, 0)
     assert (in_loops, serialized) == ("0", "False")
     assert order == ORDERS.get(case, order)
