@@ -57,12 +57,6 @@ def not_zero(words):
 
 
 @triton.jit
-def there_are(pairs):
-    """The words of a block [BLOCK / 8, 4] as they travel, of the pairs of `load_chunks`."""
-    return not_zero(wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3]))
-
-
-@triton.jit
 def send(to, at, blocks, sending, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Stores a row, blocks of words [BLOCK / 8, 4], at `at` of regions, if `sending`.
 

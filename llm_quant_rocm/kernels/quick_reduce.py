@@ -387,7 +387,7 @@ def one_shot_kernel(
                 begin = (received * buffers + index) * VALUES
                 if begin < count:
                     first = pieces + index * BYTES
-                    total = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
+                    (total,) = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
 
 
@@ -500,7 +500,7 @@ def add_pieces(
     HIGH: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, WORLD: tl.constexpr,
     PART: tl.constexpr = None
 ):  # fmt: skip
-    """The sums, pairs of T, of the buffers of all ranks in their order; finite where all of them are.
+    """The sums, eights of pairs of T, of the buffers of all ranks in their order; finite where all of them are.
 
     Args:
         first: the address of rank 0's buffer; the others' are `piece_bytes` apart.
@@ -520,110 +520,87 @@ def add_loaded(
     T: tl.constexpr, MAX: tl.constexpr, WORLD: tl.constexpr
 ):  # fmt: skip
     """`add_pieces` of what `wire_units.load_parts` loads."""
-    finite = tl.full(pieces[0][0][0].shape, True, tl.int1)
     rare = True
-    if KIND != wire_units.FP:
+    if KIND == wire_units.FP:
+        every = tl.full(pieces[0][0].shape, True, tl.int1)
+    else:
         # No sum is beyond this
-        bound = tl.zeros(pieces[0][2].shape, tl.float32)
+        finite, bound = tl.full(pieces[0][2].shape, True, tl.int1), tl.zeros(pieces[0][2].shape, tl.float32)
         for source in tl.static_range(WORLD):
             size = tl.abs(pieces[source][2])
             finite = finite & (size < float("inf"))
             bound += size * LIMIT
         rare = tl.max((bound < MAX).to(tl.int32) ^ 1, axis=0) != 0
-    pairs = ()
+        every = wire_units.four_times(finite)
+    eights = ()
     for eight in tl.static_range(1 if EIGHTS else wire_units.unit_values(LOW) // 8):
-        sums, every = (tl.zeros(finite.shape, tl.float32),) * 8, (finite,) * 8
+        first, second = tl.zeros(every.shape, tl.float32), tl.zeros(every.shape, tl.float32)
+        every_first, every_second = every, every
         for source in tl.static_range(WORLD):
             low, high, scale = wire_units.eighth(pieces[source], eight, EIGHTS, LOW, HIGH)
             found = wire_units.numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
             if KIND == wire_units.FP:
-                sums = added(sums, found)
-                every = all_finite(every, found)
+                first, second = first + found[0], second + found[1]
+                every_first = every_first & (tl.abs(found[0]) < float("inf"))
+                every_second = every_second & (tl.abs(found[1]) < float("inf"))
             else:
-                sums = added_scaled(sums, found, scale)
+                # Products of a code and a scale are exact
+                scales = wire_units.four_times(scale)
+                first, second = tl.fma(found[0], scales, first), tl.fma(found[1], scales, second)
         if rare:
-            sums = limited(sums, every, MAX)
-        for i in tl.static_range(0, 8, 2):
-            pairs = pairs + (wire_units.pair_of(sums[i], sums[i + 1], T),)
-    return pairs
+            first, second = limited(first, every_first, MAX), limited(second, every_second, MAX)
+        eights = eights + (wire_units.pairs_of_numbers(first, second, KIND, T),)
+    return eights
 
 
 @triton.jit
-def added(sums, values):
-    found = ()
-    for i in tl.static_range(8):
-        found = found + (sums[i] + values[i],)
-    return found
-
-
-@triton.jit
-def added_scaled(sums, values, scale):
-    """Products of a code and a scale are exact."""
-    found = ()
-    for i in tl.static_range(8):
-        found = found + (tl.fma(values[i], scale, sums[i]),)
-    return found
-
-
-@triton.jit
-def all_finite(every, values):
-    found = ()
-    for i in tl.static_range(8):
-        found = found + (every[i] & (tl.abs(values[i]) < float("inf")),)
-    return found
-
-
-@triton.jit
-def limited(sums, every, MAX: tl.constexpr):
-    """`sums`, those of finite values within MAX."""
-    found = ()
-    for i in tl.static_range(8):
-        total = tl.where(every[i] & (sums[i] > MAX), MAX, sums[i])
-        found = found + (tl.where(every[i] & (total < -MAX), -MAX, total),)
-    return found
+def limited(total, finite, MAX: tl.constexpr):
+    """`total`, sums of `finite` values within MAX."""
+    total = tl.where(finite & (total > MAX), MAX, total)
+    return tl.where(finite & (total < -MAX), -MAX, total)
 
 
 @triton.jit
 def load_values(
     x_ptr, begin, count, T: tl.constexpr, MAX: tl.constexpr, GROUPS: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """The buffer of x that begins at a value, units of pairs, as it travels; zeros beyond the end."""
+    """The buffer of x that begins at a value, eights of units, as it travels; zeros beyond the end."""
     UNIT: tl.constexpr = wire_units.unit_values(LOW)
     UNITS: tl.constexpr = GROUPS * 32 // UNIT
     if begin + GROUPS * 32 <= count:
         first = (x_ptr + begin).to(tl.pointer_type(tl.int32))
-        pairs = wire_units.load_words(tl.multiple_of(first, 16), UNITS, UNIT // 2)
+        eights = wire_units.load_eights(tl.multiple_of(first, 16), UNITS, UNIT // 8)
     else:
-        pairs = load_ragged(x_ptr.to(tl.pointer_type(tl.int16)), begin, count, UNIT, UNITS)
-    if x_ptr.dtype.element_ty != T:
-        return narrowed(pairs, x_ptr.dtype.element_ty, T, MAX)
+        eights = load_ragged(x_ptr.to(tl.pointer_type(tl.int16)), begin, count, UNIT, UNITS)
+    if x_ptr.dtype.element_ty == T:
+        return eights
     else:
-        return pairs
+        return narrowed(eights, x_ptr.dtype.element_ty, T, MAX)
 
 
 @triton.jit
 def load_ragged(x_ptr, begin, count, UNIT: tl.constexpr, UNITS: tl.constexpr):
-    """Pairs of a buffer that is not whole.
+    """Eights of a buffer that is not whole.
 
     Eight values an access, as to Triton each access is one: the time that it takes to compile grows with their number
     times the square of the kernel's size.
     """
-    pairs = ()
+    eights = ()
     for first in tl.static_range(0, UNIT, 8):
         at = begin + first + (tl.arange(0, UNITS) * UNIT)[:, None] + tl.arange(0, 8)[None, :]
         values = tl.load(x_ptr + at, mask=at < count, other=0)
         even, odd = tl.split(tl.reshape(values, (UNITS, 4, 2)))
-        pairs = pairs + wire_units.split4(wire_units.pair_of_bits(even, odd))
-    return pairs
+        eights = eights + (wire_units.pair_of_bits(even, odd),)
+    return eights
 
 
 @triton.jit
-def narrowed(pairs, FROM: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr):
+def narrowed(eights, FROM: tl.constexpr, T: tl.constexpr, MAX: tl.constexpr):
     """Pairs of FROM as pairs of T, finite values at most MAX."""
     found = ()
-    for i in tl.static_range(len(pairs)):
-        first = narrow(wire_units.first_of(pairs[i], FROM), MAX)
-        second = narrow(wire_units.second_of(pairs[i], FROM), MAX)
+    for i in tl.static_range(len(eights)):
+        first = narrow(wire_units.first_of(eights[i], FROM), MAX)
+        second = narrow(wire_units.second_of(eights[i], FROM), MAX)
         found = found + (wire_units.pair_of(first, second, T),)
     return found
 
@@ -640,21 +617,16 @@ def recast(pairs, T: tl.constexpr, TO: tl.constexpr):
     if T == TO:
         return pairs
     else:
-        found = ()
-        for i in tl.static_range(len(pairs)):
-            first, second = wire_units.first_of(pairs[i], T), wire_units.second_of(pairs[i], T)
-            found = found + (wire_units.pair_of(first, second, TO),)
-        return found
+        return wire_units.pair_of(wire_units.first_of(pairs, T), wire_units.second_of(pairs, T), TO)
 
 
 @triton.jit
 def store_values(out_ptr, pairs, begin, count, GROUPS: tl.constexpr):
-    """Stores the 4 pairs of each 8 values of a buffer, but for what is beyond the end."""
+    """Stores the pairs [GROUPS * 4, 4] of a buffer, but for what is beyond the end."""
     if begin + GROUPS * 32 <= count:
         first = (out_ptr + begin).to(tl.pointer_type(tl.int32))
-        wire_units.store_words(tl.multiple_of(first, 16), pairs, GROUPS * 4)
+        wire_units.store_words(tl.multiple_of(first, 16), pairs)
     else:
-        words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
-        values = tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), (GROUPS * 4, 8))
+        values = tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), (GROUPS * 4, 8))
         at = begin + (tl.arange(0, GROUPS * 4) * 8)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(out_ptr.to(tl.pointer_type(tl.int16)) + at, values, mask=at < count)

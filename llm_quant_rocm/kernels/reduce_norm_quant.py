@@ -352,7 +352,7 @@ def reduce_norm_lamport_kernel(
         to = addresses(peers_ptr, rank, WORLD) if SHOTS == 1 else (tl.load(peers_ptr + owner),)
         words = ()
         for i in tl.static_range(len(x)):
-            words = words + (lamport.there_are(x[i]),)
+            words = words + (lamport.not_zero(x[i][0]),)
         pieces = lamport.place(call, 0, row, lamport_at, LAMPORT_BYTES, WORLD, COLUMNS)
         lamport.send(to, pieces + rank * LAMPORT_BYTES, words, patience >= 0, COLUMNS, BLOCK)
         weight = load_row(weight_ptr, COLUMNS, BLOCK, "evict_last")
@@ -383,7 +383,7 @@ def reduce_norm_lamport_kernel(
                 sums = inverted(received)
         blocks = tl.tuple([])
         for i in tl.static_range(len(sums)):
-            blocks += (block_of(wire_units.split4(sums[i]), T),)
+            blocks += (block_of(sums[i], T),)
         finish_row(
             row, blocks, added, weight, total_ptr, normed_ptr, codes_ptr, scales_ptr, given_ptr, eps,
             HAS_RESIDUAL, WEIGHT_BIAS, NORMED, QUANTIZATION, LAYOUT, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
@@ -408,9 +408,8 @@ def await_pieces(
     for i in tl.static_range((COLUMNS + BLOCK - 1) // BLOCK):
         pieces = ()
         for source in tl.static_range(WORLD):
-            pieces = pieces + ((wire_units.split4(received[i * WORLD + source]), (), ()),)
-        pairs = add_loaded(pieces, True, wire_units.FP, 0, 0, 0, T, MAX, WORLD)
-        words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
+            pieces = pieces + ((received[i * WORLD + source], (), ()),)
+        (words,) = add_loaded(pieces, True, wire_units.FP, 0, 0, 0, T, MAX, WORLD)
         # Two NaNs of all bits would not be there once they are inverted, as sums travel; these are two NaNs as well.
         sums = sums + (tl.where(words == -1, -65537, words),)
     return sums, absent == WORLD
@@ -580,12 +579,12 @@ def addresses(peers_ptr, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def load_chunks(row_ptr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, LOW: tl.constexpr):
-    """A row at a multiple of 16 bytes, units of pairs by chunks of CHUNK values, zeros beyond it."""
+    """A row at a multiple of 16 bytes, eights of units by chunks of CHUNK values, zeros beyond it."""
     UNIT: tl.constexpr = wire_units.unit_values(LOW)
     chunks = ()
     for i in tl.static_range((COLUMNS + CHUNK - 1) // CHUNK):
         first = tl.multiple_of((row_ptr + i * CHUNK).to(tl.pointer_type(tl.int32)), 16)
-        chunks = chunks + (wire_units.load_words(first, CHUNK // UNIT, UNIT // 2, (COLUMNS - i * CHUNK) // 2),)
+        chunks = chunks + (wire_units.load_eights(first, CHUNK // UNIT, UNIT // 8, (COLUMNS - i * CHUNK) // 2),)
     return chunks
 
 
@@ -612,17 +611,16 @@ def add_row(
     """The sum of a row over the ranks, in parts of VALUES: blocks for `finish_row`, or chunks for `send`."""
     sums = tl.tuple([])
     for i in tl.static_range((COLUMNS + VALUES - 1) // VALUES):
-        pairs = add_pieces(
+        eights = add_pieces(
             pieces, piece_bytes, BLOCKS, KIND, LIMIT, LOW, HIGH, T, MAX, VALUES // 32, WORLD,
             part(i, VALUES, COLUMNS, ROW_GROUPS)
         )  # fmt: skip
-        sums += (block_of(pairs, T) if BLOCKS else pairs,)
+        sums += (block_of(eights[0], T) if BLOCKS else eights,)
     return sums
 
 
 @triton.jit
 def block_of(pairs, T: tl.constexpr):
-    """T [8 * N] of the four pairs [N] of each eight."""
-    words = wire_units.join4(pairs[0], pairs[1], pairs[2], pairs[3])
-    halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-    return tl.reshape(halves, (8 * words.shape[0],)).to(T, bitcast=True)
+    """T [8 * N] of pairs [N, 4]."""
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(halves, (8 * pairs.shape[0],)).to(T, bitcast=True)

@@ -3,12 +3,13 @@
 
 A unit is what one lane encodes: a group of 32 values; half of one where codes have 8 bits, and 8 values in the codec
 FP, so that its words of a plane are at most 16 bytes, and neighbouring lanes write neighbouring bytes. Values travel in
-pairs, int32 words of two neighbouring ones, as they lie in memory. A tensor [UNITS] holds one word of each of so many
-units, a power of two, and a tuple of such tensors all words of each.
+pairs, int32 words of two neighbouring ones, as they lie in memory; a tensor [UNITS, 4] holds the pairs of 8 values of
+each of so many units, a power of two, and a tuple of COUNT such tensors, its eights, the values of units. The words of
+a plane are one tensor [UNITS, 4], [UNITS, 2] or [UNITS].
 
-What `encode` does alike with each eight values of a unit it does once, with its COUNT eights beside each other,
-[UNITS, COUNT]: Triton's passes take the square of a kernel's operations. Who adds units takes eight after eight: the
-sums of all at once need more registers than an AMD GPU has for two waves.
+What is done alike with several words of a lane is done once, with all of them in one tensor: Triton's passes take the
+square of a kernel's operations. But who adds units takes eight after eight: the sums of all at once need more registers
+than an AMD GPU has for two waves.
 
 Groups that hold NaN or infinities, or whose scale is so small that its reciprocal might overflow, are rare. A program
 looks whether one of its groups is such; only then are these rewritten, to values that need no special care.
@@ -60,73 +61,62 @@ def unit_values(LOW):
 
 
 @triton.constexpr_function
-def place(value, BITS):
-    """Where the field of a value begins in its word of a plane."""
-    return 8 * (value % 4) if BITS == 8 else 16 * (value // 4 % 2) + 4 * BITS * (value // 8) % 16 + BITS * (value % 4)
-
-
-@triton.constexpr_function
 def buffer_bytes(GROUPS, LOW, HIGH):
     """Bytes of a buffer."""
     return GROUPS * (64 if LOW == 0 else 4 * (LOW + HIGH) + 2)
 
 
 @triton.jit
-def load_words(first, UNITS: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr = None):
-    """The words, a tuple of COUNT, of units that lie one after the other from `first` on, an int32 pointer.
+def load_eights(first, UNITS: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr = None):
+    """The values of units that lie one after the other from `first` on, an int32 pointer: COUNT eights.
 
-    WORDS are there, all of them if None; others are 0. Where COUNT is more than 2, they are there by fours.
+    WORDS are there, by eights, all of them if None; others are 0.
     """
-    unit = tl.arange(0, UNITS)
-    WHOLE: tl.constexpr = WORDS is None or WORDS >= UNITS * COUNT
-    if COUNT == 1:
-        if WHOLE:
-            return (tl.load(first + unit),)
-        else:
-            return (tl.load(first + unit, mask=unit < WORDS, other=0),)
-    elif COUNT == 2:
-        place = unit[:, None] * 2 + tl.arange(0, 2)[None, :]
-        if WHOLE:
-            return tl.split(tl.load(first + place))
-        else:
-            return tl.split(tl.load(first + place, mask=unit[:, None] * 2 < WORDS, other=0))
-    else:
-        words = ()
-        for start in tl.static_range(0, COUNT, 4):
-            place = unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]
-            if WHOLE:
-                words = words + split4(tl.load(first + place))
-            else:
-                there = unit[:, None] * COUNT + start < WORDS
-                words = words + split4(tl.load(first + place, mask=there, other=0))
-        return words
+    eights = ()
+    for i in tl.static_range(COUNT):
+        eights = eights + (load_words(first, UNITS, 4, WORDS, COUNT * 4, i * 4),)
+    return eights
 
 
 @triton.jit
-def store_words(first, words, UNITS: tl.constexpr, WORDS: tl.constexpr = None):
-    """Stores what `load_words` loads."""
-    COUNT: tl.constexpr = len(words)
-    unit = tl.arange(0, UNITS)
-    WHOLE: tl.constexpr = WORDS is None or WORDS >= UNITS * COUNT
-    if COUNT == 1:
-        if WHOLE:
-            tl.store(first + unit, words[0])
-        else:
-            tl.store(first + unit, words[0], mask=unit < WORDS)
-    elif COUNT == 2:
-        place = unit[:, None] * 2 + tl.arange(0, 2)[None, :]
-        if WHOLE:
-            tl.store(first + place, tl.join(words[0], words[1]))
-        else:
-            tl.store(first + place, tl.join(words[0], words[1]), mask=unit[:, None] * 2 < WORDS)
+def load_words(
+    first, UNITS: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr = None, STRIDE: tl.constexpr = None,
+    START: tl.constexpr = 0
+):  # fmt: skip
+    """COUNT words of each unit, [UNITS, COUNT], or [UNITS] of one; all that a unit has, or those from START on of
+    STRIDE. WORDS as in `load_eights`."""
+    EVERY: tl.constexpr = COUNT if STRIDE is None else STRIDE
+    place = first + places(UNITS, COUNT, EVERY, START)
+    if WORDS is None or WORDS >= UNITS * EVERY:
+        return tl.load(place)
     else:
-        for start in tl.static_range(0, COUNT, 4):
-            place = unit[:, None] * COUNT + start + tl.arange(0, 4)[None, :]
-            quad = join4(words[start], words[start + 1], words[start + 2], words[start + 3])
-            if WHOLE:
-                tl.store(first + place, quad)
-            else:
-                tl.store(first + place, quad, mask=unit[:, None] * COUNT + start < WORDS)
+        return tl.load(place, mask=places(UNITS, COUNT, EVERY, START, True) < WORDS, other=0)
+
+
+@triton.jit
+def store_words(first, words, WORDS: tl.constexpr = None):
+    """Stores what `load_words` loads."""
+    UNITS: tl.constexpr = words.shape[0]
+    COUNT: tl.constexpr = words.numel // UNITS
+    place = first + places(UNITS, COUNT, COUNT, 0)
+    if WORDS is None or WORDS >= UNITS * COUNT:
+        tl.store(place, words)
+    else:
+        tl.store(place, words, mask=places(UNITS, COUNT, COUNT, 0, True) < WORDS)
+
+
+@triton.jit
+def places(
+    UNITS: tl.constexpr, COUNT: tl.constexpr, STRIDE: tl.constexpr, START: tl.constexpr, FIRST: tl.constexpr = False
+):  # fmt: skip
+    """Where COUNT words of each unit lie, or the FIRST of them: [UNITS, COUNT], or [UNITS, 1], or [UNITS] of one."""
+    unit = tl.arange(0, UNITS) * STRIDE + START
+    if COUNT == 1:
+        return unit
+    elif FIRST:
+        return unit[:, None]
+    else:
+        return unit[:, None] + tl.arange(0, COUNT)[None, :]
 
 
 @triton.jit
@@ -139,9 +129,10 @@ def split4(words):
 
 
 @triton.jit
-def join4(first, second, third, fourth):
-    """The tensor [N, 4] of these columns."""
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (first.shape[0], 4))
+def four_times(word):
+    """[N, 4] of what is [N]."""
+    twice = tl.join(word, word)
+    return tl.reshape(tl.join(twice, twice), (word.shape[0], 4))
 
 
 @triton.jit
@@ -167,8 +158,11 @@ def pair_of(first, second, T: tl.constexpr):
     """Pairs of fp32 values, rounded to T."""
     if tl.target_info.is_cuda():
         # One instruction, of which Triton makes four
-        convert: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if T.is_bf16() else "cvt.rn.f16x2.f32 $0, $2, $1;"
-        return tl.inline_asm_elementwise(convert, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+        ptx: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if T.is_bf16() else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return tl.inline_asm_elementwise(ptx, "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+    elif tl.target_info.is_hip_cdna4():
+        amd: tl.constexpr = "v_cvt_pk_bf16_f32 $0, $1, $2" if T.is_bf16() else "v_cvt_pk_f16_f32 $0, $1, $2"
+        return tl.inline_asm_elementwise(amd, "=v,v,v", [first, second], dtype=tl.int32, is_pure=True, pack=1)
     else:
         return pair_of_bits(first.to(T).to(tl.int16, bitcast=True), second.to(T).to(tl.int16, bitcast=True))
 
@@ -184,16 +178,14 @@ def encode(
     x, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     T: tl.constexpr
 ):  # fmt: skip
-    """The words of the low plane, those of the high plane (tuples), and the scales [GROUPS] in T, of units `x`.
-
-    Args:
-        x: pairs of values of T, a tuple of int32 [UNITS].
-    """
+    """The words of the low plane and of the high plane, and the scales [GROUPS] in T, of units `x`, eights of pairs of
+    T; () for what the codec has not."""
     if KIND == FP:
-        return x, (), ()
+        return x[0], (), ()
     else:
         PARTS: tl.constexpr = 32 // unit_values(LOW)
-        positive, negative = extremes(x, KIND)
+        pairs = pairs_of_units(x)
+        positive, negative = extremes(pairs, KIND)
         if PARTS > 1:
             positive, negative = largest(positive, PARTS), largest(negative, PARTS)
         size = tl.maximum(positive, negative)
@@ -202,14 +194,22 @@ def encode(
         factor = reciprocal(scale)
         broken = size >= (0x7F800000 if T.is_bf16() else 0x7C000000)
         small = (tl.abs(scale) < 2.0**-100) & (scale != 0.0)
-        COUNT: tl.constexpr = unit_values(LOW) // 8
-        pairs = pairs_of_eights(x, COUNT)
         if tl.max((broken | small).to(tl.int32), axis=0) != 0:
             factor = tl.where(small, reciprocal(scale * 2.0**64), tl.where(broken, 1.0 * LIMIT, factor))
-            of_small, of_broken = of_eights(per_unit(small, PARTS), COUNT), of_eights(per_unit(broken, PARTS), COUNT)
-            pairs = plain(pairs, of_small, of_broken, T)
-        low, high = pack(pairs, of_eights(per_unit(factor, PARTS), COUNT), KIND, LIMIT, LOW, HIGH, T)
+            pairs = plain(pairs, per_unit(small, PARTS), per_unit(broken, PARTS), T)
+        low, high = pack(pairs, per_unit(factor, PARTS), KIND, LIMIT, LOW, HIGH, T)
         return low, high, tl.where(broken, float("inf"), scale).to(T)
+
+
+@triton.jit
+def pairs_of_units(eights):
+    """int32 [UNITS, COUNT, 4] of COUNT eights."""
+    if len(eights) == 2:
+        words = tl.join(eights[0], eights[1])
+    else:
+        words = tl.join(tl.join(eights[0], eights[2]), tl.join(eights[1], eights[3]))
+        words = tl.reshape(words, (eights[0].shape[0], 4, 4))
+    return tl.permute(words, (0, 2, 1))
 
 
 @triton.jit
@@ -229,37 +229,47 @@ def scales(top, KIND: tl.constexpr, LIMIT: tl.constexpr, CAP: tl.constexpr, dtyp
 
 
 @triton.jit
-def extremes(x, KIND: tl.constexpr):
+def extremes(pairs, KIND: tl.constexpr):
     """The largest magnitudes of values that are not negative, and of negative ones, int32 [UNITS]: bits of T in the
     high half. NaN is the largest. Codecs without a signed scale need but one, and get it twice."""
     if KIND == INT:
         # Among signed numbers the largest is a value not negative, if there is one; among unsigned ones a negative one.
-        positive = tl.maximum(largest_half(x, -1, True), 0)
-        negative = largest_half(x, -1, False).to(tl.int32, bitcast=True)
+        positive = tl.maximum(largest_half(pairs, True), 0)
+        negative = largest_half(pairs, False).to(tl.int32, bitcast=True)
         return positive & 0x7FFF0000, tl.where(negative < 0, negative & 0x7FFF0000, 0)
     else:
-        size = largest_half(x, 0x7FFF7FFF, True) & 0x7FFF0000
+        size = largest_half(pairs & 0x7FFF7FFF, True) & 0x7FFF0000
         return size, size
 
 
 @triton.jit
-def largest_half(x, MASK: tl.constexpr, SIGNED: tl.constexpr):
-    """The largest of the halves of the words x & MASK of units, int32 or uint32, with anything in the low half."""
+def largest_half(pairs, SIGNED: tl.constexpr):
+    """The largest of the halves of the words of units, int32 or uint32, with anything in the low half."""
+    UNITS: tl.constexpr = pairs.shape[0]
+    COUNT: tl.constexpr = pairs.numel // UNITS
+    words = tl.reshape(pairs, (UNITS, COUNT))
+    for _ in tl.static_range(3 if COUNT == 8 else 4):
+        left, right = tl.split(tl.reshape(words, (UNITS, words.shape[1] // 2, 2)))
+        words = larger_halves(left, right, SIGNED)
     AS: tl.constexpr = tl.int32 if SIGNED else tl.uint32
-    most = x[0] & MASK
-    if tl.target_info.cuda_capability_geq(9):
-        # Both halves at once
-        instruction: tl.constexpr = "max.s16x2 $0, $1, $2;" if SIGNED else "max.u16x2 $0, $1, $2;"
-        for i in tl.static_range(1, len(x)):
-            word = x[i] & MASK
-            most = tl.inline_asm_elementwise(instruction, "=r,r,r", [most, word], tl.int32, is_pure=True, pack=1)
-        return tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
+    most = tl.reshape(words, (UNITS,))
+    return tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
+
+
+@triton.jit
+def larger_halves(a, b, SIGNED: tl.constexpr):
+    """Words of the larger of either half of two words."""
+    if tl.target_info.is_hip():
+        amd: tl.constexpr = "v_pk_max_i16 $0, $1, $2" if SIGNED else "v_pk_max_u16 $0, $1, $2"
+        return tl.inline_asm_elementwise(amd, "=v,v,v", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    elif tl.target_info.cuda_capability_geq(9):
+        ptx: tl.constexpr = "max.s16x2 $0, $1, $2;" if SIGNED else "max.u16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(ptx, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        most = tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
-        for i in tl.static_range(1, len(x)):
-            word = x[i] & MASK
-            most = tl.maximum(most, tl.maximum(word.to(AS, bitcast=True), (word << 16).to(AS, bitcast=True)))
-        return most
+        AS: tl.constexpr = tl.int32 if SIGNED else tl.uint32
+        high = tl.maximum(a.to(AS, bitcast=True), b.to(AS, bitcast=True)).to(tl.int32, bitcast=True)
+        low = tl.maximum((a << 16).to(AS, bitcast=True), (b << 16).to(AS, bitcast=True)).to(tl.int32, bitcast=True)
+        return (high & -65536) | ((low >> 16) & 0xFFFF)
 
 
 @triton.jit
@@ -289,114 +299,90 @@ def reciprocal(scale):
 
 @triton.jit
 def plain(pairs, small, broken, T: tl.constexpr):
-    """Pairs of eights where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
-    found = ()
-    for i in tl.static_range(4):
-        first = plain_values(first_of(pairs[i], T), small, broken)
-        found = found + (pair_of(first, plain_values(second_of(pairs[i], T), small, broken), T),)
-    return found
+    """Pairs of units where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
+    return pair_of(plain_values(first_of(pairs, T), small, broken), plain_values(second_of(pairs, T), small, broken), T)
 
 
 @triton.jit
 def plain_values(value, small, broken):
     mark = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), -1.0, 0.0))
-    return tl.where(broken, mark, tl.where(small, value * 2.0**64, value))
-
-
-@triton.jit
-def pairs_of_eights(x, COUNT: tl.constexpr):
-    """The 4 pairs of each eight of units, tensors [UNITS, COUNT]."""
-    pairs = ()
-    for i in tl.static_range(4):
-        if COUNT == 2:
-            pairs = pairs + (tl.join(x[i], x[i + 4]),)
-        else:
-            pairs = pairs + (join4(x[i], x[i + 4], x[i + 8], x[i + 12]),)
-    return pairs
-
-
-@triton.jit
-def of_eights(value, COUNT: tl.constexpr):
-    """What belongs to units, for each of their COUNT eights."""
-    if COUNT == 2:
-        return tl.join(value, value)
-    else:
-        return join4(value, value, value, value)
+    scaled = tl.where(small[:, None, None], value * 2.0**64, value)
+    return tl.where(broken[:, None, None], mark, scaled)
 
 
 @triton.jit
 def pack(
     pairs, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """The words of both planes (tuples) of units times `factor`, whose products are at most LIMIT and a little.
+    """The words of both planes of units times `factor` [UNITS], whose products are at most LIMIT and a little.
 
     Args:
-        pairs, factor: as of `pairs_of_eights` and `of_eights`.
+        pairs: as of `pairs_of_units`.
     """
-    codes = ()
-    for value in tl.static_range(8):
-        codes = codes + (code(pairs, value, factor, KIND, LIMIT, T),)
+    sizes = pairs & 0x7FFF7FFF if KIND == E2M1 else pairs
+    first, second = codes(first_of(sizes, T), factor, KIND, LIMIT), codes(second_of(sizes, T), factor, KIND, LIMIT)
     if HIGH != 0:
-        low = (fields(codes, LOW, 0, (1 << LOW) - 1, 0),)
-        return plane_words(low, LOW), plane_words((fields(codes, HIGH, LOW, (1 << HIGH) - 1, 0),), HIGH)
+        low, high = fields(first, second, LOW, 0, (1 << LOW) - 1), fields(first, second, HIGH, LOW, (1 << HIGH) - 1)
+        return plane_words(low, LOW), plane_words(high, HIGH)
     elif LOW == 8:
         # 2**23's exponent, added by each field of an integer
-        START: tl.constexpr = 0 if KIND == E4M3 else -0x4B000000
-        low = fields(codes[:4], LOW, 0, -1, START), fields(codes[4:], LOW, 0, -1, START)
-        return plane_words(low, LOW), ()
+        low = fields(first, second, LOW, 0, -1) - (0 if KIND == E4M3 else 0x4B000000)
+        return tl.reshape(low, (low.shape[0], 4)), ()
     else:
         # The same: 0x4B000000 and, shifted by 4, 0xB0000000
-        low = fields(codes, LOW, 0, -1, 0x05000000)
+        low = fields(first, second, LOW, 0, -1) + 0x05000000
         if KIND == E2M1:
-            low |= e2m1_signs(pairs[0], pairs[1], pairs[2], pairs[3])
-        return plane_words((low,), LOW), ()
+            low |= e2m1_signs(pairs)
+        return plane_words(low, LOW), ()
 
 
 @triton.jit
-def fields(codes, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, START: tl.constexpr):
-    """The fields of codes, (code >> SHIFT) & MASK each, where they lie in the first word of a plane, added to START."""
-    bits = tl.full(codes[0].shape, START, tl.int32)
-    for value in tl.static_range(len(codes)):
-        bits += ((codes[value] >> SHIFT) & MASK) << place(value, BITS)
-    return bits
+def fields(first, second, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """The fields of the codes of both values of pairs [UNITS, COUNT, 4], (code >> SHIFT) & MASK each, where they lie in
+    words of a plane: [UNITS, COUNT, 2] of 8 bits; else [UNITS, COUNT], in the first word."""
+    i = tl.arange(0, 4)[None, None, :]
+    place = 16 * (i % 2) if BITS == 8 else 16 * (i // 2) + 2 * BITS * (i % 2)
+    bits = (((first >> SHIFT) & MASK) << place) + (((second >> SHIFT) & MASK) << (place + BITS))
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1], 2, 2)))
+    if BITS == 8:
+        return even + odd
+    else:
+        left, right = tl.split(even + odd)
+        return left + right
 
 
 @triton.jit
 def plane_words(eights, BITS: tl.constexpr):
-    """The words of a plane, of the `fields` of units' eights."""
-    if BITS == 8:
-        first, third = tl.split(eights[0])
-        second, fourth = tl.split(eights[1])
-        return first, second, third, fourth
+    """The words of a plane of at most 4 bits, of the `fields` of units' eights [UNITS, 4]."""
+    if BITS == 4:
+        return eights
     else:
-        columns = split4(eights[0])
-        found = ()
-        for word in tl.static_range(BITS):
-            bits = columns[word * 4 // BITS]
-            for i in tl.static_range(1, 4 // BITS):
-                bits |= columns[word * 4 // BITS + i] << (4 * BITS * i)
-            found = found + (bits,)
-        return found
+        even, odd = tl.split(tl.reshape(eights, (eights.shape[0], 2, 2)))
+        words = even | (odd << (4 * BITS))
+        if BITS == 2:
+            return words
+        else:
+            left, right = tl.split(words)
+            return left | (right << (8 * BITS))
 
 
 @triton.jit
-def code(x, value: tl.constexpr, factor, KIND: tl.constexpr, LIMIT: tl.constexpr, T: tl.constexpr):
-    """The codes of one of 8 values, whose pairs are `x`: below the bits of the float 2**23, or for E4M3 alone; of E2M1
+def codes(values, factor, KIND: tl.constexpr, LIMIT: tl.constexpr):
+    """The codes of values of units times `factor`: below the bits of the float 2**23, or for E4M3 alone; of E2M1
     without sign."""
-    pair = x[value // 2] & 0x7FFF7FFF if KIND == E2M1 else x[value // 2]
-    wide = first_of(pair, T) if value % 2 == 0 else second_of(pair, T)
+    factor = tl.broadcast_to(factor[:, None, None], values.shape)
     if KIND == INT:
         # One FMA rounds the exact product to an integer
-        rounded = tl.fma(wide, factor, tl.full(factor.shape, 8388608.0 + LIMIT, tl.float32))
+        rounded = tl.fma(values, factor, tl.full(values.shape, 8388608.0 + LIMIT, tl.float32))
         return tl.minimum(rounded, 8388607.0 + 2 * LIMIT).to(tl.int32, bitcast=True)
     elif KIND == E2M1:
         # The code is the nearest integer to the least of 2 y, y + 2 and y / 2 + 4
-        y = wide * factor
+        y = values * factor
         twice = tl.fma(y, tl.full(y.shape, 2.0, tl.float32), tl.full(y.shape, 8388608.0, tl.float32))
         half = tl.fma(y, tl.full(y.shape, 0.5, tl.float32), tl.full(y.shape, 8388612.0, tl.float32))
         return tl.minimum(tl.minimum(twice, y + 8388610.0), half).to(tl.int32, bitcast=True)
     else:
-        return e4m3_codes(wide * factor)
+        return e4m3_codes(values * factor)
 
 
 @triton.jit
@@ -411,8 +397,11 @@ def e4m3_codes(y):
 
 
 @triton.jit
-def e2m1_signs(first, second, third, fourth):
-    """The sign bits of a word of codes from those of its four pairs."""
+def e2m1_signs(pairs):
+    """The sign bits of the words [UNITS, COUNT] of codes of eights, from those of their pairs."""
+    even, odd = tl.split(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
     left, right = bytes_of(first, second, 0x7351), bytes_of(third, fourth, 0x7351)
     even, odd = bytes_of(left, right, 0x5410), bytes_of(left, right, 0x7632)
     return ((even >> 4) & 0x08080808) | (odd & -2139062144)
@@ -437,45 +426,61 @@ def bytes_of(a, b, SELECT: tl.constexpr):
 
 @triton.jit
 def numbers(low, high, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr):
-    """What 8 neighbouring codes stand for, a tuple of fp32; in the codec FP the values.
+    """What 8 neighbouring codes stand for, the first four and the last, fp32 [N, 4]; in the codec FP the values, the
+    even and the odd ones.
 
     Args:
-        low: the words of the low plane that hold them, a tuple: 4 pairs for FP, 2 for planes of 8 bits, or 1, shifted
-            so that theirs are the lowest fields of both halves.
-        high: the word of the high plane, shifted likewise, a tuple of 1, or of none.
+        low: what holds them of the low plane: of FP pairs [N, 4], of planes of 8 bits two words [N], a tuple, and else
+            one, shifted so that theirs are the lowest fields of both halves.
+        high: the word of the high plane, shifted likewise, or ().
     """
-    found = ()
     if KIND == FP:
-        for i in tl.static_range(4):
-            found = found + (first_of(low[i], T), second_of(low[i], T))
+        return first_of(low, T), second_of(low, T)
     elif LOW == 8:
-        for i in tl.static_range(8):
-            field = (low[i // 4] >> place(i, 8)) & 0xFF
-            if KIND == INT:
-                found = found + ((field | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LIMIT),)
-            else:
-                # The fp16 with these bits is the number / 2**8
-                bits = ((field & 127) << 7) | ((field & 128) << 8)
-                found = found + (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0,)
+        return byte_numbers(low[0], KIND, LIMIT), byte_numbers(low[1], KIND, LIMIT)
     else:
         # Pairs of values i and i + 4, as bf16
-        seconds = ()
-        for i in tl.static_range(4):
-            if KIND == E2M1:
-                # The bf16 with these bits is the number / 2**126
-                shifted = low[0] << (6 - 4 * i) if i < 2 else low[0] >> (4 * i - 6)
-                pair = (shifted & 0x01C001C0) | ((low[0] << (12 - 4 * i)) & -2147450880)
-                found = found + (first_of(pair, tl.bfloat16) * 2.0**126,)
-                seconds = seconds + (second_of(pair, tl.bfloat16) * 2.0**126,)
-            else:
-                pair = (low[0] >> (LOW * i)) & (((1 << LOW) - 1) * 0x00010001)
-                if HIGH != 0:
-                    pair |= ((high[0] >> (HIGH * i)) & (((1 << HIGH) - 1) * 0x00010001)) << LOW
-                pair |= 0x43004300  # 128
-                found = found + (first_of(pair, tl.bfloat16) - (128.0 + LIMIT),)
-                seconds = seconds + (second_of(pair, tl.bfloat16) - (128.0 + LIMIT),)
-        found = found + seconds
-    return found
+        i = tl.arange(0, 4)[None, :]
+        word = four_times(low)
+        if KIND == E2M1:
+            # The bf16 with these bits is the number / 2**126
+            size = (word << tl.maximum(6 - 4 * i, 0)) >> tl.maximum(4 * i - 6, 0)
+            pairs = (size & 0x01C001C0) | ((word << (12 - 4 * i)) & -2147450880)
+            return first_of(pairs, tl.bfloat16) * 2.0**126, second_of(pairs, tl.bfloat16) * 2.0**126
+        else:
+            pairs = (word >> (LOW * i)) & (((1 << LOW) - 1) * 0x00010001)
+            if HIGH != 0:
+                pairs |= ((four_times(high) >> (HIGH * i)) & (((1 << HIGH) - 1) * 0x00010001)) << LOW
+            pairs |= 0x43004300  # 128
+            return first_of(pairs, tl.bfloat16) - (128.0 + LIMIT), second_of(pairs, tl.bfloat16) - (128.0 + LIMIT)
+
+
+@triton.jit
+def byte_numbers(word, KIND: tl.constexpr, LIMIT: tl.constexpr):
+    """What the 4 codes of words [N] stand for, fp32 [N, 4]."""
+    field = (four_times(word) >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
+    if KIND == INT:
+        return (field | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LIMIT)
+    else:
+        # The fp16 with these bits is the number / 2**8
+        bits = ((field & 127) << 7) | ((field & 128) << 8)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def pairs_of_numbers(first, second, KIND: tl.constexpr, T: tl.constexpr):
+    """The pairs of T, int32 [N, 4], of what `numbers` returns."""
+    if KIND == FP:
+        return pair_of(first, second, T)
+    else:
+        pairs = tl.join(pairs_of_four(first, T), pairs_of_four(second, T))
+        return tl.reshape(tl.permute(pairs, (0, 2, 1)), (first.shape[0], 4))
+
+
+@triton.jit
+def pairs_of_four(values, T: tl.constexpr):
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], 2, 2)))
+    return pair_of(even, odd, T)
 
 
 @triton.constexpr_function
@@ -500,14 +505,13 @@ def store_parts(buffer, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl
             groups, multiples of 8, of which only the first `sent` travel. None: they are the buffer.
     """
     low, high, scale = parts
-    UNITS: tl.constexpr = GROUPS * 32 // unit_values(LOW)
     THERE: tl.constexpr = there(GROUPS, PART)
     BITS: tl.constexpr = 16 if LOW == 0 else LOW
-    store_words(pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * BITS, 0)), low, UNITS, THERE * BITS)
+    store_words(pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * BITS, 0)), low, THERE * BITS)
     if LOW != 0:
         if HIGH != 0:
             first = pointer(buffer, tl.int32, plane_start(GROUPS, PART, 4 * HIGH, 4 * LOW))
-            store_words(first, high, UNITS, THERE * HIGH)
+            store_words(first, high, THERE * HIGH)
         scales_at = pointer(buffer, scale.dtype, plane_start(GROUPS, PART, 2, 4 * (LOW + HIGH)))
         group = tl.arange(0, GROUPS)
         if THERE == GROUPS:
@@ -565,27 +569,38 @@ def load_plane(
             word = tl.load(first + lane // SHARE)
         else:
             word = tl.load(first + lane // SHARE, mask=lane // SHARE < WORDS, other=0)
-        return (word >> (16 // SHARE * (lane % SHARE)),)
+        return word >> (16 // SHARE * (lane % SHARE))
 
 
 @triton.jit
 def eighth(parts, index: tl.constexpr, EIGHTS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """Of parts of units (or of EIGHTS) what `numbers` needs for their 8 values of this index, and the scales."""
     low, high, scale = parts
-    if EIGHTS or LOW == 0:
+    if LOW == 0:
+        return low, (), ()
+    elif LOW == 8:
+        if EIGHTS:
+            return tl.split(low), (), scale
+        else:
+            words = split4(low)
+            return (words[2 * index], words[2 * index + 1]), (), scale
+    elif EIGHTS:
         return low, high, scale
+    elif HIGH == 0:
+        return word_of(low, index, LOW), (), scale
     else:
         return word_of(low, index, LOW), word_of(high, index, HIGH), scale
 
 
 @triton.jit
 def word_of(words, index: tl.constexpr, BITS: tl.constexpr):
-    if BITS == 0:
-        return ()
-    elif BITS == 8:
-        return words[2 * index], words[2 * index + 1]
+    """Of the words of a plane of at most 4 bits, the one that holds an eight's fields, which are shifted down."""
+    if BITS == 4:
+        return split4(words)[index]
+    elif BITS == 2:
+        return tl.split(words)[index // 2] >> (8 * (index % 2))
     else:
-        return (words[index * BITS // 4] >> (4 * BITS * index % 16),)
+        return words >> (4 * index)
 
 
 @triton.jit
@@ -593,24 +608,22 @@ def decode(
     buffer, KIND: tl.constexpr, LIMIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, T: tl.constexpr,
     TO: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr = None
 ):  # fmt: skip
-    """The values in a buffer, the 4 pairs of TO of every 8: a tuple of int32 [4 * GROUPS]. PART as in
-    `load_parts`."""
-    low, high, scale = load_parts(buffer, True, LOW, HIGH, T, GROUPS, PART)
+    """The values in a buffer, pairs of TO: an eight of every 8, int32 [4 * GROUPS, 4]. PART as in `load_parts`."""
+    parts = load_parts(buffer, True, LOW, HIGH, T, GROUPS, PART)
     if KIND == FP and T == TO:
-        return low
+        return parts[0]
     else:
-        found = numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
-        pairs = ()
-        for i in tl.static_range(0, 8, 2):
-            pairs = pairs + (pair_of(scaled(found[i], scale, KIND), scaled(found[i + 1], scale, KIND), TO),)
-        return pairs
+        low, high, scale = eighth(parts, 0, True, LOW, HIGH)
+        first, second = numbers(low, high, KIND, LIMIT, LOW, HIGH, T)
+        if KIND != FP:
+            scales = four_times(scale)
+            first, second = scaled(first, scales, KIND), scaled(second, scales, KIND)
+        return pairs_of_numbers(first, second, KIND, TO)
 
 
 @triton.jit
 def scaled(number, scale, KIND: tl.constexpr):
-    if KIND == FP:
-        return number
-    elif KIND == INT:
+    if KIND == INT:
         return tl.fma(number, scale, tl.zeros(number.shape, tl.float32))  # no -0
     else:
         return number * scale

@@ -91,9 +91,9 @@ def there_and_back(
     UNIT: tl.constexpr = wire_units.unit_values(LOW)
     words = tl.program_id(0) * GROUPS * 16
     buffer = buffers_ptr.to(tl.int64, bitcast=True) + tl.program_id(0) * PIECE_BYTES
-    x = wire_units.load_words(x_ptr.to(tl.pointer_type(tl.int32)) + words, GROUPS * 32 // UNIT, UNIT // 2)
+    x = wire_units.load_eights(x_ptr.to(tl.pointer_type(tl.int32)) + words, GROUPS * 32 // UNIT, UNIT // 8)
     parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
     wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
     tl.debug_barrier()
     pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, T, GROUPS)
-    wire_units.store_words(y_ptr.to(tl.pointer_type(tl.int32)) + words, pairs, GROUPS * 4)
+    wire_units.store_words(y_ptr.to(tl.pointer_type(tl.int32)) + words, pairs)
