@@ -300,14 +300,15 @@ def reciprocal(scale):
 @triton.jit
 def plain(pairs, small, broken, T: tl.constexpr):
     """Pairs of units where small ones are larger by 2**64, and in broken ones infinities 1 or -1 and all else 0."""
-    return pair_of(plain_values(first_of(pairs, T), small, broken), plain_values(second_of(pairs, T), small, broken), T)
-
-
-@triton.jit
-def plain_values(value, small, broken):
-    mark = tl.where(value == float("inf"), 1.0, tl.where(value == float("-inf"), -1.0, 0.0))
-    scaled = tl.where(small[:, None, None], value * 2.0**64, value)
-    return tl.where(broken[:, None, None], mark, scaled)
+    INFINITE: tl.constexpr = 0x7F807F80 if T.is_bf16() else 0x7C007C00
+    ONE: tl.constexpr = 0x3F80 if T.is_bf16() else 0x3C00
+    # The top bits of halves that are infinite: all others differ, and what differs sets it in the sum.
+    infinite = ~(((pairs & 0x7FFF7FFF) ^ INFINITE) + 0x7FFF7FFF) & -2147450880
+    marks = (((infinite >> 15) & 0x00010001) * ONE) | (pairs & infinite)
+    if T.is_bf16():  # no scale in fp16 is so small
+        larger = pair_of(first_of(pairs, T) * 2.0**64, second_of(pairs, T) * 2.0**64, T)
+        pairs = tl.where(small[:, None, None], larger, pairs)
+    return tl.where(broken[:, None, None], marks, pairs)
 
 
 @triton.jit
