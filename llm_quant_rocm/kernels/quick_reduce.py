@@ -303,11 +303,12 @@ def two_shot_kernel(
     mine = tl.load(peers_ptr + rank)
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
+    turn = 0
     for tile in range(tl.program_id(0), tiles + 2 * programs, programs):
         if (tile < tiles) & (patience >= 0):
-            at = inbox(call, 0, tile % (SLOTS * programs), rank, phase_bytes, piece_bytes, WORLD)
-            for turn in range(WORLD):
-                owner = (rank + 1 + turn) % WORLD  # not all to one
+            at = inbox(call, 0, slot_of(turn), rank, phase_bytes, piece_bytes, WORLD)
+            for step in range(WORLD):
+                owner = (rank + 1 + step) % WORLD  # not all to one
                 piece = tl.load(peers_ptr + owner) + at
                 for index in range(buffers):
                     begin = ((tile * WORLD + owner) * buffers + index) * VALUES
@@ -321,7 +322,7 @@ def two_shot_kernel(
         if (owned >= 0) & (owned < tiles):
             patience = await_flags(mine, state_ptr, report_ptr, 0, owned, call, patience, phase_bytes, max_tiles, WORLD)
             if patience >= 0:
-                slot = owned % (SLOTS * programs)
+                slot = slot_of(turn - 1)
                 pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
                 at = inbox(call, 1, slot, rank, phase_bytes, piece_bytes, WORLD)
                 for index in range(buffers):
@@ -329,8 +330,8 @@ def two_shot_kernel(
                         first = pieces + index * BYTES
                         total = add_pieces(first, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                         parts = wire_units.encode(total, KIND, LIMIT, CAP, LOW, HIGH, T)
-                        for turn in range(WORLD):
-                            buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
+                        for step in range(WORLD):
+                            buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + index * BYTES
                             wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
@@ -339,13 +340,14 @@ def two_shot_kernel(
             patience = await_flags(
                 mine, state_ptr, report_ptr, 1, received, call, patience, phase_bytes, max_tiles, WORLD
             )
-            pieces = mine + inbox(call, 1, received % (SLOTS * programs), 0, phase_bytes, piece_bytes, WORLD)
+            pieces = mine + inbox(call, 1, slot_of(turn - 2), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(WORLD * buffers):
                 begin = (received * WORLD * buffers + index) * VALUES
                 if begin < count:
                     buffer = pieces + index * BYTES
                     pairs = wire_units.decode(buffer, KIND, LIMIT, LOW, HIGH, T, out_ptr.dtype.element_ty, GROUPS)
                     store_values(out_ptr, pairs, begin, count, GROUPS)
+        turn += 1  # noqa: SIM113 - Triton has no enumerate
     end_call(state_ptr, call)
 
 
@@ -361,16 +363,17 @@ def one_shot_kernel(
     mine = tl.load(peers_ptr + rank)
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
+    turn = 0
     for tile in range(tl.program_id(0), tiles + programs, programs):
         if (tile < tiles) & (patience >= 0):
-            at = inbox(call, 0, tile % (SLOTS * programs), rank, phase_bytes, piece_bytes, WORLD)
+            at = inbox(call, 0, slot_of(turn), rank, phase_bytes, piece_bytes, WORLD)
             for index in range(buffers):
                 begin = (tile * buffers + index) * VALUES
                 if begin < count:
                     x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                     parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
-                    for turn in range(WORLD):
-                        buffer = tl.load(peers_ptr + (rank + 1 + turn) % WORLD) + at + index * BYTES
+                    for step in range(WORLD):
+                        buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + index * BYTES
                         wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
@@ -381,14 +384,20 @@ def one_shot_kernel(
             patience = await_flags(
                 mine, state_ptr, report_ptr, 0, received, call, patience, phase_bytes, max_tiles, WORLD
             )
-            slot = received % (SLOTS * programs)
-            pieces = mine + inbox(call, 0, slot, 0, phase_bytes, piece_bytes, WORLD)
+            pieces = mine + inbox(call, 0, slot_of(turn - 1), 0, phase_bytes, piece_bytes, WORLD)
             for index in range(buffers):
                 begin = (received * buffers + index) * VALUES
                 if begin < count:
                     first = pieces + index * BYTES
                     (total,) = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
+        turn += 1  # noqa: SIM113 - Triton has no enumerate
+
+
+@triton.jit
+def slot_of(turn):
+    """Where the pieces of this program's tile of a turn lie, among those of all programs: tiles take slots in order."""
+    return tl.program_id(0) + turn % SLOTS * tl.num_programs(0)
 
 
 @triton.jit
@@ -508,9 +517,10 @@ def add_pieces(
         PART: which GROUPS of larger buffers these are, as in `wire_units.store_parts`.
     """
     pieces = ()
-    for source in tl.static_range(WORLD):
-        piece = first + source * piece_bytes
+    piece = first
+    for _ in tl.static_range(WORLD):
         pieces = pieces + (wire_units.load_parts(piece, EIGHTS, LOW, HIGH, T, GROUPS, PART),)
+        piece += piece_bytes
     return add_loaded(pieces, EIGHTS, KIND, LIMIT, LOW, HIGH, T, MAX, WORLD)
 
 
