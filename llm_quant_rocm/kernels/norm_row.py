@@ -139,11 +139,14 @@ def e2m1_words(values, COUNT: tl.constexpr):
         v1, v5 = tl.split(tl.reshape(v15, (COUNT // 8, 2)))
         v2, v6 = tl.split(tl.reshape(v26, (COUNT // 8, 2)))
         v3, v7 = tl.split(tl.reshape(v37, (COUNT // 8, 2)))
+        # Who writes one byte of a register reads the others, for which the hardware does not wait.
         return tl.inline_asm_elementwise(
             """
             v_cvt_scalef32_pk_fp4_f32 $0, $1, $2, 1.0
             v_cvt_scalef32_pk_fp4_f32 $0, $3, $4, 1.0 op_sel:[0,0,1,0]
+            s_nop 0
             v_cvt_scalef32_pk_fp4_f32 $0, $5, $6, 1.0 op_sel:[0,0,0,1]
+            s_nop 0
             v_cvt_scalef32_pk_fp4_f32 $0, $7, $8, 1.0 op_sel:[0,0,1,1]
             """,
             "=&v,v,v,v,v,v,v,v,v",

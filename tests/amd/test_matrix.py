@@ -9,7 +9,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from llm_quant_rocm import kernels
-from tests.amd import budget, isa, operators, table, tritons
+from tests.amd import budget, hazards, isa, operators, table, tritons
 from tests.amd.prove import prove
 
 # What takes longest comes first: at the end of a run nobody waits for one worker's last test.
@@ -48,6 +48,8 @@ def test_numbers(triton: str, arch: str, name: str) -> None:
     assert {launch.kernel for _, launch in launched} == set(budgets)
     for case, launch in launched:
         assembly = isa.read(launch.assembly)
+        if found := hazards.around_inline(launch.assembly, arch):
+            pytest.fail(f"{launch.kernel}, {case}:\n{budget.explain(assembly, found)}")
         found = budget.resources(assembly, arch, launch.lds)
         if found and case not in budgets[launch.kernel].may_spill:
             pytest.fail(f"{launch.kernel}, {case}:\n{budget.explain(assembly, found)}")
@@ -69,6 +71,7 @@ def test_machine_code(triton: str, arch: str, name: str, kernel: str) -> None:
         assembly = isa.read(launch.assembly)
         constants = launch.constants | {"num_warps": launch.warps, "lds": launch.lds}
         found = budget.violations(assembly, arch, launch.lds, limits, constants)
+        found += hazards.around_inline(launch.assembly, arch)
         if found:
             failures.append(f"{kernel}, {case}:\n{budget.explain(assembly, found)}")
     if failures:
