@@ -599,7 +599,7 @@ def load_ragged(x_ptr, begin, count, UNIT: tl.constexpr, UNITS: tl.constexpr):
     for first in tl.static_range(0, UNIT, 8):
         at = begin + first + (tl.arange(0, UNITS) * UNIT)[:, None] + tl.arange(0, 8)[None, :]
         values = tl.load(x_ptr + at, mask=at < count, other=0)
-        even, odd = tl.split(tl.reshape(values, (UNITS, 4, 2)))
+        even, odd = wire_units.evens_and_odds(values)
         eights = eights + (wire_units.pair_of_bits(even, odd),)
     return eights
 

@@ -120,9 +120,18 @@ def places(
 
 
 @triton.jit
+def evens_and_odds(x):
+    """The columns of even and those of odd numbers of a tensor [..., N], [..., N / 2] each; [...] of two."""
+    if x.shape[-1] == 2:
+        return tl.split(x)
+    else:
+        return tl.split(tl.reshape(x, x.shape[:-1] + (x.shape[-1] // 2, 2)))
+
+
+@triton.jit
 def split4(words):
-    """The columns of a tensor [N, 4]."""
-    even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+    """The columns of a tensor [..., 4]."""
+    even, odd = evens_and_odds(words)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
     return first, second, third, fourth
@@ -249,11 +258,10 @@ def largest_half(pairs, SIGNED: tl.constexpr):
     COUNT: tl.constexpr = pairs.numel // UNITS
     words = tl.reshape(pairs, (UNITS, COUNT))
     for _ in tl.static_range(3 if COUNT == 8 else 4):
-        left, right = tl.split(tl.reshape(words, (UNITS, words.shape[1] // 2, 2)))
+        left, right = evens_and_odds(words)
         words = larger_halves(left, right, SIGNED)
     AS: tl.constexpr = tl.int32 if SIGNED else tl.uint32
-    most = tl.reshape(words, (UNITS,))
-    return tl.maximum(most.to(AS, bitcast=True), (most << 16).to(AS, bitcast=True))
+    return tl.maximum(words.to(AS, bitcast=True), (words << 16).to(AS, bitcast=True))
 
 
 @triton.jit
@@ -344,7 +352,7 @@ def fields(first, second, BITS: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.cons
     i = tl.arange(0, 4)[None, None, :]
     place = 16 * (i % 2) if BITS == 8 else 16 * (i // 2) + 2 * BITS * (i % 2)
     bits = (((first >> SHIFT) & MASK) << place) + (((second >> SHIFT) & MASK) << (place + BITS))
-    even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1], 2, 2)))
+    even, odd = evens_and_odds(bits)
     if BITS == 8:
         return even + odd
     else:
@@ -358,7 +366,7 @@ def plane_words(eights, BITS: tl.constexpr):
     if BITS == 4:
         return eights
     else:
-        even, odd = tl.split(tl.reshape(eights, (eights.shape[0], 2, 2)))
+        even, odd = evens_and_odds(eights)
         words = even | (odd << (4 * BITS))
         if BITS == 2:
             return words
@@ -400,9 +408,7 @@ def e4m3_codes(y):
 @triton.jit
 def e2m1_signs(pairs):
     """The sign bits of the words [UNITS, COUNT] of codes of eights, from those of their pairs."""
-    even, odd = tl.split(tl.reshape(pairs, (pairs.shape[0], pairs.shape[1], 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
+    first, second, third, fourth = split4(pairs)
     left, right = bytes_of(first, second, 0x7351), bytes_of(third, fourth, 0x7351)
     even, odd = bytes_of(left, right, 0x5410), bytes_of(left, right, 0x7632)
     return ((even >> 4) & 0x08080808) | (odd & -2139062144)
@@ -480,7 +486,7 @@ def pairs_of_numbers(first, second, KIND: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def pairs_of_four(values, T: tl.constexpr):
-    even, odd = tl.split(tl.reshape(values, (values.shape[0], 2, 2)))
+    even, odd = evens_and_odds(values)
     return pair_of(even, odd, T)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.amd import isa
+from tests.amd import hazards, isa
 
 LDS = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}  # bytes of a compute unit; Triton does not check
 WIDE_SHARE = 0.75  # of the bytes that the hot loop loads, those that must come 16 at a time
@@ -112,7 +112,7 @@ def violations(
     assembly: isa.Assembly, arch: str, lds: int, budget: Budget, constants: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Everything that is wrong with a kernel compiled for the shapes of real models."""
-    found = resources(assembly, arch, lds)
+    found = resources(assembly, arch, lds) + hazards.around_inline(assembly.instructions, arch)
     if assembly.resources["sgpr_spill_count"] > budget.scalar_spills:
         found += spills(assembly, "sgpr_spill_count")
     opcodes = {instruction.opcode for instruction in assembly.instructions}

@@ -25,16 +25,23 @@ _ENDS = ("s_endpgm", "s_trap", "s_setpc_b64")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: its text without comments, its line in the assembly, and the source line it comes from."""
+    """One instruction: its text without comments, its line in the assembly, the source line it comes from, and whether
+    it is inline assembly."""
 
     text: str
     line: int
     source: str
+    inline: bool = False
 
     @property
     def opcode(self) -> str:
         """The mnemonic without the suffix that names an encoding."""
         return re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp)$", "", self.text.split()[0])
+
+    @property
+    def operands(self) -> list[str]:
+        """As written, the result first, without what follows them and names no register: op_sel and others."""
+        return re.sub(r"\s+\w+:.*", "", self.text).split(maxsplit=1)[-1].split(", ")
 
     @property
     def kind(self) -> str:
@@ -130,6 +137,15 @@ def _inside(inner: Loop, outer: Loop) -> bool:
     return inner is not outer and all(id(block) in around for block in inner.blocks)
 
 
+def registers(operand: str) -> set[str]:
+    """The vector registers of an operand: v7, v[8:11], a3."""
+    found = re.match(r"\W*([va])(?:(\d+)|\[(\d+):(\d+)\])", operand)
+    if not found:
+        return set()
+    first, last = (int(found[2]), int(found[2])) if found[2] else (int(found[3]), int(found[4]))
+    return {f"{found[1]}{number}" for number in range(first, last + 1)}
+
+
 def count(instructions: Iterable[Instruction]) -> Counter[str]:
     """How many instructions there are of every kind and, as "matrix v_mfma_...", of every opcode."""
     found: Counter[str] = Counter()
@@ -168,12 +184,13 @@ def _blocks(text: str) -> list[Block]:
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(f"{kernel[1]}:"))
     blocks = [Block(kernel[1], "", [], [])]
-    source = ""
+    source, inline = "", False
     for number, line in enumerate(lines[start + 1 :], start + 2):
         code, _, comment = line.partition(";")
         code = code.strip()
         if code.startswith(".section"):
             break
+        inline = "#ASMSTART" in comment or (inline and "#ASMEND" not in comment)
         place = re.match(r"\.loc\s+(\d+)\s+(\d+)", code)
         label = re.match(r"(\.LBB\w+):", code)
         if place:
@@ -182,7 +199,7 @@ def _blocks(text: str) -> list[Block]:
             name = label[1] if label else line.split()[1].rstrip(":")
             blocks.append(Block(name, comment.strip(), [], []))
         elif _INSTRUCTION.match(code):
-            blocks[-1].instructions.append(Instruction(code, number, source))
+            blocks[-1].instructions.append(Instruction(code, number, source, inline))
             if code.startswith(("s_branch", "s_cbranch", *_ENDS)):
                 blocks.append(Block(f"line {number + 1}", "", [], []))
     places = {block.label: index for index, block in enumerate(blocks)}

@@ -4,13 +4,14 @@
 import pytest
 
 from tests.amd import hazards
+from tests.amd.test_isa import read
 
 INLINE = "\t;;#ASMSTART\n{}\n\t;;#ASMEND\n"
 CODES = "\tv_cvt_scalef32_pk_fp4_f32 v3, v{}, v2, 1.0{}\n"
 
 
 def found(assembly: str, arch: str = "gfx950") -> int:
-    return len(hazards.around_inline(assembly, arch))
+    return len(hazards.around_inline(read(assembly).instructions, arch))
 
 
 def test_parts_of_a_register() -> None:

@@ -148,3 +148,22 @@ def test_loaded_bytes(text: str, size: int) -> None:
 @pytest.mark.parametrize("suffix", ["", "_e32", "_e64", "_sdwa", "_dpp", "_e64_dpp"])
 def test_the_opcode_is_without_its_encoding(suffix: str) -> None:
     assert isa.Instruction(f"v_add_f32{suffix} v0, v1, v2", 1, "").opcode == "v_add_f32"
+
+
+def test_inline_assembly() -> None:
+    body = "\tv_nop\n\t;;#ASMSTART\n\n\tv_mov_b32 v1, v[2:3]\n\ts_nop 0\n\t;;#ASMEND\n\tv_nop\n"
+    assert [instruction.inline for instruction in read(body).instructions] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("v_cvt_scalef32_pk_fp4_f32 v3, v1, -v2, 1.0 op_sel:[0,0,0,1]", [{"v3"}, {"v1"}, {"v2"}, set()]),
+        ("v_mfma_f32_16x16x16_f16 a[0:1], v[4:5], |v6|, 0 cbsz:1 abid:1", [{"a0", "a1"}, {"v4", "v5"}, {"v6"}, set()]),
+        ("v_addc_co_u32_e32 v5, vcc, 0, v3, vcc", [{"v5"}, set(), set(), {"v3"}, set()]),
+        ("v_mov_b32_dpp v1, v2 quad_perm:[0,0,0,0] row_mask:0xf", [{"v1"}, {"v2"}]),
+        ("s_barrier", [set()]),
+    ],
+)
+def test_registers_of_operands(text: str, operands: list[set[str]]) -> None:
+    assert [isa.registers(operand) for operand in isa.Instruction(text, 1, "").operands] == operands

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 
 from tests.amd import budget, isa, tritons
-from tests.amd.hazards import inline_lines, registers
 from tests.amd.prove import prove
 
 MATRIX = [
@@ -26,24 +25,21 @@ def test_it_keeps_its_distance(triton: str, arch: str) -> None:
         if launch.kernel != "nvfp4_mfma_kernel":
             continue
         assert ".amdhsa_float_denorm_mode_16_64 3" in launch.assembly, case
-        blocks, lines = isa.read(launch.assembly).blocks, inline_lines(launch.assembly)
-        inline = {i.line: _written(i) for block in blocks for i in block.instructions if i.line in lines}
+        blocks = isa.read(launch.assembly).blocks
+        inline = [instruction for block in blocks for instruction in block.instructions if instruction.inline]
         assert inline, case
-        assert not any(register.startswith("a") for written in inline.values() for register in written), case
+        written = {register for instruction in inline for register in isa.registers(instruction.operands[0])}
+        assert not any(register.startswith("a") for register in written), case
         for block in blocks:
             for index, instruction in enumerate(block.instructions):
                 if instruction.kind != "matrix":
                     continue
-                operands = instruction.text.split(maxsplit=1)[1].split(", ")
+                operands = instruction.operands
                 assert all(re.match(r"a\[|0", operand) for operand in (operands[0], operands[3])), (
                     f"{case}: sums outside accumulation registers: {instruction.text}"
                 )
-                read = registers(operands[1]) | registers(operands[2])
+                read = isa.registers(operands[1]) | isa.registers(operands[2])
                 for before in block.instructions[max(0, index - 3) : index]:
-                    assert before.line not in inline or not read & inline[before.line], (
+                    assert not (before.inline and read & isa.registers(before.operands[0])), (
                         f"{case}: line {before.line}: {before.text} in front of {instruction.text}"
                     )
-
-
-def _written(instruction: isa.Instruction) -> set[str]:
-    return registers(instruction.text.split(maxsplit=1)[1])
