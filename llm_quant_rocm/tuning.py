@@ -140,7 +140,7 @@ def lookup(operator: str, arch: str, rows: float, *weight: int) -> Any:
 def counts(arch: str, shape: Measured, m: int) -> bool:
     """Whether what was measured of a weight with `shape.m` rows answers for m, as many or fewer. On `OWN_WEIGHT` for no
     more than 31 fewer: how empty the last tiles are decides who is fastest, and the defaults know that."""
-    return arch not in OWN_WEIGHT or m <= 64 or shape.m - m < 32
+    return arch not in OWN_WEIGHT or shape.m - m < 32
 
 
 def text_of(file: Traversable) -> str | None:

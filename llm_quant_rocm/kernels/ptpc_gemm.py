@@ -17,13 +17,9 @@ import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
-from llm_quant_rocm.kernels.pdl import launch_next, pdl_option, pdl_option_of_tiles, prefetch_rows, programmatic_launch
+from llm_quant_rocm.kernels.pdl import pdl_option, pdl_option_of_tiles, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.xcd import neighbours
-
-# Of each row of a weight, what is asked for before the kernels before have ended: as much as memory reads while one
-# kernel ends and the next begins. Of 512, 1024 and 2048 bytes the best on an H100, compared by hand.
-EARLY_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -85,29 +81,21 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["M"])
 def ptpc_gemm_kernel(
-    x, w, out, xscale_ptr, wscale_ptr, bias_ptr, early_ptr, M, N, K, x_stride, w_stride,
+    x, w, out, xscale_ptr, wscale_ptr, bias_ptr, M, N, K, x_stride, w_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, DECODE: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
-    TMA_STORE: tl.constexpr, PDL: tl.constexpr, EARLY_BYTES: tl.constexpr, EARLY_PARTS: tl.constexpr,
-    XCDS: tl.constexpr
+    TMA_STORE: tl.constexpr, PDL: tl.constexpr, XCDS: tl.constexpr
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, out with TMA_STORE, pointers otherwise; out is the workspace with
-    SPLIT_K > 1. early_ptr is the weight of a product that asks for its beginning before the kernel before has ended,
-    and lets the next one do so when all of it is asked for; else None."""
+    SPLIT_K > 1."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     split = tl.program_id(1)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     first = split * steps * BLOCK_K
     last = tl.minimum(first + steps * BLOCK_K, K)
-    if early_ptr is not None:
-        _, tile_n = _place(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
-        columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        columns = tl.where(columns < N, columns, 0)
-        prefetch_rows(early_ptr, columns, first, last, w_stride, EARLY_BYTES, EARLY_PARTS)
-        tl.extra.cuda.gdc_wait()
-    elif PDL:
+    if PDL:
         programmatic_launch()
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = _place(neighbours(tile, tiles_m * tiles_n, XCDS), tiles_m, tiles_n, GROUP_M)
@@ -126,8 +114,6 @@ def ptpc_gemm_kernel(
             if TMA:
                 a = x.load([tile_m * BLOCK_M, k])
                 b = w.load([tile_n * BLOCK_N, k])
-                if early_ptr is not None:
-                    launch_next(k >= last - STAGES * BLOCK_K)
             elif EVEN_K:
                 a = tl.load(x_rows + (k + depth)[None, :])
                 b = tl.load(w_rows + (k + depth)[None, :])
@@ -224,17 +210,14 @@ def ptpc_gemm(
     programs = tiles
     if config.programs:
         programs = min(tiles, config.programs * multiprocessors(xq.device))
-    # Where programs come after others, memory is busy with theirs. Triton 3.6 pipelines no such loop for Blackwell.
-    early = tma and hardware.arch == "sm_90" and config.swap_ab and tiles * split_k <= 2 * multiprocessors(xq.device)
     # Of a few rows, programs share no more than these.
     launch = pdl_option(hardware) if m <= 64 else pdl_option_of_tiles(hardware, tiles, k)
     ptpc_gemm_kernel[(programs, split_k)](
-        x, w, destination, xscale, wscale, bias, wq if early else None, m, n, k, xq.stride(0), wq.stride(0),
+        x, w, destination, xscale, wscale, bias, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
-        TMA_STORE=tma_store, PDL=hardware.pdl, EARLY_BYTES=EARLY_BYTES,
-        EARLY_PARTS=max(1, 32 * config.warps // config.block_n), XCDS=hardware.xcds,
+        TMA_STORE=tma_store, PDL=hardware.pdl, XCDS=hardware.xcds,
         num_warps=config.warps, num_stages=config.stages, **launch,
     )  # fmt: skip
     if split_k > 1:

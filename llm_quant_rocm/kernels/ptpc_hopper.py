@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTPC GEMM on Hopper: which of its two kernels multiplies, and how."""
+"""The PTPC GEMM on Hopper: which of its three kernels multiplies, and how."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,30 +7,27 @@ from typing import Any
 import torch
 
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import ptpc_gemm as few_rows
-from llm_quant_rocm.kernels import ptpc_wgmma
+from llm_quant_rocm.kernels import ptpc_gemm as general
+from llm_quant_rocm.kernels import ptpc_wgmma, ptpc_wgmma_few
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.sizes import cdiv
 
-Config = GemmConfig | ptpc_wgmma.Config
+Config = ptpc_wgmma_few.Config | ptpc_wgmma.Config | GemmConfig
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/ptpc_gemm holds it."""
-    return GemmConfig(**fields) if "block_k" in fields else ptpc_wgmma.Config(**fields)
+    kinds = (ptpc_wgmma_few.Config, ptpc_wgmma.Config, GemmConfig)
+    return next(kind for kind in kinds if fields.keys() <= kind.__annotations__.keys())(**fields)
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
     """What was best, or nearly, on an H100 for weights of many sizes."""
-    if m <= 64:
-        if k % 16 or n <= 2048:
-            return few_rows.default_config(hardware, m, n, k)
-        # Reading the weight takes the time: rings as deep as one or several programs on a multiprocessor can have.
-        if n > 132 * 64:
-            block_k, stages = 128 if k <= 1024 or (m > 32 and n > 2 * 132 * 64) else 256, 3
-        else:
-            block_k, stages = 256, max(2, min(6 if n <= 66 * 64 else 5, k // 256))
-        return GemmConfig(max(16, next_power_of_2(m)), 64, block_k, stages, 4, 1, swap_ab=True, tma=True)
+    few = ptpc_wgmma_few.default_config(m, n)
+    # Of more than 64 rows, reading x beside the weight takes long enough for other kernels to be as fast, but not where
+    # one of their waves leaves many multiprocessors without a tile.
+    if m <= 64 or (m <= ptpc_wgmma_few.MAX_ROWS and k >= 2560 and cdiv(n, few.block_n) <= 132):
+        return few
     many = ptpc_wgmma.default_config(m, n)
     # Tiles of 64 rows, 0.65 of the time of `ptpc_wgmma.waves` each, unless the last one is nearly empty: what it has
     # beyond x takes the accelerator long (`hopper.row_descriptor`).
@@ -50,11 +47,15 @@ def ptpc_gemm(
     hardware: Hardware,
     config: Config,
 ) -> torch.Tensor:
-    """`kernels.ptpc_gemm.ptpc_gemm` under either kernel's configuration. What the one for many rows does not serve, the
-    other does."""
+    """`kernels.ptpc_gemm.ptpc_gemm` under any kernel's configuration. What the two for Hopper do not serve, that one
+    does."""
     operands = (xq, xscale, wq, wscale, bias, out_dtype, hardware)
-    if isinstance(config, ptpc_wgmma.Config):
+    if isinstance(config, ptpc_wgmma_few.Config):
+        if ptpc_wgmma_few.serves(xq, wq):
+            return ptpc_wgmma_few.ptpc_wgmma_few(*operands, config)
+    elif isinstance(config, ptpc_wgmma.Config):
         if ptpc_wgmma.serves(xq, wq, out_dtype):
             return ptpc_wgmma.ptpc_wgmma(*operands, config)
-        config = few_rows.default_config(hardware, xq.shape[0], *wq.shape)
-    return few_rows.ptpc_gemm(*operands, config)
+    else:
+        return general.ptpc_gemm(*operands, config)
+    return general.ptpc_gemm(*operands, general.default_config(hardware, xq.shape[0], *wq.shape))

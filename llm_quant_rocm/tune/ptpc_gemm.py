@@ -23,19 +23,30 @@ Weights = list[tuple[torch.Tensor, torch.Tensor]]
 
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them."""
-    found = _hopper(m) if device.tma else _others(m, n, k)
+    found = _hopper(m) if device.arch == "sm_90" else _bulk(m) if device.tma else _others(m, n, k)
     return list(dict.fromkeys([kernels_of(device.arch).default_config(device, m, n, k), *found]))
 
 
 def _hopper(m: int) -> list[Any]:
-    from llm_quant_rocm.kernels.ptpc_wgmma import Config
+    """Those of the kernels that Hopper has for few rows and for many, beside which the general one wins where tiles of
+    neither fit."""
+    from llm_quant_rocm.kernels import ptpc_wgmma, ptpc_wgmma_few
 
     found: list[Any] = []
-    if m > 64:
-        for block_m, block_n in ((128, 256), (256, 128), (128, 128)):
-            # A group of as many tiles as there are, or more, is the same as one of all.
-            groups = {min(group, max(4, 1 << (-(-m // block_m) - 1).bit_length())) for group in (4, 8, 16, 32)}
-            found += [Config(block_m, block_n, group) for group in sorted(groups) if m > 128 or block_m == 128]
+    if m <= ptpc_wgmma_few.MAX_ROWS:
+        found += itertools.starmap(ptpc_wgmma_few.Config, itertools.product(ptpc_wgmma_few.BLOCK_NS, (128, 256)))
+    if m <= 64:
+        return found
+    for block_m, block_n in ((128, 256), (256, 128), (128, 128)):
+        # A group of as many tiles as there are, or more, is the same as one of all.
+        groups = {min(group, max(4, 1 << (-(-m // block_m) - 1).bit_length())) for group in (4, 8, 16, 32)}
+        found += [ptpc_wgmma.Config(block_m, block_n, group) for group in sorted(groups) if m > 128 or block_m == 128]
+    return found + _bulk(m)
+
+
+def _bulk(m: int) -> list[GemmConfig]:
+    """Of the general kernel, with the tensor memory accelerator."""
+    found = []
     if m <= 64:
         block_m = max(16, 1 << (m - 1).bit_length())
         for block_n, block_k, stages in itertools.product((64, 128), (128, 256), (3, 4, 5, 6, 8)):
@@ -130,10 +141,17 @@ def compile_one(config: Any) -> None:
     """Compiles for the cache on disk; raises for a configuration that does not fit."""
     fmt = fp8.for_device(torch.device("cuda"))
     weight = (torch.zeros(8192, 4096, device="cuda").to(fmt.dtype), torch.ones(8192, 1, device="cuda"))
+    for m in _rows(config):
+        PtpcWorkload([weight], m).ours(config)[0]()
+
+
+def _rows(config: Any) -> tuple[int, ...]:
+    """Numbers of rows for which a configuration's kernels are compiled separately."""
+    if not hasattr(config, "block_m"):  # for few rows
+        return 8, 16, 32, 64, 128
     # A short product and, of tiles that many rows have too, a long one: their launches differ, and the persistent and
     # the plain variant of a kernel are two.
-    for m in (config.block_m, 4096) if config.block_m >= 64 else (config.block_m,):
-        PtpcWorkload([weight], m).ours(config)[0]()
+    return (config.block_m, 4096) if config.block_m >= 64 else (config.block_m,)
 
 
 def backend(m: int, us: Mapping[str, float]) -> str:

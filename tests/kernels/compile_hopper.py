@@ -34,6 +34,7 @@ from llm_quant_rocm.kernels import (
     nvfp4_wgmma_split,
     ptpc_gemm,
     ptpc_wgmma,
+    ptpc_wgmma_few,
     ptpc_wgmma_grouped,
     rms_norm_walk,
 )
@@ -111,11 +112,17 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
     ptpc_wgmma.ptpc_wgmma(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
 
 
-def ptpc_few_rows(n: int, device: hardware.Hardware = HOPPER) -> None:
-    xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, n))
-    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, n))
-    config = ptpc_gemm.GemmConfig(16, 64, 256, 3, 4, 1, swap_ab=True, tma=True)
-    ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, device, config)
+def ptpc_on_blackwell() -> None:
+    xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, 8192))
+    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, 8192))
+    config = ptpc_gemm.default_config(BLACKWELL, 16, 8192, 2048)
+    ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, BLACKWELL, config)
+
+
+def ptpc_few(config: ptpc_wgmma_few.Config, m: int, n: int) -> None:
+    xq, wq = (zeros(rows, 8192, dtype=torch.float8_e4m3fn) for rows in (m, n))
+    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (m, n))
+    ptpc_wgmma_few.ptpc_wgmma_few(xq, next(scales), wq, next(scales), None, torch.bfloat16, HOPPER, config)
 
 
 def ptpc_experts(config: ptpc_wgmma_grouped.Config, activation: str | None = None) -> None:
@@ -150,9 +157,9 @@ CASES: dict[str, Callable[[], None]] = {
     "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
     "FP8, tiles of two accumulators": lambda: fp8(MANY(192, 128, 0)),
-    "PTPC, few rows": lambda: ptpc_few_rows(264 * 64),
-    "PTPC, few rows and many tiles": lambda: ptpc_few_rows(265 * 64),
-    "PTPC, few rows, on Blackwell": lambda: ptpc_few_rows(264 * 64, BLACKWELL),
+    "PTPC, few rows, on Blackwell": ptpc_on_blackwell,
+    "PTPC, few rows": lambda: ptpc_few(ptpc_wgmma_few.Config(64, 256), 64, 8192),
+    "PTPC, few rows, tiles of two accumulators": lambda: ptpc_few(ptpc_wgmma_few.Config(96, 128), 128, 10240),
     "PTPC": lambda: ptpc(ptpc_wgmma.Config(128, 256, 16)),
     "PTPC, few rows of experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(8, 128)),
     "PTPC, experts": lambda: ptpc_experts(ptpc_wgmma_grouped.Config(128, 256)),
@@ -182,7 +189,8 @@ def compiled(case: str) -> list[str]:
 
     module: Any
     for module in (
-        nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_grouped, rms_norm_walk,
+        nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_few,
+        ptpc_wgmma_grouped, rms_norm_walk,
     ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernel = getattr(module, name)

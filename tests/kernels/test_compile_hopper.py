@@ -9,11 +9,10 @@ pytest.importorskip("triton")
 
 from tests.kernels.compile_hopper import CASES, compiled
 
-# Of a weight that is read by programs that all run together, the beginning is asked for before the kernel before has
-# ended, and the next kernel comes when all of it is asked for. Programs that come after others ask for nothing early.
+# Where reading a weight takes the time, its beginning is asked for before the kernel before has ended.
 ORDERS = {
-    "PTPC, few rows": ["prefetch", "wait", "load", "launch"],
-    "PTPC, few rows and many tiles": ["wait", "launch", "load"],
+    "PTPC, few rows": ["prefetch", "wait", "launch", "load"],
+    "PTPC, few rows, tiles of two accumulators": ["prefetch", "wait", "launch", "load"],
     "PTPC, few rows, on Blackwell": ["wait", "launch", "load"],
     "few rows": ["load", "wait", "launch"],
     "K split in four": ["load", "wait", "launch"],

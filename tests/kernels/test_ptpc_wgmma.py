@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PTPC GEMM's kernel for many rows on Hopper: which products it serves, and how it cuts unmeasured ones."""
+"""The PTPC GEMM's kernels on Hopper: which products each serves, and how unmeasured ones are cut."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -11,9 +11,10 @@ if not find_spec("triton"):
     pytest.skip("needs Triton", allow_module_level=True)
 
 from llm_quant_rocm import hardware
-from llm_quant_rocm.kernels import ptpc_gemm, ptpc_hopper, ptpc_wgmma
+from llm_quant_rocm.kernels import ptpc_gemm, ptpc_hopper, ptpc_wgmma, ptpc_wgmma_few
 from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+from llm_quant_rocm.kernels.sizes import cdiv
 
 
 def codes(rows: int, columns: int) -> torch.Tensor:
@@ -31,33 +32,51 @@ def test_it_serves_rows_of_16_byte_lines() -> None:
     assert ptpc_wgmma.serves(codes(300, 544)[:, 16:528], w, torch.bfloat16)
 
 
-def test_few_rows_and_few_tiles_are_the_other_kernels() -> None:
-    chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
-    assert isinstance(chosen(64, 8192, 8192), GemmConfig)
+def test_few_rows_may_have_any_result_but_lines_of_16_bytes() -> None:
+    serves = ptpc_wgmma_few.serves
+    assert serves(codes(128, 512), codes(67, 512)) and not serves(codes(129, 512), codes(67, 512))
+    assert serves(codes(1, 512)[:, :500], codes(64, 512)[:, :500])
+    assert not serves(codes(1, 500), codes(64, 500))
+
+
+CHOSEN = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0))
+FEW = ptpc_wgmma_few.Config
+
+
+def test_each_kernel_has_its_rows() -> None:
+    assert isinstance(CHOSEN(64, 57344, 8192), FEW)
+    # One wave of tiles of up to 128 columns.
+    assert isinstance(CHOSEN(128, 132 * 64, 8192), FEW)
+    assert not isinstance(CHOSEN(128, 57344, 8192), FEW)
+    assert not isinstance(CHOSEN(128, 132 * 64, 2048), FEW)
     # Tiles of 64 x 128 for one wave, or for two where those of 128 x 128 are for one and a half.
-    assert isinstance(chosen(128, 8448, 8192), GemmConfig)
-    assert isinstance(chosen(128, 8449, 8192), ptpc_wgmma.Config)
-    assert isinstance(chosen(320, 6144, 5120), GemmConfig)
-    assert isinstance(chosen(321, 6144, 5120), ptpc_wgmma.Config)
+    assert isinstance(CHOSEN(320, 6144, 5120), GemmConfig)
+    assert isinstance(CHOSEN(321, 6144, 5120), ptpc_wgmma.Config)
 
 
 def test_a_tile_that_is_nearly_empty_is_not_of_the_kernel_that_reaches_beyond_x() -> None:
-    chosen = partial(ptpc_hopper.default_config, hardware.nvidia(9, 0), n=8192, k=8192)
-    for m in (65, 79):
-        assert isinstance(chosen(m), ptpc_wgmma.Config)
-    for m in (80, 128):
-        assert isinstance(chosen(m), GemmConfig)
+    assert isinstance(CHOSEN(256 + 15, 6144, 4096), ptpc_wgmma.Config)
+    assert isinstance(CHOSEN(256 + 16, 6144, 4096), GemmConfig)
 
 
-@pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
-@pytest.mark.parametrize("k", [16, 512, 1000, 1024, 8192])
-def test_rings_fit_into_shared_memory_and_rows_into_lines(m: int, k: int) -> None:
-    for n in (128, 2048, 2112, 8448, 10240, 57344):
-        config = ptpc_hopper.default_config(hardware.nvidia(9, 0), m, n, k)
+@pytest.mark.parametrize(
+    ("n", "block_n"), [(1280, 16), (2560, 32), (6144, 48), (8192, 64), (10240, 80), (37888, 96), (57344, 64)]
+)
+def test_multiprocessors_have_nearly_the_same_number_of_columns(n: int, block_n: int) -> None:
+    assert CHOSEN(16, n, 8192) == FEW(block_n, 256)
+    busiest = [cdiv(cdiv(n, each), 132) * each for each in ptpc_wgmma_few.BLOCK_NS]
+    assert cdiv(cdiv(n, block_n), 132) * block_n == min(busiest)
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 128])
+def test_rings_fit_into_shared_memory(m: int) -> None:
+    for n in (1, 2112, 8448, 10240, 57344):
+        config = CHOSEN(m, n, 8192)
         if isinstance(config, GemmConfig):
             assert (config.block_m + config.block_n) * config.block_k * config.stages <= 200 * 1024
-            assert config.tma == (k % 16 == 0)
-            assert config.split_k == 1 or n <= 2048
+        elif isinstance(config, FEW):
+            # Fewer stages would not bridge the time that memory takes.
+            assert ptpc_wgmma_few.RING_BYTES // ((max(m, 64) + config.block_n) * config.block_k) >= 4
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 512, 4096])

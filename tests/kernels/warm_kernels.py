@@ -82,7 +82,7 @@ def pretend(arch: str) -> torch.dtype:
     cuda.device = nullcontext
     cuda.is_current_stream_capturing = lambda: False
     of_nvfp4 = ("nvfp4_wgmma", "nvfp4_wgmma_split", "nvfp4_wgmma_large")
-    for name in (*of_nvfp4, "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_grouped"):
+    for name in (*of_nvfp4, "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_few", "ptpc_wgmma_grouped"):
         ask_no_gpu(importlib.import_module(f"llm_quant_rocm.kernels.{name}"))
     torch_: Any = torch
     torch_._scaled_mm = lambda a, b, *rest, out_dtype, out=None, **options: (

@@ -25,7 +25,7 @@ from tests.amd import budget, tritons
 # matrix unit. These do not compile here, and test_refusals.py shows that the library never comes to them.
 NOT_FOR_AMD = (
     "nvfp4_expand", "nvfp4_wgmma", "nvfp4_wgmma_large", "nvfp4_wgmma_split", "ptpc_moe_hopper", "ptpc_wgmma",
-    "ptpc_wgmma_grouped", "rms_norm_walk",
+    "ptpc_wgmma_few", "ptpc_wgmma_grouped", "rms_norm_walk",
 )  # fmt: skip
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(__path__))
