@@ -69,8 +69,8 @@ class Config:
 
 def default_config(m: int, n: int) -> Config:
     """What was best, or nearly, of 22 weights on an H100: the fewest columns for the multiprocessor that has most, in
-    as few tiles as have up to 64, and long steps unless the many rows of x leave room for only a few of them."""
-    block_n = min(BLOCK_NS, key=lambda each: (cdiv(cdiv(n, each), _SMS) * each, each > 64, -each))
+    as few tiles as have less than 128, and long steps unless the many rows of x leave room for only a few of them."""
+    block_n = min(BLOCK_NS, key=lambda each: (cdiv(cdiv(n, each), _SMS) * each, each == 128, -each))
     return Config(block_n, 256 if m <= 64 else 128)
 
 

@@ -113,9 +113,9 @@ def ptpc(config: ptpc_wgmma.Config) -> None:
 
 
 def ptpc_on_blackwell() -> None:
-    xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, 8192))
-    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, 8192))
-    config = ptpc_gemm.default_config(BLACKWELL, 16, 8192, 2048)
+    xq, wq = (zeros(rows, 2048, dtype=torch.float8_e4m3fn) for rows in (16, 16384))
+    scales = (zeros(rows, 1, dtype=torch.float32) for rows in (16, 16384))
+    config = ptpc_gemm.default_config(BLACKWELL, 16, 16384, 2048)
     ptpc_gemm.ptpc_gemm(xq, next(scales), wq, next(scales), None, torch.bfloat16, BLACKWELL, config)
 
 
