@@ -24,9 +24,8 @@ def config_of(fields: Mapping[str, Any]) -> Config:
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
     """What was best, or nearly, on an H100 for weights of many sizes."""
     few = ptpc_wgmma_few.default_config(m, n)
-    # Of more than 64 rows, reading x beside the weight takes long enough for other kernels to be as fast, but not where
-    # one of their waves leaves many multiprocessors without a tile.
-    if m <= 64 or (m <= ptpc_wgmma_few.MAX_ROWS and k >= 2560 and cdiv(n, few.block_n) <= 132):
+    # Of more than 64 rows, which all programs read beside the weight, it was ahead in one wave of rows of this length.
+    if m <= 64 or (m <= ptpc_wgmma_few.MAX_ROWS and 2560 <= k <= 20480 and cdiv(n, few.block_n) <= 132):
         return few
     many = ptpc_wgmma.default_config(m, n)
     # Tiles of 64 rows, 0.65 of the time of `ptpc_wgmma.waves` each, unless the last one is nearly empty: what it has

@@ -49,7 +49,7 @@ EARLY_BYTES = 1024
 # third of all, so that kernels between two products can be set up beside them.
 REGISTERS, FEW_REGISTERS = 104, 32
 MAX_ROWS = 128
-BLOCK_NS = (16, 32, 48, 64, 80, 96, 128)
+BLOCK_NS = (16, 32, 48, 64, 80, 96)
 # Multiprocessors of an H100.
 _SMS = 132
 
@@ -59,7 +59,7 @@ class Config:
     """How the product is cut.
 
     Attributes:
-        block_n: columns of the result in a tile, one of `BLOCK_NS`.
+        block_n: columns of the result in a tile, one of `BLOCK_NS`: a power of two, or the sum of two.
         block_k: columns of K in a step, 128 or 256.
     """
 
@@ -68,9 +68,9 @@ class Config:
 
 
 def default_config(m: int, n: int) -> Config:
-    """What was best, or nearly, of 22 weights on an H100: the fewest columns for the multiprocessor that has most, in
-    as few tiles as have less than 128, and long steps unless the many rows of x leave room for only a few of them."""
-    block_n = min(BLOCK_NS, key=lambda each: (cdiv(cdiv(n, each), _SMS) * each, each == 128, -each))
+    """What was best, or nearly, of 22 weights on an H100: the multiprocessor with most tiles has the least to do, where
+    one costs what four columns do beside its own; and steps are long, unless the many rows of x leave room for few."""
+    block_n = min(BLOCK_NS, key=lambda each: cdiv(cdiv(n, each), _SMS) * (each + 4))
     return Config(block_n, 256 if m <= 64 else 128)
 
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 Operands = tuple[torch.Tensor, ...]
 # Two numbers are of the kernel for few rows.
 Fields = tuple[int, ...]
-FEW = [(16, 256), (48, 128), (64, 256), (80, 256), (96, 128), (128, 256)]
+FEW = [(16, 256), (32, 256), (48, 128), (64, 256), (80, 256), (96, 128)]
 MANY = [(128, 256, 16), (256, 128, 1), (128, 128, 3)]
 TILES = pytest.mark.parametrize("config", FEW + MANY, ids=str)
 
