@@ -20,8 +20,7 @@ def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str,
     A lane takes at most 128 values of all rows.
     """
     values = columns * operands
-    narrow_row = columns <= 8192 and values < 16384
-    threads = 128 if narrow_row else 256 if values <= 32768 else 512 if values <= 65536 else 1024
+    threads = 128 if columns <= 8192 else 256 if values <= 32768 else 512 if values <= 65536 else 1024
     # Two programs fit into a multiprocessor, and one loads while the other computes. The compiler would take 255
     # registers. Of 1024 threads none has more than 64.
     return block_launch(columns, threads, hardware, min(128, 65536 // threads) if columns > 16384 else None)
