@@ -3,12 +3,12 @@
 
 Reading the weight takes the time, so memory must not be idle. Each multiprocessor has one program with a ring of tiles
 in nearly all of its shared memory: a producer, one warp, has the tensor memory accelerator fill it, and the consumer
-multiplies. The L2 cache is asked for the beginning of the weight before the kernels before have ended. As no other
-program has room beside one, the next kernel's comes, and asks for its weight, when one ends, and not before: it would
-take memory's time from those that are still at work.
+multiplies. The L2 cache is asked for the beginning of the weight before the kernels before have ended. As two programs
+have no room beside each other, the next product's comes, and asks for its weight, when one ends, and not before: it
+would take memory's time from those that are still at work.
 
 Tiles are as wide as it takes for the multiprocessors to have nearly the same number of columns. The accumulator of a
-tile of 80 columns, say, is two, of 64 and of 16. Of x all programs read all rows, so tiles are no narrower than that.
+tile of 80 columns, say, is two, of 64 and of 16. Each tile reads all of x, so they are no narrower than that.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ RING_BYTES = 208 * 1024
 LINE = 128
 # Of each row of the weight, what the L2 cache is asked for early.
 EARLY_BYTES = 1024
-# Registers that each thread starts with, and of the producer's in the end; the consumer's have what these leave. A
-# third of all, so that kernels between two products can be set up beside them.
+# Registers that each thread starts with, and of the producer's in the end; the consumer's have what these leave. They
+# are not all that there are, so that small kernels between two products can be set up beside them.
 REGISTERS, FEW_REGISTERS = 104, 32
 MAX_ROWS = 128
 BLOCK_NS = (16, 32, 48, 64, 80, 96)
