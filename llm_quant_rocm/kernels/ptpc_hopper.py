@@ -17,8 +17,8 @@ Config = ptpc_wgmma_few.Config | ptpc_wgmma.Config | GemmConfig
 
 def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/ptpc_gemm holds it."""
-    kinds = (ptpc_wgmma_few.Config, ptpc_wgmma.Config, GemmConfig)
-    return next(kind for kind in kinds if fields.keys() <= kind.__annotations__.keys())(**fields)
+    kinds = (ptpc_wgmma_few.Config, ptpc_wgmma.Config)
+    return next((kind for kind in kinds if fields.keys() == kind.__annotations__.keys()), GemmConfig)(**fields)
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
