@@ -23,6 +23,10 @@ reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memor
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
+# Multiprocessors of an H100, by whose number unmeasured products are cut.
+SMS = 132
+
+
 @gluon.jit
 def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
     """tile_m and tile_n of the program or step number `tile`: GROUP tiles of M at a time with all tiles of N.

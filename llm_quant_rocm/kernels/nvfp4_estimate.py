@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
+from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.sizes import cdiv
 
@@ -21,7 +22,6 @@ Config = nvfp4_wgmma_large.Config | nvfp4_wgmma_split.Config
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
-_SMS = 132
 # Bytes of x that the L2 cache holds beside the weight. Programs at different columns of more wait for memory: each of
 # their steps took 1.3 to 1.8 times as long.
 _CACHED, _UNCACHED_STEP = 32e6, 1.6
@@ -115,23 +115,23 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
             share = cdiv(tiles * steps, config.programs)
             touched = _touched(tiles, steps, config.programs)
             return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
-        waves = cdiv(tiles, _SMS)
+        waves = cdiv(tiles, SMS)
         return Load(_kind("split", config, "whole"), waves * steps, waves, 0)
     kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = nvfp4_wgmma_large.groups_of(k, nvfp4_wgmma_large.STEP_BYTES // value_bytes)
-    shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, _SMS)
+    shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, SMS)
     if shares:
-        waves = tiles // _SMS
+        waves = tiles // SMS
         return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
-    whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, _SMS, config.cut)
+    whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, SMS, config.cut)
     if whole == tiles:
-        waves = cdiv(tiles, _SMS)
+        waves = cdiv(tiles, SMS)
         return Load(_kind(kernel, config, "whole"), waves * groups, waves, 0)
-    share = cdiv((tiles - whole) * groups, _SMS)
+    share = cdiv((tiles - whole) * groups, SMS)
     slower = _UNCACHED_STEP if config.cut == 2 and value_bytes * m * k > _CACHED else 1
-    steps = whole // _SMS * groups + share * slower
-    return Load(_kind(kernel, config, "cut"), steps, whole // _SMS, _SMS / (tiles - whole))
+    steps = whole // SMS * groups + share * slower
+    return Load(_kind(kernel, config, "cut"), steps, whole // SMS, SMS / (tiles - whole))
 
 
 def _kind(kernel: str, config: Config, sharing: str) -> tuple[str, int, int, str]:
@@ -175,7 +175,7 @@ def total(times: Sequence[float], load: Load) -> float:
 def configs(m: int, n: int, k: int) -> Iterator[Config]:
     """Configurations of both kernels that could be the fastest, and that no sum of parts makes slow for sure."""
     for whole in nvfp4_wgmma_split.configs(m):
-        if _SMS // 3 <= whole.tiles(m, n) <= 2 * _SMS:
+        if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS:
             yield whole
     for shared in nvfp4_wgmma_split.shared_configs(m, n):
         if shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= _LEAST_STEPS * shared.programs:

@@ -40,6 +40,7 @@ from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
+    SMS,
     advance,
     cta_barrier,
     descriptor,
@@ -73,8 +74,6 @@ STEP_BYTES = 128
 UNROLL = 4
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
 REGISTERS = 240
-# Multiprocessors of an H100.
-_SMS = 132
 # Not Triton's own: SGLang puts a function of the host in its place.
 _power_of_2 = gluon.constexpr_function(next_power_of_2)
 
@@ -117,10 +116,10 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     for block_m, block_n in shapes:
         tiles = cdiv(m, block_m) * cdiv(n, block_n)
         two = main_part(block_m) < block_m
-        cuts = (0,) if two else (0, 2) if tiles < _SMS else (0, 1, 2)
+        cuts = (0,) if two else (0, 2) if tiles < SMS else (0, 1, 2)
         found += [Config(block_m, block_n, cut) for cut in cuts]
-        last = tiles % _SMS or _SMS
-        found += [Config(block_m, block_n, cuts[-1], shares) for shares in (2, 3, 4, 6, 8) if last * shares <= _SMS]
+        last = tiles % SMS or SMS
+        found += [Config(block_m, block_n, cuts[-1], shares) for shares in (2, 3, 4, 6, 8) if last * shares <= SMS]
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_gemm as general
 from llm_quant_rocm.kernels import ptpc_wgmma, ptpc_wgmma_few
+from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
 from llm_quant_rocm.kernels.sizes import cdiv
 
@@ -17,20 +18,21 @@ Config = ptpc_wgmma_few.Config | ptpc_wgmma.Config | GemmConfig
 
 def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/ptpc_gemm holds it."""
-    kinds = (ptpc_wgmma_few.Config, ptpc_wgmma.Config)
-    return next((kind for kind in kinds if fields.keys() == kind.__annotations__.keys()), GemmConfig)(**fields)
+    if "stages" in fields:
+        return GemmConfig(**fields)
+    return ptpc_wgmma.Config(**fields) if "group_m" in fields else ptpc_wgmma_few.Config(**fields)
 
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
     """What was best, or nearly, on an H100 for weights of many sizes."""
     few = ptpc_wgmma_few.default_config(m, n)
     # Of more than 64 rows, which all programs read beside the weight, it was ahead in one wave of rows of this length.
-    if m <= 64 or (m <= ptpc_wgmma_few.MAX_ROWS and 2560 <= k <= 20480 and cdiv(n, few.block_n) <= 132):
+    if m <= 64 or (m <= ptpc_wgmma_few.MAX_ROWS and 2560 <= k <= 20480 and cdiv(n, few.block_n) <= SMS):
         return few
     many = ptpc_wgmma.default_config(m, n)
     # Tiles of 64 rows, 0.65 of the time of `ptpc_wgmma.waves` each, unless the last one is nearly empty: what it has
     # beyond x takes the accelerator long (`hopper.row_descriptor`).
-    waves = 0.65 * cdiv(cdiv(m, 64) * cdiv(n, 128), 132)
+    waves = 0.65 * cdiv(cdiv(m, 64) * cdiv(n, 128), SMS)
     if k % 16 == 0 and -m % 64 <= 48 and waves < ptpc_wgmma.waves(many, m, n):
         return GemmConfig(64, 128, 256, 4, 4, tma=True, programs=1)
     return many

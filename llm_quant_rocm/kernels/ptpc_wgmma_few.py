@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.hopper import (
+    SMS,
     advance,
     leave,
     load_tile,
@@ -50,8 +51,6 @@ EARLY_BYTES = 1024
 REGISTERS, FEW_REGISTERS = 104, 32
 MAX_ROWS = 128
 BLOCK_NS = (16, 32, 48, 64, 80, 96)
-# Multiprocessors of an H100.
-_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Config:
 def default_config(m: int, n: int) -> Config:
     """What was best, or nearly, of 22 weights on an H100: the multiprocessor with most tiles has the least to do, where
     one costs what four columns do beside its own; and steps are long, unless the many rows of x leave room for few."""
-    block_n = min(BLOCK_NS, key=lambda each: cdiv(cdiv(n, each), _SMS) * (each + 4))
+    block_n = min(BLOCK_NS, key=lambda each: cdiv(cdiv(n, each), SMS) * (each + 4))
     return Config(block_n, 256 if m <= 64 else 128)
 
 

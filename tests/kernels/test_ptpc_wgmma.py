@@ -51,13 +51,17 @@ def test_each_kernel_has_its_rows() -> None:
     assert not isinstance(CHOSEN(128, 132 * 64, 2048), FEW)
     assert not isinstance(CHOSEN(128, 132 * 64, 28672), FEW)
     # Tiles of 64 x 128 for one wave, or for two where those of 128 x 128 are for one and a half.
+    assert isinstance(CHOSEN(128, 8448, 2048), GemmConfig)
+    assert isinstance(CHOSEN(128, 8449, 2048), ptpc_wgmma.Config)
     assert isinstance(CHOSEN(320, 6144, 5120), GemmConfig)
     assert isinstance(CHOSEN(321, 6144, 5120), ptpc_wgmma.Config)
 
 
 def test_a_tile_that_is_nearly_empty_is_not_of_the_kernel_that_reaches_beyond_x() -> None:
-    assert isinstance(CHOSEN(256 + 15, 6144, 4096), ptpc_wgmma.Config)
-    assert isinstance(CHOSEN(256 + 16, 6144, 4096), GemmConfig)
+    for m in (65, 79):
+        assert isinstance(CHOSEN(m, 8192, 2048), ptpc_wgmma.Config)
+    for m in (80, 128):
+        assert isinstance(CHOSEN(m, 8192, 2048), GemmConfig)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +72,15 @@ def test_multiprocessors_have_nearly_the_same_number_of_columns(n: int, block_n:
     assert CHOSEN(16, n, 8192) == FEW(block_n, 256)
 
 
-@pytest.mark.parametrize("m", [1, 64, 65, 128])
-def test_rings_fit_into_shared_memory(m: int) -> None:
-    for n in (1, 2112, 8448, 10240, 57344):
-        config = CHOSEN(m, n, 8192)
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 65, 128])
+@pytest.mark.parametrize("k", [16, 512, 1000, 1024, 8192])
+def test_rings_fit_into_shared_memory_and_rows_into_lines(m: int, k: int) -> None:
+    for n in (1, 128, 2048, 2112, 8448, 10240, 57344):
+        config = CHOSEN(m, n, k)
         if isinstance(config, GemmConfig):
             assert (config.block_m + config.block_n) * config.block_k * config.stages <= 200 * 1024
+            assert config.tma == (k % 16 == 0)
+            assert config.split_k == 1
         elif isinstance(config, FEW):
             # Fewer stages would not bridge the time that memory takes.
             assert ptpc_wgmma_few.RING_BYTES // ((max(m, 64) + config.block_n) * config.block_k) >= 4
