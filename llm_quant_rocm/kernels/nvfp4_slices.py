@@ -36,8 +36,7 @@ def multiply_slices(
     codes [M, K] and x_scale fp32 [M, 1] are x, row_scale fp32 [n] the weight's scales; `expand` gives E4M3.
     """
     scales = row_scale.unsqueeze(0)
-    if bias is not None and bias.data_ptr() % 16:
-        bias = bias.clone()  # cuBLAS took none from an odd address; hipBLASLt, whom this is left to, has not been tried
+    bias = None if bias is None else _aligned(bias)
     for rows in _slices(out.shape[1], codes.shape[1], values):
         torch._scaled_mm(
             codes, expand(rows.start, rows.stop - rows.start).t(), x_scale, scales[:, rows],
@@ -58,9 +57,11 @@ def multiply_runs(
     x is bf16 or fp16 [M, K]; bias [n], `out` and what `expand` gives are of its dtype. `runs` are the numbers of
     neighbouring rows of the weight under one fp32 scale, and that scale; the numbers add up to n.
 
-    The scale is the product's alpha, and the bias its C under a beta of 1. Both are applied in fp32, before the only
-    rounding, on every path from `torch.addmm` to the matrix units, as far as it was read in PyTorch and in ROCm's
-    manuals (tests/gpu/test_addmm.py sees it in the bits):
+    The scale is the product's alpha, and the bias is its epilogue's, which torch asks for where the result is
+    contiguous. Elsewhere torch makes it the C under a beta of 1, which cuBLAS 13 adds to a product that it has rounded
+    already. Alpha and the epilogue's bias are applied in fp32, before the only rounding, on the path from `torch.addmm`
+    to the matrix units, as far as it was read in PyTorch and in ROCm's manuals (tests/gpu/test_addmm.py sees it in the
+    bits):
 
     - aten/src/ATen/native/cuda/Blas.cpp (960a6846) converts alpha and beta to `at::opmath_type`, fp32 for 16 bits;
     - aten/src/ATen/cuda/CUDABlas.cpp (bd53dc4f) hands them on with CUBLAS_COMPUTE_32F and a scale type of CUDA_R_32F
@@ -89,12 +90,20 @@ def _multiply_part(
     for count, scale in runs:
         first, last = max(start, part.start), min(start + count, part.stop)
         start += count
-        if first < last:
-            matrix, result = weight[first - part.start : last - part.start].t(), out[:, first:last]
-            if bias is None:  # beta 0: what `result` holds is not read
-                torch.addmm(result, x, matrix, beta=0, alpha=scale, out=result)
-            else:
-                torch.addmm(bias[first:last], x, matrix, alpha=scale, out=result)
+        if first >= last:
+            continue
+        matrix, result = weight[first - part.start : last - part.start].t(), out[:, first:last]
+        if bias is None:  # beta 0: what `result` holds is not read
+            torch.addmm(result, x, matrix, beta=0, alpha=scale, out=result)
+        elif result.is_contiguous():
+            torch.addmm(_aligned(bias[first:last]), x, matrix, alpha=scale, out=result)
+        else:
+            result.copy_(torch.addmm(_aligned(bias[first:last]), x, matrix, alpha=scale))
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """A bias that the vendor's epilogues take: cuBLAS takes none from an odd address, hipBLASLt has not been tried."""
+    return bias.clone() if bias.data_ptr() % 16 else bias
 
 
 def _slices(n: int, k: int, values: int) -> Iterator[slice]:
