@@ -38,12 +38,19 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
     start = time.monotonic()
     served = 0
     with torch.cuda.device(device), torch.no_grad(), compile_ahead() as ahead:
-        # From the most on: torch then has the memory for all from the first.
+        # From the most on: torch then has the memory for all from the first. But vLLM forbids it to cut large pieces of
+        # memory while weights load. Then each of a thousand sizes would have pieces of its own, and together all there
+        # is.
+        limit = 0
         for rows in (1, *reversed(_row_counts(most_rows))):
             try:
                 call(rows)
             except torch.OutOfMemoryError:
                 continue  # nor will so many be served in this memory
+            if rows > 1:
+                limit = limit or torch.cuda.memory_reserved(device)
+                if torch.cuda.memory_reserved(device) > limit:
+                    torch.cuda.empty_cache()
             if not ahead.launches:
                 return  # the reference computes, which takes long
             served = max(served, rows)

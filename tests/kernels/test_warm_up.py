@@ -4,6 +4,7 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -72,6 +73,31 @@ def test_what_does_not_fit_the_memory_is_passed_over(
         warm_up(call, 100, torch.device("cpu"), "kind", "layer")
     assert calls == [1, 65, *range(64, 1, -1)]
     assert caplog.messages[0].startswith("layer: 3 kernels for up to 65 rows are ready")
+
+
+def test_no_more_memory_is_kept_than_the_most_rows_took(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torch may not cut large pieces: every number of rows has pieces of its own."""
+    kept, most = [0], []
+
+    def call(rows: int) -> None:
+        kept[0] += rows
+        most.append(kept[0])
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: kept[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
+    monkeypatch.setattr(compile_ahead, "compile_ahead", lambda: nullcontext(compile_ahead.Ahead(launches=1, kernels=3)))
+    warm_up(call, 100, torch.device("cpu"), "kind", "layer")
+    assert kept[0] <= 1 + 97
+    assert max(most) < 2 * 97
+
+
+def test_a_kernel_that_is_to_be_compiled_is_known_at_its_next_launch() -> None:
+    known: dict[str, object] = {}
+    with ThreadPoolExecutor(1) as pool, compile_ahead._Remembering(compile_ahead._Held()) as mode:
+        kernel = mode.submit("key", lambda: "compiled", partial(known.__setitem__, "place"), lambda kernel: None)
+        assert known == {"place": kernel}
+        mode.executor.begin(pool)
+    assert known == {"place": "compiled"}
 
 
 def test_what_is_to_be_compiled_waits_and_is_done_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
