@@ -81,12 +81,17 @@ def assemble(names: TensorNames, codes: torch.Tensor, scales: torch.Tensor, piec
     Raises:
         TypeError, ValueError: a piece is broken; the message names its tensor.
     """
+    pieces = list(pieces)
     global_scale = torch.empty(codes.shape[:-1], dtype=torch.float32, device=codes.device)
     for piece in pieces:
-        weight = names.weight(codes[piece.where], scales[piece.where], piece.global_scale, name=piece.name)
-        scales[piece.where] = weight.scales  # which have no negative zeros
-        global_scale[piece.where] = weight.global_scale
-    return NvFp4Weight(codes, scales, global_scale)
+        global_scale[piece.where] = piece.global_scale
+    try:
+        return names.weight(codes, scales, global_scale)
+    except ValueError:
+        # To look at each would take many layers of experts seconds, in which a GPU answers thousands of questions.
+        for piece in pieces:
+            names.weight(codes[piece.where], scales[piece.where], piece.global_scale, name=piece.name)
+        raise
 
 
 def dummy(codes: torch.Tensor, scales: torch.Tensor) -> NvFp4Weight:

@@ -10,9 +10,11 @@ and so a scale serves two words of a lane. The kernel moves the columns of x acc
 The two layouts differ in the order of the bits in a word, which `kernels/decode_cdna.py` explains.
 """
 
+from functools import cache
+
 import torch
 
-from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces
+from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces, words_of
 
 # Codes in the places of bytes' and of fp16's sign, exponent and mantissa: gfx90a and gfx942.
 LAYOUT = "mfma"
@@ -25,8 +27,13 @@ LAYOUTS = (LAYOUT, LAYOUT_FP4, LAYOUT + GATE_UP, LAYOUT_FP4 + GATE_UP)
 ROWS, COLUMNS = 32, 128
 # Weights are padded with zero codes: to whole tiles of every configuration, and to pairs of steps over K.
 PAD_N, PAD_K = 128, 256
-# The code in each byte of a word, and in each byte of the reversed word.
-_BYTES = ((0, 2, 1, 3), (4, 6, 5, 7))
+# Where the bits of each of a word's eight codes stand, from the lowest to the sign. Side by side:
+_FP4 = tuple(tuple(range(4 * code, 4 * code + 4)) for code in range(8))
+# or in bits 1, 2, 3 and 7 of a byte, four codes in the word and four in the same places of the word in reverse.
+_BYTES = tuple(
+    tuple(8 * byte + bit if code < 4 else 31 - 8 * byte - bit for bit in (1, 2, 3, 7))
+    for code, byte in enumerate((0, 2, 1, 3, 0, 2, 1, 3))
+)
 
 
 def layout(arch: str, gate_up: bool = False) -> str:
@@ -60,40 +67,27 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> tuple[torch.
     Words of a piece stand as [row / 16][lane][step], scale bytes as [lane][row / 16][block], where lane 16 g + row % 16
     has columns 32 g + 8 step .. + 7 and blocks 2 g and 2 g + 1. -0 codes become +0.
     """
-    to_words = _words_fp4 if layout.startswith(LAYOUT_FP4) else _words_bytes
+    tables = _tables(_FP4 if layout.startswith(LAYOUT_FP4) else _BYTES)
     n, k = codes.shape[-2], 2 * codes.shape[-1]
 
     def pack_rows(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _by_lane(to_words(_eights(codes))), _scales_by_lane(scales & 0x7F)
+        words = words_of(codes.unflatten(-1, (-1, 4)), tables)
+        return _by_lane(words), _scales_by_lane(scales & 0x7F)
 
     return pack_pieces(codes, scales, parts(n, k), ROWS, COLUMNS, pack_rows)
 
 
-def _eights(codes: torch.Tensor) -> torch.Tensor:
-    """Codes int32 [N, K/8, 8] of packed codes uint8 [N, K/2], without -0."""
-    single = torch.stack([codes & 15, codes >> 4], dim=-1).view(codes.shape[0], -1, 8)
-    return torch.where(single == 8, 0, single).to(torch.int32)
-
-
-def _words_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Words [...] of codes [..., 8]: code i in bits 4 i .. 4 i + 3."""
-    words = codes[..., 0].clone()
-    for i in range(1, 8):
-        words |= codes[..., i] << (4 * i)
-    return words
-
-
-def _words_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """Words [...] of codes [..., 8]: sign in bit 7 of a byte, the rest in bits 3 to 1; four codes in the word, four in
-    the same places of the word with its bits in reverse."""
-    words = torch.zeros_like(codes[..., 0])
-    for byte in range(4):
-        for reverse, order in enumerate(_BYTES):
-            code = codes[..., order[byte]]
-            for bit, place in enumerate((1, 2, 3, 7)):
-                place += 8 * byte
-                words |= ((code >> bit) & 1) << (31 - place if reverse else place)
-    return words
+@cache
+def _tables(bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """The bits of two neighbouring codes by their place in a word and their byte, int32 [4, 256]. `bits` are where the
+    four of each of a word's eight codes stand."""
+    tables = torch.zeros((4, 256), dtype=torch.int64, device="cpu")
+    for place, of_code in enumerate(bits):
+        code = (torch.arange(256, device="cpu") >> (4 * (place % 2))) & 15
+        code = torch.where(code == 8, 0, code)  # -0
+        for bit, at in enumerate(of_code):
+            tables[place // 2] |= ((code >> bit) & 1) << at
+    return tables.to(torch.int32)
 
 
 def _by_lane(words: torch.Tensor) -> torch.Tensor:

@@ -31,17 +31,34 @@ def pack_pieces(
     """
     leading, (n, half) = codes.shape[:-2], codes.shape[-2:]
     count = prod(leading)
-    words, scale_bytes = (torch.zeros((count, *shape), dtype=dtype, device=codes.device) for dtype, shape in parts)
+    results = [torch.zeros((count, *shape), dtype=dtype, device=codes.device) for dtype, shape in parts]
     codes, scales = codes.reshape(count, n, half), scales.view(torch.uint8).reshape(count, n, half // 8)
-    column_padding = words.shape[1] * columns // 2 - half
+    column_padding = parts[0][1][0] * columns // 2 - half
     step = max(rows, _ELEMENTS // max(2 * half, 1) // rows * rows)
-    for index in range(count):
+    # Small experts together: a layer of hundreds would launch a hundred thousand kernels.
+    together = max(1, step // max(n, 1))
+    for expert in range(0, count, together):
+        experts = slice(expert, expert + together)
         for first in range(0, n, step):
             some = slice(first, min(first + step, n))
             row_padding = -(some.stop - first) % rows
-            place = slice(first // rows, (some.stop + row_padding) // rows)
-            words[index, :, place], scale_bytes[index, :, place] = pack_rows(
-                torch.nn.functional.pad(codes[index, some], (0, column_padding, 0, row_padding)),
-                torch.nn.functional.pad(scales[index, some], (0, column_padding // 8, 0, row_padding)),
+            pieces = (some.stop - first + row_padding) // rows
+            packed = pack_rows(
+                torch.nn.functional.pad(codes[experts, some], (0, column_padding, 0, row_padding)).flatten(0, 1),
+                torch.nn.functional.pad(scales[experts, some], (0, column_padding // 8, 0, row_padding)).flatten(0, 1),
             )
-    return words.view(*leading, *words.shape[1:]), scale_bytes.view(*leading, *scale_bytes.shape[1:])
+            for result, part in zip(results, packed, strict=True):
+                place = result[experts, :, first // rows : first // rows + pieces]
+                place.copy_(part.unflatten(1, (-1, pieces)).transpose(0, 1))
+    words, scale_bytes = (result.view(*leading, *result.shape[1:]) for result in results)
+    return words, scale_bytes
+
+
+def words_of(pairs: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Words int32 [...] of eight codes each, in four bytes: uint8 [..., 4].
+
+    `tables` int32 [4, 256] say by a byte's place and value which bits of the word it sets.
+    """
+    index = pairs.int() + torch.arange(0, 1024, 256, dtype=torch.int32, device=pairs.device)
+    # No two places set the same bit: to add is to unite.
+    return tables.flatten().to(pairs.device)[index].sum(-1, dtype=torch.int32)

@@ -6,9 +6,11 @@ fragments, and every lane finds its codes of a piece in 16 bytes, at the bits wh
 them into values with the fewest instructions. Nothing moves between lanes after the load.
 """
 
+from functools import cache
+
 import torch
 
-from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces
+from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces, words_of
 
 LAYOUT = "wgmma"
 # The same with the rows of w13 = [gate, up] in turns, eight of the gate and eight of up, so that one program holds both
@@ -69,17 +71,22 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     `decode_words` finds it with the fewest instructions."""
     n, k = codes.shape[0], codes.shape[1] * 2
     # [tile, row half, row, piece, step, column half, lane % 4], a byte for two neighbouring columns
-    pairs = codes.view(n // ROWS, 2, 8, k // COLUMNS, 4, 2, 4).permute(3, 0, 2, 6, 4, 1, 5).to(torch.int32)
-    words = torch.zeros(pairs.shape[:5], dtype=torch.int32, device=codes.device)
+    pairs = codes.view(n // ROWS, 2, 8, k // COLUMNS, 4, 2, 4).permute(3, 0, 2, 6, 4, 1, 5)
+    return words_of(pairs.flatten(5), _tables()).flatten(2)
+
+
+@cache
+def _tables() -> torch.Tensor:
+    """The bits of two neighbouring columns' codes, by (row half, column half) and their byte, int32 [4, 256]."""
+    tables = torch.zeros((4, 256), dtype=torch.int32, device="cpu")
     for column in range(2):
-        code = (pairs >> (4 * column)) & 15
+        code = (torch.arange(256, dtype=torch.int32, device="cpu") >> (4 * column)) & 15
         sign, size, at = code >> 3, code & 7, 16 * column
-        words |= (size[..., 0, 0] << at) | (sign[..., 0, 0] << (at + 9))
-        words |= (size[..., 0, 1] << (at + 4)) | (sign[..., 0, 1] << (at + 13))
-        words |= (size[..., 1, 0] << (at + 10)) | (sign[..., 1, 0] << (19 - at))
-        size, sign = size[..., 1, 1], sign[..., 1, 1]
-        words |= ((size >> 1) << (at + 7)) | ((size & 1) << (at + 14)) | (sign << (at + 15))
-    return words.flatten(2)
+        tables[0] |= (size << at) | (sign << (at + 9))
+        tables[1] |= (size << (at + 4)) | (sign << (at + 13))
+        tables[2] |= (size << (at + 10)) | (sign << (19 - at))
+        tables[3] |= ((size >> 1) << (at + 7)) | ((size & 1) << (at + 14)) | (sign << (at + 15))
+    return tables
 
 
 def _scale_bytes(scales: torch.Tensor) -> torch.Tensor:
