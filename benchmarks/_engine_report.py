@@ -76,6 +76,45 @@ def engine_table(times: dict[str, Any], commit: str) -> str:
     return table(["quantization", "batch", "prefill, s", "ms a step", "total, s", "commit"], rows)
 
 
+def loading(name: str, result: dict[str, Any]) -> str:
+    """What the weights take while they load, and after."""
+    title = f"Loading in vLLM {result['vllm']}"
+    loaded = {
+        shape: {method: rounds["again"] for method, rounds in methods.items() if "seconds" in rounds.get("again", {})}
+        for shape, methods in result["shapes"].items()
+    }
+    panels = {
+        f"{shape}: {what}": {method: found[key] for method, found in methods.items()}
+        for shape, methods in loaded.items()
+        for what, key in (("peak on the GPU, GiB", "peak_reserved_gib"), ("seconds", "seconds"))
+    }
+    lines.bars(name, f"{title}\n{measured_on(result)}", panels)
+    return f"## {title}\n\n{measured_on(result)}\n\n![memory and seconds]({name}.png)\n\n{loading_table(result)}"
+
+
+def loading_table(result: dict[str, Any]) -> str:
+    rows = []
+    for shape, methods in result["shapes"].items():
+        for method, rounds in methods.items():
+            first, again = rounds.get("first", {}), rounds.get("again", {})
+            if "seconds" in first and "seconds" in again:
+                memory = ("peak_allocated_gib", "peak_reserved_gib", "final_allocated_gib")
+                rows.append(
+                    [shape, f"`{method}`", f"{first['seconds']:.1f}", f"{again['seconds']:.1f}"]
+                    + [f"{again[key]:.2f}" for key in memory]
+                )
+    header = [
+        "shape",
+        "method",
+        "seconds, first start",
+        "a later one",
+        "peak of tensors, GiB",
+        "peak reserved",
+        "final",
+    ]
+    return table(header, rows)
+
+
 def quick_reduce(name: str, result: dict[str, Any]) -> str:
     codecs = {codec: found for codec, found in result["codecs"].items() if "perplexity" in found}
     lines.bars(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness as harness
-from benchmarks._engine_report import SHAPES
+from benchmarks._engine_report import SHAPES, loading_table
 from benchmarks._fusion_report import base_of
 from benchmarks._markdown import RESULTS, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
 from benchmarks._quick_reduce_report import size
@@ -311,6 +311,11 @@ def sglang_engine(file: str) -> str:
     return "\n\n".join([f"{measured_on(result)}:", *parts])
 
 
+def loading() -> str:
+    result = load("vllm_load_sm_90.json")
+    return f"vLLM {result['vllm']}, {measured_on(result)}:\n\n{loading_table(result)}"
+
+
 # --- the README
 
 
@@ -419,6 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_sm_90.json"),
     "nvfp4_experts_untuned": partial(nvfp4_experts, "nvfp4_moe_untuned_sm_90.json"),
     "nvfp4_engine": nvfp4_engine,
+    "loading": loading,
     "sglang_engine": partial(sglang_engine, "sglang_engine_sm_90.json"),
     "sglang_ranks": partial(sglang_engine, "sglang_engine_2_ranks_sm_90.json"),
     "overview": overview,

@@ -51,6 +51,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, Section], ...]], ...] = (
         "End to end",
         (
             ("vllm_engine_*", _engine_report.vllm),
+            ("vllm_load_*", _engine_report.loading),
             ("nvfp4_engine_*", _nvfp4_report.engine),
             ("vllm_fusion_demo_*", _fusion_report.accuracy),
             ("vllm_fusion_*", _fusion_report.times),

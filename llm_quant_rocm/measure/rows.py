@@ -16,6 +16,8 @@ from llm_quant_rocm import ops, timing
 
 COLUMNS = (4096, 5120, 7168, 8192, 28672)
 MS = (1, 16, 64, 256, 1024, 4096)
+# In a graph, whose launch takes as long as some percent of a call.
+_LEAST_CALLS = 8
 
 
 def measure(m: int, k: int, bandwidth: float, with_vllm: bool, device: str = "cuda") -> dict[str, Any]:
@@ -40,7 +42,7 @@ def variants(m: int, k: int, with_vllm: bool, device: str = "cuda") -> dict[str,
     """The calls to time, over rotating activations."""
     sets = [
         tuple(torch.randn(m, k, device=device, dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(min(64, timing.copies(m * k * 4)))
+        for _ in range(min(64, max(_LEAST_CALLS, timing.copies(m * k * 4))))
     ]
     weight = torch.randn(k, device=device, dtype=torch.bfloat16)
     gates = [torch.randn(m, 2 * k, device=device, dtype=torch.bfloat16) for _ in sets]
