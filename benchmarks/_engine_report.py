@@ -79,40 +79,36 @@ def engine_table(times: dict[str, Any], commit: str) -> str:
 def loading(name: str, result: dict[str, Any]) -> str:
     """What the weights take while they load, and after."""
     title = f"Loading in vLLM {result['vllm']}"
-    loaded = {
-        shape: {method: rounds["again"] for method, rounds in methods.items() if "seconds" in rounds.get("again", {})}
-        for shape, methods in result["shapes"].items()
-    }
+    shown = {"peak on the GPU, GiB": "peak_reserved_gib", "seconds of a first start": "seconds"}
     panels = {
-        f"{shape}: {what}": {method: found[key] for method, found in methods.items()}
-        for shape, methods in loaded.items()
-        for what, key in (("peak on the GPU, GiB", "peak_reserved_gib"), ("seconds", "seconds"))
+        f"{shape}: {what}": {method: rounds["first"][key] for method, rounds in methods.items()}
+        for shape, methods in _loaded(result).items()
+        for what, key in shown.items()
     }
     lines.bars(name, f"{title}\n{measured_on(result)}", panels)
     return f"## {title}\n\n{measured_on(result)}\n\n![memory and seconds]({name}.png)\n\n{loading_table(result)}"
 
 
 def loading_table(result: dict[str, Any]) -> str:
+    """Without the seconds of a second start where there was none."""
     rows = []
-    for shape, methods in result["shapes"].items():
+    for shape, methods in _loaded(result).items():
         for method, rounds in methods.items():
-            first, again = rounds.get("first", {}), rounds.get("again", {})
-            if "seconds" in first and "seconds" in again:
-                memory = ("peak_allocated_gib", "peak_reserved_gib", "final_allocated_gib")
-                rows.append(
-                    [shape, f"`{method}`", f"{first['seconds']:.1f}", f"{again['seconds']:.1f}"]
-                    + [f"{again[key]:.2f}" for key in memory]
-                )
-    header = [
-        "shape",
-        "method",
-        "seconds, first start",
-        "a later one",
-        "peak of tensors, GiB",
-        "peak reserved",
-        "final",
-    ]
-    return table(header, rows)
+            first, again = rounds["first"], rounds.get("again", {}).get("seconds")
+            rows.append(
+                [shape, f"`{method}`", f"{first['seconds']:.1f}", f"{again:.1f}" if again else ""]
+                + [f"{first[f'{key}_gib']:.2f}" for key in ("peak_allocated", "peak_reserved", "final_allocated")]
+            )
+    memory = ["peak of tensors, GiB", "peak reserved, GiB", "in the end, GiB"]
+    return table(["shape", "method", "first start, s", "a later one, s", *memory], rows)
+
+
+def _loaded(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By shape and method, the rounds of what could be loaded."""
+    return {
+        shape: {method: rounds for method, rounds in methods.items() if "seconds" in rounds.get("first", {})}
+        for shape, methods in result["shapes"].items()
+    }
 
 
 def quick_reduce(name: str, result: dict[str, Any]) -> str:

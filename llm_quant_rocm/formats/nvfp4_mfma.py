@@ -10,11 +10,9 @@ and so a scale serves two words of a lane. The kernel moves the columns of x acc
 The two layouts differ in the order of the bits in a word, which `kernels/decode_cdna.py` explains.
 """
 
-from functools import cache
-
 import torch
 
-from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces, words_of
+from llm_quant_rocm.formats.nvfp4_packing import Parts, move_bits, pack_pieces
 
 # Codes in the places of bytes' and of fp16's sign, exponent and mantissa: gfx90a and gfx942.
 LAYOUT = "mfma"
@@ -27,13 +25,12 @@ LAYOUTS = (LAYOUT, LAYOUT_FP4, LAYOUT + GATE_UP, LAYOUT_FP4 + GATE_UP)
 ROWS, COLUMNS = 32, 128
 # Weights are padded with zero codes: to whole tiles of every configuration, and to pairs of steps over K.
 PAD_N, PAD_K = 128, 256
-# Where the bits of each of a word's eight codes stand, from the lowest to the sign. Side by side:
-_FP4 = tuple(tuple(range(4 * code, 4 * code + 4)) for code in range(8))
-# or in bits 1, 2, 3 and 7 of a byte, four codes in the word and four in the same places of the word in reverse.
-_BYTES = tuple(
-    tuple(8 * byte + bit if code < 4 else 31 - 8 * byte - bit for bit in (1, 2, 3, 7))
-    for code, byte in enumerate((0, 2, 1, 3, 0, 2, 1, 3))
-)
+# Where layout "mfma" has the bits of a word's eight codes: those of four in bits 1, 2, 3 and 7 of a byte, those of the
+# other four in the same places of the word in reverse.
+_PLACES = (
+    1, 2, 3, 7, 17, 18, 19, 23, 9, 10, 11, 15, 25, 26, 27, 31,
+    30, 29, 28, 24, 14, 13, 12, 8, 22, 21, 20, 16, 6, 5, 4, 0,
+)  # fmt: skip
 
 
 def layout(arch: str, gate_up: bool = False) -> str:
@@ -67,27 +64,21 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str) -> tuple[torch.
     Words of a piece stand as [row / 16][lane][step], scale bytes as [lane][row / 16][block], where lane 16 g + row % 16
     has columns 32 g + 8 step .. + 7 and blocks 2 g and 2 g + 1. -0 codes become +0.
     """
-    tables = _tables(_FP4 if layout.startswith(LAYOUT_FP4) else _BYTES)
     n, k = codes.shape[-2], 2 * codes.shape[-1]
 
     def pack_rows(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        words = words_of(codes.unflatten(-1, (-1, 4)), tables)
+        words = _without_negative_zeros(codes.view(torch.int32))
+        if not layout.startswith(LAYOUT_FP4):
+            words = move_bits(words, _PLACES)
         return _by_lane(words), _scales_by_lane(scales & 0x7F)
 
     return pack_pieces(codes, scales, parts(n, k), ROWS, COLUMNS, pack_rows)
 
 
-@cache
-def _tables(bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """The bits of two neighbouring codes by their place in a word and their byte, int32 [4, 256]. `bits` are where the
-    four of each of a word's eight codes stand."""
-    tables = torch.zeros((4, 256), dtype=torch.int64, device="cpu")
-    for place, of_code in enumerate(bits):
-        code = (torch.arange(256, device="cpu") >> (4 * (place % 2))) & 15
-        code = torch.where(code == 8, 0, code)  # -0
-        for bit, at in enumerate(of_code):
-            tables[place // 2] |= ((code >> bit) & 1) << at
-    return tables.to(torch.int32)
+def _without_negative_zeros(words: torch.Tensor) -> torch.Tensor:
+    """Words of eight codes, -0 as 0."""
+    is_not_0 = (words | words >> 1 | words >> 2) & 0x11111111
+    return words & (is_not_0 << 3 | 0x77777777)
 
 
 def _by_lane(words: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,15 @@
 """What the layouts of the NVFP4 kernels share: a weight becomes pieces of so many rows and columns, some at a time."""
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 
 import torch
 
 # dtype and shape of the words and of the scale bytes of a weight.
 Parts = tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]
-# Codes are packed this many at a time, so that temporary tensors stay small however large the weight.
-_ELEMENTS = 2**23
+# Codes are packed this many at a time, so that temporary tensors stay small however large the weight: 16 MiB each.
+_ELEMENTS = 2**25
 
 
 def pack_pieces(
@@ -39,7 +40,7 @@ def pack_pieces(
     together = max(1, step // max(n, 1))
     for expert in range(0, count, together):
         experts = slice(expert, expert + together)
-        for first in range(0, n, step):
+        for first in range(0, n if half else 0, step):
             some = slice(first, min(first + step, n))
             row_padding = -(some.stop - first) % rows
             pieces = (some.stop - first + row_padding) // rows
@@ -54,11 +55,20 @@ def pack_pieces(
     return words, scale_bytes
 
 
-def words_of(pairs: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Words int32 [...] of eight codes each, in four bytes: uint8 [..., 4].
+def move_bits(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+    """int32 words with bit i of each at bit places[i], a permutation of 0 .. 31."""
+    result = torch.zeros_like(words)
+    for shift, mask in _moves(places):
+        # A shift to the right repeats the sign: the mask comes after it.
+        result |= (words & mask) << shift if shift >= 0 else (words >> -shift) & mask
+    return result
 
-    `tables` int32 [4, 256] say by a byte's place and value which bits of the word it sets.
-    """
-    index = pairs.int() + torch.arange(0, 1024, 256, dtype=torch.int32, device=pairs.device)
-    # No two places set the same bit: to add is to unite.
-    return tables.flatten().to(pairs.device)[index].sum(-1, dtype=torch.int32)
+
+@cache
+def _moves(places: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(shift, mask as int32) of the bits that move as far as each other: to the left, where they were; to the right,
+    where they come to."""
+    masks: dict[int, int] = {}
+    for bit, place in enumerate(places):
+        masks[place - bit] = masks.get(place - bit, 0) | 1 << min(bit, place)
+    return [(shift, mask - (mask >> 31 << 32)) for shift, mask in masks.items()]

@@ -6,11 +6,9 @@ fragments, and every lane finds its codes of a piece in 16 bytes, at the bits wh
 them into values with the fewest instructions. Nothing moves between lanes after the load.
 """
 
-from functools import cache
-
 import torch
 
-from llm_quant_rocm.formats.nvfp4_packing import Parts, pack_pieces, words_of
+from llm_quant_rocm.formats.nvfp4_packing import Parts, move_bits, pack_pieces
 
 LAYOUT = "wgmma"
 # The same with the rows of w13 = [gate, up] in turns, eight of the gate and eight of up, so that one program holds both
@@ -22,6 +20,13 @@ ROWS, COLUMNS = 16, 64
 PAD_N, PAD_K = 128, 128
 # Scales are stored as scale * 2^7, the upper half of an fp16.
 SCALE_EXPONENT = 7
+# Where `decode_words` finds the bits of a word's four bytes, by (row half, column half), each the codes of two columns.
+_PLACES = (
+    0, 1, 2, 9, 16, 17, 18, 25,
+    4, 5, 6, 13, 20, 21, 22, 29,
+    10, 11, 12, 19, 26, 27, 28, 3,
+    14, 7, 8, 15, 30, 23, 24, 31,
+)  # fmt: skip
 
 
 def layout(arch: str, gate_up: bool = False) -> str:
@@ -62,31 +67,19 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, layout: str = LAYOUT) -> tup
 
 def _pack_rows(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = scales.view(torch.float8_e4m3fn).float()
-    codes = torch.where((values == 0).repeat_interleave(8, -1), 0, codes)
+    codes = torch.where(values.unsqueeze(-1) == 0, 0, codes.unflatten(-1, (-1, 8))).flatten(-2)
     return _words(codes), _scale_bytes(values)
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Words [K/64, N/16, 128] of codes uint8 [N, K/2]: each of a word's four pairs of codes at the bits where
     `decode_words` finds it with the fewest instructions."""
-    n, k = codes.shape[0], codes.shape[1] * 2
-    # [tile, row half, row, piece, step, column half, lane % 4], a byte for two neighbouring columns
-    pairs = codes.view(n // ROWS, 2, 8, k // COLUMNS, 4, 2, 4).permute(3, 0, 2, 6, 4, 1, 5)
-    return words_of(pairs.flatten(5), _tables()).flatten(2)
-
-
-@cache
-def _tables() -> torch.Tensor:
-    """The bits of two neighbouring columns' codes, by (row half, column half) and their byte, int32 [4, 256]."""
-    tables = torch.zeros((4, 256), dtype=torch.int32, device="cpu")
-    for column in range(2):
-        code = (torch.arange(256, dtype=torch.int32, device="cpu") >> (4 * column)) & 15
-        sign, size, at = code >> 3, code & 7, 16 * column
-        tables[0] |= (size << at) | (sign << (at + 9))
-        tables[1] |= (size << (at + 4)) | (sign << (at + 13))
-        tables[2] |= (size << (at + 10)) | (sign << (19 - at))
-        tables[3] |= ((size >> 1) << (at + 7)) | ((size & 1) << (at + 14)) | (sign << (at + 15))
-    return tables
+    n, half = codes.shape
+    # Words of four lanes' bytes, a byte for two neighbouring columns: [tile, row half, row, piece, step, column half]
+    of_lanes = codes.view(torch.int32).view(n // ROWS, 2, 8, 2 * half // COLUMNS, 4, 2).permute(3, 0, 2, 4, 1, 5)
+    # become words of a lane's four: [piece, tile, row, step, lane % 4, (row half, column half)].
+    of_halves = of_lanes.flatten(4).view(torch.uint8).unflatten(-1, (4, 4)).transpose(-1, -2).contiguous()
+    return move_bits(of_halves.view(torch.int32).squeeze(-1).transpose(3, 4).flatten(2), _PLACES)
 
 
 def _scale_bytes(scales: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,14 @@ def _do(work: Callable[[], Any], future: Future[Any]) -> None:
 
 @contextmanager
 def compile_ahead() -> Iterator[Ahead]:
-    """Within, kernels that this thread launches do not run. At its end those that are not compiled yet are compiled,
-    several at once.
+    """Within, kernels that this thread launches do not run, nor do the vendor's products, which are a second or two of
+    a large layer with all numbers of rows. At its end the kernels that are not compiled yet are compiled, several at
+    once.
 
     The errors of a compilation are raised then.
     """
-    thread, run, ahead = threading.get_ident(), JITFunction.run, Ahead()
+    thread, ahead = threading.get_ident(), Ahead()
+    run, scaled_mm, addmm = JITFunction.run, torch._scaled_mm, torch.addmm
 
     def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if threading.get_ident() == thread:
@@ -85,14 +87,29 @@ def compile_ahead() -> Iterator[Ahead]:
             warmup = True
         return run(kernel, *args, grid=grid, warmup=warmup, **options)
 
+    def no_scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: Any, **options: Any) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return scaled_mm(a, b, *scales, **options)
+        return _uncomputed(a, b, options.get("out"), options["out_dtype"])
+
+    def no_addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return addmm(c, a, b, **options)
+        return _uncomputed(a, b, options.get("out"), a.dtype)
+
     # Ranks on one host compile at the same time.
     threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
     held = _Held()
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads))) as pool, _Remembering(held) as mode:
-        JITFunction.run = only_compile
+        JITFunction.run, torch._scaled_mm, torch.addmm = only_compile, no_scaled_mm, no_addmm
         try:
             yield ahead
         finally:
-            JITFunction.run = run
+            JITFunction.run, torch._scaled_mm, torch.addmm = run, scaled_mm, addmm
             ahead.kernels = len(mode.raw_futures)
             held.begin(pool)
+
+
+def _uncomputed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Where the product of a and b would be."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype) if out is None else out

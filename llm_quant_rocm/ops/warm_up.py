@@ -21,9 +21,9 @@ _warm: set[Hashable] = set()
 def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device, kind: Hashable, name: str) -> None:
     """Has Triton compile all that `call` launches on `device` with any number of rows up to `most_rows`.
 
-    Our kernels are compiled, some at once, and not launched; what the vendor's libraries compute is computed. Compiled
-    code is kept on disk by Triton, so the next process only reads it. Without a GPU, or where the reference serves,
-    there is nothing to do.
+    Our kernels are compiled, some at once, and not launched; nor do the vendor's libraries compute. Compiled code is
+    kept on disk by Triton, so the next process only reads it. Without a GPU, or where the reference serves, there is
+    nothing to do.
 
     Args:
         call: given a number of rows, calls operators with inputs of so many, whose values do not matter.
@@ -54,6 +54,7 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
             if not ahead.launches:
                 return  # the reference computes, which takes long
             served = max(served, rows)
+        torch.cuda.empty_cache()  # what is loaded next takes other sizes
     seconds = time.monotonic() - start
     logger.info("%s: %d kernels for up to %d rows are ready, %.1f s", name, ahead.kernels, served, seconds)
 

@@ -100,6 +100,24 @@ def test_a_kernel_that_is_to_be_compiled_is_known_at_its_next_launch() -> None:
     assert known == {"place": "compiled"}
 
 
+def test_the_vendor_multiplies_in_other_threads_only() -> None:
+    one = torch.ones(2, 2)
+
+    def multiply() -> torch.Tensor:
+        out = torch.zeros(2, 2)
+        assert torch.addmm(out, one, one, beta=0, out=out) is out
+        assert torch.addmm(one, one, one).shape == (2, 2)
+        return out
+
+    with ThreadPoolExecutor(1) as other, compile_ahead.compile_ahead():
+        assert not multiply().any()
+        assert other.submit(multiply).result().eq(2).all()
+        codes = one.to(torch.float8_e4m3fn)
+        product = torch._scaled_mm(codes, codes.t(), one[:, :1], one[:1], out_dtype=torch.bfloat16)
+        assert (product.shape, product.dtype) == ((2, 2), torch.bfloat16)
+    assert multiply().eq(2).all()
+
+
 def test_what_is_to_be_compiled_waits_and_is_done_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, work: work.reverse())
     held, done = compile_ahead._Held(), []
