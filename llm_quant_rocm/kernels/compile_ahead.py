@@ -57,9 +57,10 @@ class _Remembering(AsyncCompileMode):
     there are thousands.
     """
 
-    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *more: Any) -> Any:
-        kernel = super().submit(key, compile_fn, finalize_fn, *more)
-        finalize_fn(kernel)
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn, *cleanup_fn)
+        if not cleanup_fn:  # an older Triton
+            finalize_fn(kernel)
         return kernel
 
 
