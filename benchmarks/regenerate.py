@@ -81,7 +81,7 @@ STEPS = (
         for ranks in (2, 4, 8)
     ),
     Step("vllm_engine_{arch}", "vllm_engine.py", engine="vllm", seconds=300),
-    Step("vllm_load_{arch}", "vllm_load.py", engine="vllm", seconds=300),
+    Step("vllm_load_{arch}", "vllm_load.py", engine="vllm", seconds=450),
     Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=600),
     Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=600),
     Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import _engines as engines
 from benchmarks import nvfp4_engine, vllm_engine
 
-SHAPES = {name: {**shape} for name, shape in nvfp4_engine.SHAPES.items()}
-SHAPES["llama-3-70b"]["num_hidden_layers"] = 8
+LLAMA = {**nvfp4_engine.SHAPES["llama-3-70b"], "num_hidden_layers": 8}
+SHAPES = nvfp4_engine.SHAPES | {"llama-3-70b": LLAMA}
 METHODS = ("bf16", "ptpc_fp8", "fp8_per_channel", "ours", "marlin")
 OF_NVFP4 = ("ours", "marlin")
 ROUNDS = ("first", "again")

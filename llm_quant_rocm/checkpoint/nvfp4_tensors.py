@@ -87,8 +87,8 @@ def assemble(names: TensorNames, codes: torch.Tensor, scales: torch.Tensor, piec
         global_scale[piece.where] = piece.global_scale
     try:
         return names.weight(codes, scales, global_scale)
-    except ValueError:
-        # To look at each would take many layers of experts seconds, in which a GPU answers thousands of questions.
+    except (TypeError, ValueError):
+        # Which piece? To ask of each, with hundreds of experts a layer, would wait for the GPU thousands of times.
         for piece in pieces:
             names.weight(codes[piece.where], scales[piece.where], piece.global_scale, name=piece.name)
         raise

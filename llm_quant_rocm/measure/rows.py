@@ -4,6 +4,8 @@
 `limit` is the least traffic (every operand once) at the bandwidth of a large copy. Peers: a plain copy that moves as
 many bytes as the first two operators, which says how much of that bandwidth so many bytes can have; and vLLM's CUDA
 kernels where they are loaded: its quantization, and its (fused add) RMSNorm or its silu_and_mul followed by that.
+Operands rotate, so that none is found in the L2 cache. Codes are written to the same memory by every call of a graph,
+and may stay there, as for the next layer of a served model.
 """
 
 from collections.abc import Callable
