@@ -78,8 +78,7 @@ class ExpertTensors:
             if tensor == names.scales:
                 attributes["quant_method"] = _GROUP
             self._register(stem + tensor, torch.empty(experts, shape[0], shape[1] // pack, dtype=dtype), attributes)
-        # Each arrives by itself, and to copy it to a GPU would take longer than to read it.
-        scalars = torch.full((experts, len(STEMS[stem])), torch.nan, dtype=torch.float32, device="cpu")
+        scalars = torch.full((experts, len(STEMS[stem])), torch.nan, dtype=torch.float32)
         self._register(stem + names.global_scale, scalars, {"weight_loader": self._global_scale_loader()})
         # The rest is empty, as vLLM insists on the checkpoint's having every other parameter.
         self._register(stem + names.input_scale, torch.empty(0), {"weight_loader": self.input_scale_loader()})
@@ -196,9 +195,9 @@ class ExpertTensors:
     def pieces(self, stem: str) -> Iterator[Piece]:
         """The weights of `stem` as the checkpoint has them; ValueError where a tensor of one never arrived."""
         names = self._names
-        codes, shards = getattr(self._layer, stem + names.codes), STEMS[stem]
-        global_scale = getattr(self._layer, stem + names.global_scale).data.to(codes.device)
-        rows = codes.shape[1] // len(shards)
+        global_scale = getattr(self._layer, stem + names.global_scale).data
+        shards = STEMS[stem]
+        rows = getattr(self._layer, stem + names.codes).shape[1] // len(shards)
         for expert in range(global_scale.shape[0]):
             number = self._experts.whole(expert)
             for index, shard in enumerate(shards):

@@ -161,6 +161,20 @@ def test_experts_that_ranks_would_cut_within_blocks() -> None:
         experts.declare(torch.nn.Module(), EXPERTS, 2, 32, (24, 48), lambda *given: None, {})
 
 
+@pytest.mark.parametrize("names", [MODELOPT, COMPRESSED_TENSORS], ids=["modelopt", "compressed_tensors"])
+def test_parameters_are_where_the_engine_makes_its_own(names: TensorNames) -> None:
+    """What engines find on the CPU before a layer is prepared they put back there afterwards, by its name, and the
+    prepared weight's global scales are called as compressed-tensors' are."""
+    layers, engine = [torch.nn.Module(), torch.nn.Module()], EngineLayers(loaded, loaded, (), SimpleNamespace)
+    with torch.device("meta"):
+        NvFp4Linear(names, "a", Options(), is_dummy=False, batch_invariant=False).declare(
+            layers[0], 32, [32], (32, 32), copy_rows, {}, engine
+        )
+        NvFp4Experts(names, "a", Options(), is_dummy=False).declare(layers[1], EXPERTS, 2, 32, (32, 32), copy_rows, {})
+    for layer in layers:
+        assert all(param.is_meta for param in layer.parameters())
+
+
 def loaded(data: torch.Tensor, weight_loader: Any, **others: Any) -> torch.nn.Parameter:
     made = parameter(data)
     made.weight_loader = weight_loader  # type: ignore[attr-defined]
