@@ -10,7 +10,7 @@ quantize the bf16 checkpoint, `ours` and `marlin` serve the NVFP4 one.
 Each method loads once in a process of its own, a worker of vLLM with no engine around it. Memory is that of torch's
 allocator: "allocated" is what tensors take, "reserved" what is kept from others, freed pieces included. Seconds are
 from the call to the whole model. In the first of two rounds Triton's kernels are compiled in them, in the second read
-from disk. Files are in memory where it has the room (`scratch_folder`).
+from disk. Files are in memory where it has the room (`scratch_folder`). Figures are written after each load.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -85,9 +85,8 @@ def write_checkpoints(shape: str, folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def measure(shape: str, at_once: int, start_s: float) -> dict[str, dict[str, Any]]:
-    """Load a shape by every method: by method and round, what that took."""
-    found: dict[str, dict[str, Any]] = {method: {} for method in METHODS}
+def measure(shape: str, at_once: int, start_s: float) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Load a shape by every method: method, round, and what that took, of one after the other."""
     with (
         tempfile.TemporaryDirectory(dir=nvfp4_engine.scratch_folder()) as checkpoints,
         tempfile.TemporaryDirectory() as scratch,
@@ -102,9 +101,7 @@ def measure(shape: str, at_once: int, start_s: float) -> dict[str, dict[str, Any
             jobs.append(vllm_engine.job(name, __file__, arguments, Path(scratch), variables))
         prepare = partial(write_checkpoints, shape, Path(checkpoints))
         for (turn, method), (result, _) in zip(loads, engines.run(jobs, at_once, start_s, prepare), strict=True):
-            found[method][turn] = result
-            print(json.dumps({f"{shape} {method} {turn}": result}), flush=True)
-    return found
+            yield method, turn, result
 
 
 def main() -> None:
@@ -123,8 +120,12 @@ def main() -> None:
 
         found: dict[str, Any] = {"vllm": version("vllm"), "shapes": {}}
         for shape in args.shapes:
-            found["shapes"][shape] = measure(shape, args.at_once or len(METHODS), args.start_seconds)
-            print("written to", harness.write("vllm_load_sm_90", found))
+            methods: dict[str, dict[str, Any]] = found["shapes"].setdefault(shape, {})
+            for method, turn, result in measure(shape, args.at_once or len(METHODS), args.start_seconds):
+                methods.setdefault(method, {})[turn] = result
+                print(json.dumps({f"{shape} {method} {turn}": result}), flush=True)
+                written = harness.write("vllm_load_sm_90", found)
+        print("written to", written)
 
 
 if __name__ == "__main__":

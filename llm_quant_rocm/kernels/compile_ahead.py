@@ -53,8 +53,7 @@ class _Held(Executor):
 class _Remembering(AsyncCompileMode):
     """Puts a kernel that is to be compiled among those of the next launch, as Triton itself does from 3.9 on.
 
-    Before, a launch that is like another goes through all but the compilation again, half a millisecond, and of ours
-    there are thousands.
+    Before, a launch that is like another goes through all but the compilation again, and of ours there are thousands.
     """
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any) -> Any:
@@ -73,36 +72,28 @@ def _do(work: Callable[[], Any], future: Future[Any]) -> None:
 
 @contextmanager
 def compile_ahead() -> Iterator[Ahead]:
-    """Within, kernels that this thread launches do not run, nor do the vendor's products, which are a second or two of
-    a large layer with all numbers of rows. At its end the kernels that are not compiled yet are compiled, several at
-    once.
+    """Within, kernels that this thread launches do not run, nor do the vendor's products that it calls. At its end the
+    kernels that are not compiled yet are compiled, several at once.
 
     The errors of a compilation are raised then.
     """
     thread, ahead = threading.get_ident(), Ahead()
     run, scaled_mm, addmm = JITFunction.run, torch._scaled_mm, torch.addmm
 
-    def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if threading.get_ident() == thread:
-            ahead.launches += 1
-            warmup = True
-        return run(kernel, *args, grid=grid, warmup=warmup, **options)
+    def only_compile(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        ahead.launches += 1
+        return run(kernel, *args, warmup=True, **options)
 
-    def no_scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: Any, **options: Any) -> torch.Tensor:
-        if threading.get_ident() != thread:
-            return scaled_mm(a, b, *scales, **options)
-        return _uncomputed(a, b, options.get("out"), options["out_dtype"])
-
-    def no_addmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
-        if threading.get_ident() != thread:
-            return addmm(c, a, b, **options)
-        return _uncomputed(a, b, options.get("out"), a.dtype)
+    def here(mine: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+        """`mine` in this thread, `others` in all others."""
+        return lambda *args, **options: (mine if threading.get_ident() == thread else others)(*args, **options)
 
     # Ranks on one host compile at the same time.
     threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
     held = _Held()
     with ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads))) as pool, _Remembering(held) as mode:
-        JITFunction.run, torch._scaled_mm, torch.addmm = only_compile, no_scaled_mm, no_addmm
+        JITFunction.run = here(only_compile, run)
+        torch._scaled_mm, torch.addmm = here(no_scaled_mm, scaled_mm), here(no_addmm, addmm)
         try:
             yield ahead
         finally:
@@ -111,6 +102,15 @@ def compile_ahead() -> Iterator[Ahead]:
             held.begin(pool)
 
 
-def _uncomputed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Where the product of a and b would be."""
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype) if out is None else out
+def no_scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype, out: torch.Tensor | None = None, **rest: Any
+) -> torch.Tensor:
+    """Where `torch._scaled_mm` would leave the product."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype) if out is None else out
+
+
+def no_addmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, **rest: Any
+) -> torch.Tensor:
+    """Where `torch.addmm` would leave the sum."""
+    return no_scaled_mm(a, b, out_dtype=a.dtype, out=out)

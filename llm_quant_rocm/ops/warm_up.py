@@ -48,8 +48,9 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
             except torch.OutOfMemoryError:
                 continue  # nor will so many be served in this memory
             if rows > 1:
-                limit = limit or torch.cuda.memory_reserved(device)
-                if torch.cuda.memory_reserved(device) > limit:
+                reserved = torch.cuda.memory_reserved(device)
+                limit = limit or reserved
+                if reserved > limit:
                     torch.cuda.empty_cache()
             if not ahead.launches:
                 return  # the reference computes, which takes long

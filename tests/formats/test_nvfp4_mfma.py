@@ -74,7 +74,7 @@ def test_empty_weights(shape: tuple[int, ...], layout: str) -> None:
 
 
 @LAYOUTS
-def test_experts_are_packed_one_by_one(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_packed_as_if_alone(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nasty_weight(70, 80, 2, 3)
     words, scale_bytes = nvfp4_mfma.pack(weight.codes, weight.scales, layout)
     for expert in ((0, 0), (1, 2)):

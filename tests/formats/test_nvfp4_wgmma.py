@@ -123,7 +123,7 @@ def test_empty_weights(shape: tuple[int, ...]) -> None:
         assert tensor.shape == (*leading, *expected) and not tensor.any()
 
 
-def test_experts_are_packed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_packed_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nasty_weight(70, 80, 2, 3)
     words, scale_bytes = nvfp4_wgmma.pack(weight.codes, weight.scales)
     for expert in ((0, 0), (1, 2)):

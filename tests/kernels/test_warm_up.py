@@ -89,8 +89,8 @@ def test_no_more_memory_is_kept_than_the_most_rows_took(calls: list[int], monkey
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
     monkeypatch.setattr(compile_ahead, "compile_ahead", lambda: nullcontext(compile_ahead.Ahead(launches=1, kernels=3)))
     warm_up(call, 100, torch.device("cpu"), "kind", "layer")
-    assert kept[0] <= 1 + 97
     assert max(most) < 2 * 97
+    assert kept[0] == 0  # what is loaded next finds it all
 
 
 def test_a_kernel_that_is_to_be_compiled_is_known_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:

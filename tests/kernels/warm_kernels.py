@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware, ops
+from llm_quant_rocm.kernels.compile_ahead import no_addmm, no_scaled_mm
 from llm_quant_rocm.ops.nvfp4_weight import LAYOUTS, PACKINGS, PreparedNvFp4Weight
 from llm_quant_rocm.ops.warm_up import warm_up
 from tests import engine_habits
@@ -85,10 +86,7 @@ def pretend(arch: str) -> torch.dtype:
     for name in (*of_nvfp4, "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_few", "ptpc_wgmma_grouped"):
         ask_no_gpu(importlib.import_module(f"llm_quant_rocm.kernels.{name}"))
     torch_: Any = torch
-    torch_._scaled_mm = lambda a, b, *rest, out_dtype, out=None, **options: (
-        torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype) if out is None else out
-    )
-    torch_.addmm = torch_.mm = lambda *rest, out, **options: out
+    torch_._scaled_mm, torch_.addmm = no_scaled_mm, no_addmm
     return facts.fp8_dtype
 
 
