@@ -9,8 +9,9 @@ quantize the bf16 checkpoint, `ours` and `marlin` serve the NVFP4 one.
 
 Each method loads once in a process of its own, a worker of vLLM with no engine around it. Memory is that of torch's
 allocator: "allocated" is what tensors take, "reserved" what is kept from others, freed pieces included. Seconds are
-from the call to the whole model. In the first of two rounds Triton's kernels are compiled in them, in the second read
-from disk. Files are in memory where it has the room (`scratch_folder`). Figures are written after each load.
+from the call to the whole model with all kernels that we compile ahead. In the first of two rounds these are compiled
+in them, in the second read from disk. Files are in memory where it has the room (`scratch_folder`). Figures are written
+after each load.
 """
 
 import argparse
@@ -62,6 +63,9 @@ def load(method: str, checkpoint: str) -> Callable[[], dict[str, float]]:
         begin = time.perf_counter()
         with patch("torch.cuda.reset_peak_memory_stats"):  # vLLM's, when the weights are there
             worker.load_model()
+        ahead = sys.modules.get("llm_quant_rocm.kernels.compile_ahead")
+        if ahead:
+            ahead.finish()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         stats = torch.cuda.memory_stats()

@@ -2,23 +2,27 @@
 """Compiling kernels before they are launched. Triton compiles one at its first launch, for some seconds, and whoever
 waits for that launch waits for it: in a server, every request."""
 
+import functools
+import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
 # A compilation is Python for a quarter of its time, of which one runs at once: a few threads keep that busy. More would
 # only begin what another rank may have ended by then.
 _MOST_THREADS = 8
+
+logger = logging.getLogger("llm_quant_rocm")
 
 
 @dataclass
@@ -29,40 +33,6 @@ class Ahead:
     kernels: int = 0
 
 
-class _Held(Executor):
-    """Holds what is submitted back until `begin`.
-
-    Ranks on one host have the same kernels to compile at the same time, and one that is on disk when its turn comes is
-    read. So each process takes an order of its own, and they share the work.
-    """
-
-    def __init__(self) -> None:
-        self._work: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._work.append((future, partial(function, *args, **kwargs)))
-        return future
-
-    def begin(self, pool: Executor) -> None:
-        random.SystemRandom().shuffle(self._work)
-        for future, work in self._work:
-            pool.submit(_do, work, future)
-
-
-class _Remembering(AsyncCompileMode):
-    """Puts a kernel that is to be compiled among those of the next launch, as Triton itself does from 3.9 on.
-
-    Before, a launch that is like another goes through all but the compilation again, and of ours there are thousands.
-    """
-
-    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any) -> Any:
-        kernel = super().submit(key, compile_fn, finalize_fn, *cleanup_fn)
-        if not cleanup_fn:  # an older Triton
-            finalize_fn(kernel)
-        return kernel
-
-
 def _do(work: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(work())
@@ -70,12 +40,83 @@ def _do(work: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(error)
 
 
+class _Background:
+    """Kernels that are being compiled by threads."""
+
+    def __init__(self) -> None:
+        self._kernels: list[FutureKernel] = []
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, kernels: Iterable[FutureKernel], work: list[Callable[[], None]]) -> None:
+        # Ranks on one host have the same kernels to compile at the same time, and one that is on disk when its turn
+        # comes is read. So each process takes an order of its own, and they share the work.
+        random.SystemRandom().shuffle(work)
+        with self._lock:
+            self._since = self._since if self._kernels else time.monotonic()
+            self._kernels += kernels
+            for one in work:
+                _pool().submit(one)
+
+    def finish(self) -> None:
+        """Waits until all kernels that are being compiled are.
+
+        The error of one that cannot be compiled is raised then, and again where that one is launched.
+        """
+        with self._lock:
+            kernels, self._kernels = self._kernels, []
+            if not kernels:
+                return
+            left = sum(not kernel.future.done() for kernel in kernels)
+            if left:
+                logger.info("waiting for %d of %d kernels to be compiled; later starts read them", left, len(kernels))
+            for kernel in kernels:
+                FutureKernel.result(kernel)
+            seconds = time.monotonic() - self._since
+        logger.info("%d kernels are ready, %.1f s after the first began", len(kernels), seconds)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())  # a rank on each GPU
+    return ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads)))
+
+
+_background = _Background()
+finish = _background.finish
+
+
+class _Awaited(FutureKernel):
+    """A kernel that is being compiled. Its first launch waits for all that are, so that a server waits once."""
+
+    def result(self, ignore_errors: bool = False) -> Any:
+        finish()
+        return super().result(ignore_errors)
+
+
+class _Recording(AsyncCompileMode):
+    """Has Triton give a launch a kernel that is not compiled yet, and keeps what would compile it."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Executor, None))
+        self.work: list[Callable[[], None]] = []
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any) -> Any:
+        if key not in self.future_kernels:
+            future: Future[Any] = Future()
+            self.work.append(functools.partial(_do, compile_fn, future))
+            kernel = self.future_kernels[key] = _Awaited(finalize_fn, *cleanup_fn, future)
+            # Triton itself remembers it for the next launch that is alike from 3.9 on. Before, such a launch goes
+            # through all but the compilation again, and of ours there are thousands.
+            if not cleanup_fn:
+                finalize_fn(kernel)
+        return self.future_kernels[key]
+
+
 @contextmanager
 def compile_ahead() -> Iterator[Ahead]:
     """Within, kernels that this thread launches do not run, nor do the vendor's products that it calls. At its end the
-    kernels that are not compiled yet are compiled, several at once.
-
-    The errors of a compilation are raised then.
+    kernels that are not compiled yet begin to be, several at once; the first launch of one waits for all (`finish`).
     """
     thread, ahead = threading.get_ident(), Ahead()
     run, scaled_mm, addmm = JITFunction.run, torch._scaled_mm, torch.addmm
@@ -88,18 +129,15 @@ def compile_ahead() -> Iterator[Ahead]:
         """`mine` in this thread, `others` in all others."""
         return lambda *args, **options: (mine if threading.get_ident() == thread else others)(*args, **options)
 
-    # Ranks on one host compile at the same time.
-    threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
-    held = _Held()
-    with ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads))) as pool, _Remembering(held) as mode:
+    with _Recording() as mode:
         JITFunction.run = here(only_compile, run)
         torch._scaled_mm, torch.addmm = here(no_scaled_mm, scaled_mm), here(no_addmm, addmm)
         try:
             yield ahead
         finally:
             JITFunction.run, torch._scaled_mm, torch.addmm = run, scaled_mm, addmm
-            ahead.kernels = len(mode.raw_futures)
-            held.begin(pool)
+            ahead.kernels = len(mode.future_kernels)
+            _background.begin(mode.future_kernels.values(), mode.work)
 
 
 def no_scaled_mm(

@@ -2,7 +2,6 @@
 """Compiling what operators will launch, whatever the number of rows, before a server's first request."""
 
 import logging
-import time
 from collections.abc import Callable, Hashable
 
 import torch
@@ -21,9 +20,9 @@ _warm: set[Hashable] = set()
 def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device, kind: Hashable, name: str) -> None:
     """Has Triton compile all that `call` launches on `device` with any number of rows up to `most_rows`.
 
-    Our kernels are compiled, some at once, and not launched; nor do the vendor's libraries compute. Compiled code is
-    kept on disk by Triton, so the next process only reads it. Without a GPU, or where the reference serves, there is
-    nothing to do.
+    Our kernels are compiled in the background, some at once, and not launched; nor do the vendor's libraries compute.
+    The first launch of any of them waits for all, whichever call had them compiled. Compiled code is kept on disk by
+    Triton, so the next process only reads it. Without a GPU, or where the reference serves, there is nothing to do.
 
     Args:
         call: given a number of rows, calls operators with inputs of so many, whose values do not matter.
@@ -35,7 +34,6 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
     from llm_quant_rocm.kernels.compile_ahead import compile_ahead
 
     _warm.add((kind, most_rows))
-    start = time.monotonic()
     served = 0
     with torch.cuda.device(device), torch.no_grad(), compile_ahead() as ahead:
         # From the most on: torch then has the memory for all from the first. But vLLM forbids it to cut large pieces of
@@ -56,8 +54,8 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
                 return  # the reference computes, which takes long
             served = max(served, rows)
         torch.cuda.empty_cache()  # what is loaded next takes other sizes
-    seconds = time.monotonic() - start
-    logger.info("%s: %d kernels for up to %d rows are ready, %.1f s", name, ahead.kernels, served, seconds)
+    if ahead.kernels:
+        logger.info("%s: compiling %d kernels for up to %d rows", name, ahead.kernels, served)
 
 
 def _row_counts(most: int) -> list[int]:

@@ -16,10 +16,8 @@ from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
-from triton import AsyncCompileMode
-
 from llm_quant_rocm.kernels import compile_ahead
-from tests.kernels.warm_kernels import said_of_all
+from tests.kernels.warm_kernels import compiled_in_the_background, not_compiled, said_of_all
 
 warm_up_module = import_module("llm_quant_rocm.ops.warm_up")
 
@@ -74,7 +72,7 @@ def test_what_does_not_fit_the_memory_is_passed_over(
     with caplog.at_level("INFO", "llm_quant_rocm"):
         warm_up(call, 100, torch.device("cpu"), "kind", "layer")
     assert calls == [1, 65, *range(64, 1, -1)]
-    assert caplog.messages[0].startswith("layer: 3 kernels for up to 65 rows are ready")
+    assert caplog.messages[0].startswith("layer: compiling 3 kernels for up to 65 rows")
 
 
 def test_no_more_memory_is_kept_than_the_most_rows_took(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +91,18 @@ def test_no_more_memory_is_kept_than_the_most_rows_took(calls: list[int], monkey
     assert kept[0] == 0  # what is loaded next finds it all
 
 
-def test_a_kernel_that_is_to_be_compiled_is_known_at_its_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, object] = {}
-    # As of Triton 3.6.
-    monkeypatch.setattr(AsyncCompileMode, "submit", lambda self, key, compile_fn, finalize_fn: f"future {key}")
-    with compile_ahead._Remembering(compile_ahead._Held()) as mode:
-        assert mode.submit("key", lambda: "compiled", partial(known.__setitem__, "place")) == "future key"
-    assert known == {"place": "future key"}
+@pytest.mark.parametrize("triton", tritons.VERSIONS)
+def test_a_launch_waits_for_all_that_is_compiled_and_nothing_else_does(triton: str) -> None:
+    said = isolated.call(triton, compiled_in_the_background)
+    assert said["asked"] == [2, 1]  # each kernel once
+    assert said["launched ahead"] == said["compiled before"] == 0
+    assert said["launched"] == 1
+    assert said["compiled"] == [16, 32, 64]
+
+
+@pytest.mark.parametrize("triton", tritons.VERSIONS)
+def test_what_cannot_be_compiled_is_said_at_the_first_launch_and_at_its_own(triton: str) -> None:
+    assert isolated.call(triton, not_compiled) == ["128 are too many", "128 are too many", ""]
 
 
 def test_the_vendor_multiplies_in_other_threads_only() -> None:
@@ -120,15 +123,10 @@ def test_the_vendor_multiplies_in_other_threads_only() -> None:
     assert multiply().eq(2).all()
 
 
-def test_what_is_to_be_compiled_waits_and_is_done_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compile_in_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, work: work.reverse())
-    held, done = compile_ahead._Held(), []
-    futures = [held.submit(done.append, number) for number in range(5)]
-    wrong = held.submit(int, "no number")
-    assert not done
-    with ThreadPoolExecutor(1) as pool:
-        held.begin(pool)
+    pool, done = ThreadPoolExecutor(1), list[int]()
+    monkeypatch.setattr(compile_ahead, "_pool", lambda: pool)
+    compile_ahead._background.begin([], [partial(done.append, number) for number in range(5)])
+    pool.shutdown()
     assert done == [4, 3, 2, 1, 0]
-    assert all(future.result() is None for future in futures)
-    with pytest.raises(ValueError, match="no number"):
-        wrong.result()

@@ -11,17 +11,20 @@ Triton has one driver.
 import importlib
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton.compiler
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware, ops
-from llm_quant_rocm.kernels.compile_ahead import no_addmm, no_scaled_mm
+from llm_quant_rocm.kernels.compile_ahead import compile_ahead, finish, no_addmm, no_scaled_mm
 from llm_quant_rocm.ops.nvfp4_weight import LAYOUTS, PACKINGS, PreparedNvFp4Weight
 from llm_quant_rocm.ops.warm_up import warm_up
 from tests import engine_habits
@@ -117,6 +120,7 @@ def said_of_all(arch: str, rows: int) -> list[dict[str, Any]]:
         Kernel.launched = 0
         for _ in range(2):  # the second time nothing is left to do
             warm_up(call, rows, torch.device("cpu"), case, case)
+        finish()
         said: dict[str, Any] = {"case": case, "warm": len(compiled), "launched": Kernel.launched, "missed": {}}
         for m in range(1, rows + 1):
             del compiled[:]
@@ -125,6 +129,65 @@ def said_of_all(arch: str, rows: int) -> list[dict[str, Any]]:
                 said["missed"].setdefault(name, []).append(m)
         every.append({**said, "launched_then": Kernel.launched})
     return every
+
+
+@triton.jit
+def fill_kernel(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), 0.0)
+
+
+class Told:
+    """Compiles `fill_kernel` when told to, for 32 elements at once, for more than 64 never."""
+
+    def __init__(self) -> None:
+        self.to, self.compiled = threading.Event(), list[int]()
+
+    def __call__(self, source: Any, **options: Any) -> Kernel:
+        (n,) = source.constants.values()
+        assert self.to.wait(60)
+        time.sleep(0 if n == 32 else 0.2)
+        if n > 64:
+            raise RuntimeError(f"{n} are too many")
+        self.compiled.append(n)
+        return Kernel()
+
+
+def compiled_in_the_background() -> dict[str, Any]:
+    """Launches that are compiled ahead, in two parts, while nothing is compiled until later; then one that runs."""
+    pretend("sm_90")
+    compiler: Any = triton.compiler
+    told = compiler.compile = Told()
+    asked: list[int] = []
+    x, said = zeros(128), dict[str, Any]()
+    for numbers in ((16, 32, 16, 16), (64, 16)):
+        with compile_ahead() as ahead:
+            for n in numbers:
+                fill_kernel[(1,)](x, n)
+        asked.append(ahead.kernels)
+    said["asked"], said["launched ahead"], said["compiled before"] = asked, Kernel.launched, len(told.compiled)
+    threading.Timer(0.1, told.to.set).start()
+    fill_kernel[(1,)](x, 32)
+    said["launched"], said["compiled"] = Kernel.launched, sorted(told.compiled)
+    return said
+
+
+def not_compiled() -> list[str]:
+    """Errors of launches, of which one kernel could not be compiled ahead."""
+    pretend("sm_90")
+    compiler: Any = triton.compiler
+    told = compiler.compile = Told()
+    told.to.set()
+    with compile_ahead():
+        for n in (16, 128):
+            fill_kernel[(1,)](zeros(128), n)
+    errors = []
+    for n in (16, 128, 16):
+        try:
+            fill_kernel[(1,)](zeros(128), n)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
 
 
 if __name__ == "__main__":
