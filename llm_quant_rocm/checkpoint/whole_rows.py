@@ -9,8 +9,8 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 
-# Values of a tensor that are on the device at a time: 64 MiB in 16 bits.
-_CHUNK_ELEMENTS = 2**25
+# Values of a tensor that are on the device at a time: 16 MiB in 16 bits, which is as good as less (`formats/fp8.py`).
+_CHUNK_ELEMENTS = 2**23
 _UNSEEN = -1.0
 
 
@@ -56,9 +56,11 @@ class WholeRows:
             return
         lines, found = tensor.reshape(-1, self._columns), place.reshape(-1, 1)
         step = max(1, _CHUNK_ELEMENTS // max(1, self._columns))
+        copies = torch.empty((step, self._columns), dtype=weight.dtype, device=weight.device)
+        there = (tensor.device, tensor.dtype) == (weight.device, weight.dtype)
         for start in range(0, len(lines), step):
-            chunk = slice(start, start + step)
-            found[chunk] = fp8.row_amax(lines[chunk].to(weight.device, weight.dtype))
+            part = lines[start : start + step]
+            found[start : start + step] = fp8.row_amax(part if there else copies[: len(part)].copy_(part))
 
     @property
     def is_complete(self) -> bool:

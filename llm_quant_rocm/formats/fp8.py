@@ -19,9 +19,10 @@ import torch
 
 from llm_quant_rocm import hardware
 
-# Rows are quantized this many elements at a time: the fp32 quotient of a chunk takes 4 MiB however large the weight.
-# The C library's allocator keeps freed chunks, so a model's load on a CPU peaks by their size.
-_CHUNK_ELEMENTS = 1024 * 1024
+# Rows are quantized this many elements at a time, in one buffer of 12 MiB however large the weight. Smaller ones would
+# cost more: vLLM has torch's allocator cut no piece of 20 MiB while weights load, and torch takes such a piece for any
+# request of 1 to 10 MiB. Once that is freed, only a request for as much gets it again.
+_CHUNK_ELEMENTS = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +80,7 @@ def scale_from_amax(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Codes of x [..., K] under fp32 scales that broadcast to it."""
-    # The fp32 copy of 16-bit values becomes the quotient: a load peaks by a chunk in fp32, not by two.
-    quotient = x / scale if x.dtype == torch.float32 else x.float().div_(scale)
-    return quotient.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return (x.float() / scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def quantize_rows(
@@ -97,9 +96,11 @@ def quantize_rows(
     count, width = prod(x.shape[:-1]), x.shape[-1]
     rows, row_codes, row_scale = x.reshape(count, width), codes.view(count, width), scale.reshape(count, 1)
     step = max(1, _CHUNK_ELEMENTS // max(1, width))
+    buffer = torch.empty((step, width), dtype=torch.float32, device=x.device)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
-        row_codes[chunk] = quantize(rows[chunk], row_scale[chunk], fmt)
+        quotient = buffer[: count - start].copy_(rows[chunk]).div_(row_scale[chunk])
+        row_codes[chunk] = quotient.clamp_(-fmt.max, fmt.max)
     return codes, scale
 
 

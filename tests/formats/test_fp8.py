@@ -191,12 +191,13 @@ def test_chunks_change_nothing(fmt: Fp8Format, chunk: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("with_amax", [False, True])
 def test_temporaries_stay_small(with_amax: bool) -> None:
-    """A weight of 16 MiB in bf16: beyond it and its codes, chunks of 4 MiB."""
+    """A weight of 16 MiB in bf16: beyond it and its codes, one buffer of 12 MiB and nothing else above 1 MiB, for which
+    torch's allocator would take 20 MiB of a GPU each time while vLLM loads."""
     w = torch.ones(1024, 8192, dtype=torch.bfloat16)
     amax = torch.ones(1024, 1) if with_amax else None
     with temporaries(w, torch.empty(w.shape, dtype=OCP.dtype)) as sizes:
         fp8.quantize_rows(w, OCP, amax)
-    assert max(sizes) <= 4 * 2**20
+    assert {size for size in sizes if size > 2**20} == {12 * 2**20}
 
 
 @FORMATS
