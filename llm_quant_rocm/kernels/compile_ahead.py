@@ -10,17 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
-# A compilation is Python for a quarter of its time, of which one runs at once: a few threads keep that busy. More would
-# only begin what another rank may have ended by then.
-_MOST_THREADS = 8
+from llm_quant_rocm.kernels.compile_processes import Processes, job
+
+# More would only begin what another rank may have ended by then.
+_MOST_AT_ONCE = 8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -33,22 +34,31 @@ class Ahead:
     kernels: int = 0
 
 
-def _do(work: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
+@dataclass
+class _Work:
+    """The compilation of one kernel, which goes by `key`."""
+
+    key: str
+    compile_fn: Callable[[], Any]
+    kernel: Future[Any] = field(default_factory=Future)
+
+    def do(self) -> None:
+        try:
+            self.kernel.set_result(self.compile_fn())
+        except BaseException as error:
+            self.kernel.set_exception(error)
 
 
 class _Background:
-    """Kernels that are being compiled by threads."""
+    """Kernels that are being compiled, in other processes where that is possible."""
 
     def __init__(self) -> None:
         self._kernels: list[FutureKernel] = []
+        self._processes: Processes | None = None
         self._since = 0.0
         self._lock = threading.Lock()
 
-    def begin(self, kernels: Iterable[FutureKernel], work: list[Callable[[], None]]) -> None:
+    def begin(self, kernels: Iterable[FutureKernel], work: list[_Work]) -> None:
         # Ranks on one host have the same kernels to compile at the same time, and one that is on disk when its turn
         # comes is read. So each process takes an order of its own, and they share the work.
         random.SystemRandom().shuffle(work)
@@ -56,7 +66,12 @@ class _Background:
             self._since = self._since if self._kernels else time.monotonic()
             self._kernels += kernels
             for one in work:
-                _pool().submit(one)
+                told = job(one.key, one.compile_fn)
+                if told is None:
+                    _in_a_thread(one)
+                else:
+                    self._processes = self._processes or Processes(_at_once())
+                    self._processes.submit(told, functools.partial(_in_a_thread, one))
 
     def finish(self) -> None:
         """Waits until all kernels that are being compiled are.
@@ -70,16 +85,30 @@ class _Background:
             left = sum(not kernel.future.done() for kernel in kernels)
             if left:
                 logger.info("waiting for %d of %d kernels to be compiled; later starts read them", left, len(kernels))
-            for kernel in kernels:
-                FutureKernel.result(kernel)
+            try:
+                for kernel in kernels:
+                    FutureKernel.result(kernel)
+            finally:
+                if self._processes:
+                    self._processes.close()
+                    self._processes = None
             seconds = time.monotonic() - self._since
         logger.info("%d kernels are ready, %.1f s after the first began", len(kernels), seconds)
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    threads = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())  # a rank on each GPU
-    return ThreadPoolExecutor(min(_MOST_THREADS, max(1, threads)))
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_at_once())
+
+
+def _in_a_thread(work: _Work) -> None:
+    with suppress(RuntimeError):  # Python is about to end
+        _threads().submit(work.do)
+
+
+def _at_once() -> int:
+    ranks = max(1, torch.cuda.device_count())
+    return min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 _background = _Background()
@@ -99,13 +128,12 @@ class _Recording(AsyncCompileMode):
 
     def __init__(self) -> None:
         super().__init__(cast(Executor, None))
-        self.work: list[Callable[[], None]] = []
+        self.work: list[_Work] = []
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any, *cleanup_fn: Any) -> Any:
         if key not in self.future_kernels:
-            future: Future[Any] = Future()
-            self.work.append(functools.partial(_do, compile_fn, future))
-            kernel = self.future_kernels[key] = _Awaited(finalize_fn, *cleanup_fn, future)
+            self.work.append(_Work(key, compile_fn))
+            kernel = self.future_kernels[key] = _Awaited(finalize_fn, *cleanup_fn, self.work[-1].kernel)
             # Triton itself remembers it for the next launch that is alike from 3.9 on. Before, such a launch goes
             # through all but the compilation again, and of ours there are thousands.
             if not cleanup_fn:

@@ -126,7 +126,9 @@ def test_the_vendor_multiplies_in_other_threads_only() -> None:
 def test_ranks_compile_in_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random.SystemRandom, "shuffle", lambda self, work: work.reverse())
     pool, done = ThreadPoolExecutor(1), list[int]()
-    monkeypatch.setattr(compile_ahead, "_pool", lambda: pool)
-    compile_ahead._background.begin([], [partial(done.append, number) for number in range(5)])
+    monkeypatch.setattr(compile_ahead, "_threads", lambda: pool)
+    work = [compile_ahead._Work(str(number), partial(done.append, number)) for number in range(5)]
+    compile_ahead._background.begin([], list(work))
     pool.shutdown()
     assert done == [4, 3, 2, 1, 0]
+    assert all(one.kernel.result() is None for one in work)
