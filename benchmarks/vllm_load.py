@@ -44,7 +44,6 @@ def load(method: str, checkpoint: str) -> Callable[[], dict[str, float]]:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.network_utils import get_distributed_init_method, get_open_port
     from vllm.v1.worker.gpu_worker import Worker
 
     arguments = EngineArgs(
@@ -52,7 +51,7 @@ def load(method: str, checkpoint: str) -> Callable[[], dict[str, float]]:
         attention_backend="TRITON_ATTN", enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.01,
         max_num_batched_tokens=8192,  # as `vllm serve` has it on such a GPU
     )  # fmt: skip
-    address = get_distributed_init_method("127.0.0.1", get_open_port())
+    address = f"file://{tempfile.mkdtemp()}/ranks"  # of several that start at once, two may find the same port free
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         worker = Worker(config, 0, 0, address, is_driver_worker=True)
