@@ -55,7 +55,6 @@ class _Background:
     def __init__(self) -> None:
         self._kernels: list[FutureKernel] = []
         self._processes: Processes | None = None
-        self._since = 0.0
         self._lock = threading.Lock()
 
     def begin(self, kernels: Iterable[FutureKernel], work: list[_Work]) -> None:
@@ -63,7 +62,6 @@ class _Background:
         # comes is read. So each process takes an order of its own, and they share the work.
         random.SystemRandom().shuffle(work)
         with self._lock:
-            self._since = self._since if self._kernels else time.monotonic()
             self._kernels += kernels
             for one in work:
                 told = job(one.key, one.compile_fn)
@@ -82,7 +80,7 @@ class _Background:
             kernels, self._kernels = self._kernels, []
             if not kernels:
                 return
-            left = sum(not kernel.future.done() for kernel in kernels)
+            left, start = sum(not kernel.future.done() for kernel in kernels), time.monotonic()
             if left:
                 logger.info("waiting for %d of %d kernels to be compiled; later starts read them", left, len(kernels))
             try:
@@ -92,8 +90,7 @@ class _Background:
                 if self._processes:
                     self._processes.close()
                     self._processes = None
-            seconds = time.monotonic() - self._since
-        logger.info("%d kernels are ready, %.1f s after the first began", len(kernels), seconds)
+        logger.info("%d kernels are ready, waited %.1f s for them", len(kernels), time.monotonic() - start)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -122,6 +123,7 @@ def _attend(parent: int, said: int) -> None:
 
 def _serve(count: int) -> None:
     """Does the jobs that come on stdin, and says each one's number on stdout when it is done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells all its processes; this one ends with its stdin
     said = os.dup(1)
     os.dup2(2, 1)  # what compilers print
 
@@ -129,14 +131,13 @@ def _serve(count: int) -> None:
         os.write(said, f"{number}\n".encode())
 
     triton_key()  # reads all of Triton's files, and is kept
-    with ProcessPoolExecutor(count, get_context("fork"), _attend, (os.getpid(), said)) as pool:
-        while True:
-            try:
-                number, told = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return
-            pool.submit(_compile, told).add_done_callback(partial(say, number))
+    pool = ProcessPoolExecutor(count, get_context("fork"), _attend, (os.getpid(), said))
+    while True:
+        try:
+            number, told = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            os._exit(0)  # what is being compiled ends by `_attend`
+        pool.submit(_compile, told).add_done_callback(partial(say, number))
 
 
 if __name__ == "__main__":
