@@ -18,7 +18,7 @@ import torch
 from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
-from llm_quant_rocm.kernels.compile_processes import Processes, job
+from llm_quant_rocm.kernels.compile_processes import Processes, job_of
 
 # More would only begin what another rank may have ended by then.
 _MOST_AT_ONCE = 8
@@ -64,12 +64,12 @@ class _Background:
         with self._lock:
             self._kernels += kernels
             for one in work:
-                told = job(one.key, one.compile_fn)
-                if told is None:
+                job = job_of(one.key, one.compile_fn)
+                if job is None:
                     _in_a_thread(one)
                 else:
                     self._processes = self._processes or Processes(_at_once())
-                    self._processes.submit(told, functools.partial(_in_a_thread, one))
+                    self._processes.submit(job, functools.partial(_in_a_thread, one))
 
     def finish(self) -> None:
         """Waits until all kernels that are being compiled are.

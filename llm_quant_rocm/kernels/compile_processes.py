@@ -76,7 +76,7 @@ class Processes:
         process.wait()
 
 
-def job(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
+def job_of(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
     """What other processes do for Triton's `compile_fn`, whose kernel goes by `key`; None where the kernel is on disk
     already, or it cannot be told to another process."""
     told = io.BytesIO()
@@ -135,7 +135,7 @@ def _serve(count: int) -> None:
     while True:
         try:
             number, told = pickle.load(sys.stdin.buffer)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):  # at a job's end, or within
             os._exit(0)  # what is being compiled ends by `_attend`
         pool.submit(_compile, told).add_done_callback(partial(say, number))
 

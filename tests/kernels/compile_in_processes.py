@@ -3,11 +3,7 @@
 Triton has one driver."""
 
 import os
-import subprocess
-import threading
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -17,7 +13,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from llm_quant_rocm.kernels import compile_ahead, compile_processes
-from llm_quant_rocm.kernels.sizes import next_power_of_2
 from tests.kernels.compile_hopper import Driver
 
 
@@ -75,44 +70,3 @@ def not_compiled(folder: str) -> str:
     except Exception as error:
         return str(error)
     return ""
-
-
-def after_death(jobs: list[bytes]) -> int:
-    """How many jobs are said to have ended of those that come after their processes were killed, before and after this
-    process knows of it."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Kept(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            started.append(self)
-
-    with patch("subprocess.Popen", Kept):
-        processes = compile_processes.Processes(2)
-    ended = threading.Semaphore(0)
-    processes.submit(jobs[0], ended.release)
-    assert ended.acquire(timeout=60)
-    started[0].kill()
-    for told in jobs:
-        processes.submit(told, ended.release)
-    started[0].wait()
-    for told in jobs:
-        processes.submit(told, ended.release)
-    processes.close()
-    return sum(ended.acquire(timeout=60) for _ in range(2 * len(jobs)))
-
-
-def without_processes() -> int:
-    """How many of two jobs are said to have ended where no process can be started."""
-    ended: list[int] = []
-    with patch("subprocess.Popen", side_effect=PermissionError):
-        processes = compile_processes.Processes(2)
-    for number in range(2):
-        processes.submit(b"", partial(ended.append, number))
-    processes.close()
-    return len(ended)
-
-
-def untold() -> bytes | None:
-    """What is told of a compilation that is not as Triton has it."""
-    return compile_processes.job("key", next_power_of_2)

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels are compiled in other processes, and it matters to nobody if these fail."""
 
+import subprocess
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,9 +13,12 @@ from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
+from llm_quant_rocm.kernels.compile_processes import Processes, job_of
+from llm_quant_rocm.kernels.sizes import next_power_of_2
 from tests.kernels import compile_in_processes as asked
 
 TRITONS = pytest.mark.parametrize("triton", tritons.VERSIONS)
+LIMIT = 60  # seconds
 
 
 @TRITONS
@@ -25,14 +32,39 @@ def test_a_kernel_that_cannot_be_compiled_is_refused_here(triton: str, tmp_path:
     assert "N is not 0" in isolated.call(triton, asked.not_compiled, str(tmp_path))
 
 
-def test_what_is_begun_ends_with_the_processes() -> None:
-    """Also that of jobs which cannot even be read."""
-    assert asked.after_death([b"no pickle", b"nor this"]) == 4
+def test_jobs_end_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come after these were killed, before this process knows of it and later."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Kept(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Kept)
+    processes, ended = Processes(2), threading.Semaphore(0)
+    processes.submit(b"no pickle", ended.release)
+    assert ended.acquire(timeout=LIMIT)
+    started[0].kill()
+    processes.submit(b"nor this", ended.release)
+    assert ended.acquire(timeout=LIMIT)
+    started[0].wait()
+    processes.submit(b"nor this", ended.release)
+    assert ended.acquire(timeout=LIMIT)
+    processes.close()
 
 
-def test_where_no_process_can_be_started_all_is_left_to_this_one() -> None:
-    assert asked.without_processes() == 2
+def test_where_no_process_can_be_started_jobs_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    processes, ended = Processes(2), list[int]()
+    for number in range(2):
+        processes.submit(b"", partial(ended.append, number))
+    processes.close()
+    assert ended == [0, 1]
 
 
-def test_a_compilation_that_is_not_as_expected_is_not_told() -> None:
-    assert asked.untold() is None
+def test_a_compilation_that_is_not_as_tritons_are_is_no_job() -> None:
+    assert job_of("key", next_power_of_2) is None

@@ -92,7 +92,7 @@ def pretend(arch: str) -> torch.dtype:
     torch_: Any = torch
     torch_._scaled_mm, torch_.addmm = no_scaled_mm, no_addmm
     ahead: Any = compile_ahead
-    ahead.job = lambda key, compile_fn: None  # nothing is compiled in truth
+    ahead.job_of = lambda key, compile_fn: None  # nothing is compiled in truth
     return facts.fp8_dtype
 
 
