@@ -375,7 +375,7 @@ def _check_codes(codes: torch.Tensor, scales: torch.Tensor, codes_name: str, sca
 def _positive_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
     """The scales with -0 as 0; raises where one is negative or NaN."""
     raw = scales.view(torch.uint8)
-    if not bool((raw > 0x7E).any()):
+    if not raw.numel() or int(raw.max()) <= 0x7E:
         return scales
     nan = int(((raw & 0x7F) == 0x7F).sum())
     negative = int((scales.float() < 0).sum())
