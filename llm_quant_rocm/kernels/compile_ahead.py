@@ -42,9 +42,20 @@ class _Work:
     compile_fn: Callable[[], Any]
     kernel: Future[Any] = field(default_factory=Future)
 
+    def __post_init__(self) -> None:
+        self.job = job_of(self.key, self.compile_fn)
+
+    def read(self) -> bool:
+        """Whether the kernel is on disk, and so had."""
+        kernel = self.job and self.job.kernel()
+        if kernel is not None:
+            self.kernel.set_result(kernel)
+        return kernel is not None
+
     def do(self) -> None:
         try:
-            self.kernel.set_result(self.compile_fn())
+            if not self.read():
+                self.kernel.set_result(self.compile_fn())
         except BaseException as error:
             self.kernel.set_exception(error)
 
@@ -64,12 +75,13 @@ class _Background:
         with self._lock:
             self._kernels += kernels
             for one in work:
-                job = job_of(one.key, one.compile_fn)
-                if job is None:
-                    _in_a_thread(one)
-                else:
+                if one.read():
+                    continue
+                if one.job:
                     self._processes = self._processes or Processes(_at_once())
-                    self._processes.submit(job, functools.partial(_in_a_thread, one))
+                    self._processes.submit(one.job.told, functools.partial(_in_a_thread, one))
+                else:
+                    _in_a_thread(one)
 
     def finish(self) -> None:
         """Waits until all kernels that are being compiled are.

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 
 import torch  # noqa: F401  once, and not by each child
 import triton
+from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITCallable
 
@@ -47,14 +48,14 @@ class Processes:
         self._jobs, self._then = cast(IO[bytes], process.stdin), {}
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
 
-    def submit(self, job: bytes, then: Callable[[], object]) -> None:
-        """Has `job` done and calls `then` after it, whether it succeeded or not."""
+    def submit(self, told: bytes, then: Callable[[], object]) -> None:
+        """Has done what a job told and calls `then` after it, whether it succeeded or not."""
         with self._lock:
             if self._then is not None:
                 number = next(self._numbers)
                 self._then[number] = then
                 with suppress(OSError):  # they are ending, of which `_listen` hears
-                    pickle.dump((number, job), self._jobs)
+                    pickle.dump((number, told), self._jobs)
                     self._jobs.flush()
                 return
         then()
@@ -76,19 +77,35 @@ class Processes:
         process.wait()
 
 
-def job_of(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
-    """What other processes do for Triton's `compile_fn`, whose kernel goes by `key`; None where the kernel is on disk
-    already, or it cannot be told to another process."""
-    told = io.BytesIO()
+class Job:
+    """One kernel for other processes to compile.
+
+    Args:
+        key: what the kernel goes by, as Triton has it.
+        source, target, options, variables: what Triton compiles it from.
+    """
+
+    def __init__(self, key: str, source: Any, target: Any, options: dict[str, Any], variables: dict[str, str]) -> None:
+        self._source, self._hash = source, hashlib.sha256(key.encode()).hexdigest()
+        # Where Triton's files are now: Inductor moves TRITON_CACHE_DIR when it first compiles something.
+        self._files = get_cache_manager(self._hash)
+        told = io.BytesIO()
+        _Pickler(told).dump((source, target, options, variables))
+        self.told = told.getvalue()
+
+    def kernel(self) -> CompiledKernel | None:
+        """The kernel, if it is on disk."""
+        files = self._files.get_group(f"{self._source.name[:150]}.json")
+        return CompiledKernel(self._source, files, self._hash) if files else None
+
+
+def job_of(key: str, compile_fn: Callable[[], Any]) -> Job | None:
+    """What Triton's `compile_fn` does, whose kernel goes by `key`; None where that cannot be told."""
     try:
         facts = inspect.getclosurevars(compile_fn).nonlocals
-        source = facts["src"]
-        if get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json"):
-            return None
-        _Pickler(told).dump((source, facts["target"], facts["options"].__dict__, facts["env_vars"]))
+        return Job(key, facts["src"], facts["target"], facts["options"].__dict__, facts["env_vars"])
     except (KeyError, AttributeError, TypeError, pickle.PicklingError):  # of another Triton, or of a kernel's arguments
         return None
-    return told.getvalue()
 
 
 class _Pickler(pickle.Pickler):

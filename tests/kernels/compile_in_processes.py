@@ -12,7 +12,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from llm_quant_rocm import ops, reference
+from llm_quant_rocm.formats.fp8 import FNUZ
 from llm_quant_rocm.kernels import compile_ahead, compile_processes
+from tests.amd.virtual_gpu import activate
+from tests.inputs import assert_same, nasty_rows
 from tests.kernels.compile_hopper import Driver
 
 
@@ -35,13 +39,14 @@ def launch(n: int) -> None:
     fill_kernel[(1,)](torch.zeros(64), n, twice, tl.float32)
 
 
-def compiled(folder: str, numbers: tuple[int, ...]) -> tuple[int, list[bool]]:
-    """How many processes were started, and of each kernel whether this process found it on disk."""
+def compiled(folder: str, numbers: tuple[int, ...]) -> dict[str, int]:
+    """How many processes were started, how many kernels this process compiled, and how many it has in the end, where
+    Triton's files move while the others compile."""
     driver.set_active(Driver(GPUTarget("hip", "gfx942", 64)))
     os.environ["TRITON_CACHE_DIR"] = folder
-    hits: list[bool] = []
+    here: list[str] = []
     listener: Any = knobs.compilation
-    listener.listener = lambda *, cache_hit, **facts: hits.append(cache_hit)
+    listener.listener = lambda *, src, **facts: here.append(src.name)
     started = []
 
     class Counted(compile_processes.Processes):
@@ -54,8 +59,11 @@ def compiled(folder: str, numbers: tuple[int, ...]) -> tuple[int, list[bool]]:
     with compile_ahead.compile_ahead():
         for n in numbers:
             launch(n)
+    os.environ["TRITON_CACHE_DIR"] = f"{folder}-moved"
     compile_ahead.finish()
-    return len(started), hits
+    (kernels, *_) = fill_kernel.device_caches[0]
+    there = sum(len(kernel.asm["hsaco"]) > 0 for kernel in kernels.values())
+    return {"started": len(started), "compiled here": len(here), "kernels": there}
 
 
 def not_compiled(folder: str) -> str:
@@ -70,3 +78,20 @@ def not_compiled(folder: str) -> str:
     except Exception as error:
         return str(error)
     return ""
+
+
+def executed(folder: str) -> None:
+    """An operator computes on a simulated gfx942 what the reference does, by a kernel that another process compiled."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+    here: list[str] = []
+    listener: Any = knobs.compilation
+    listener.listener = lambda *, src, **facts: here.append(src.name)
+    gpu, rows = activate("gfx942"), nasty_rows(1000, torch.bfloat16)
+    with compile_ahead.compile_ahead():
+        ops.per_token_quant_fp8(rows)
+    assert not gpu.launches
+    found = ops.per_token_quant_fp8(rows)
+    assert [launch.kernel for launch in gpu.launches] == ["per_token_quant_kernel"]
+    assert not here
+    for part, expected in zip(found, reference.per_token_quant_fp8(rows, FNUZ), strict=True):
+        assert_same(part, expected)

@@ -23,8 +23,16 @@ LIMIT = 60  # seconds
 
 @TRITONS
 def test_this_process_reads_what_others_compiled_and_starts_none_for_what_is_there(triton: str, tmp_path: Path) -> None:
-    assert isolated.call(triton, asked.compiled, str(tmp_path), (16, 32, 64)) == (1, [True] * 3)
-    assert isolated.call(triton, asked.compiled, str(tmp_path), (16, 32)) == (0, [True] * 2)
+    folder = str(tmp_path / "triton")
+    said = isolated.call(triton, asked.compiled, folder, (16, 32, 64))
+    assert said == {"started": 1, "compiled here": 0, "kernels": 3}
+    said = isolated.call(triton, asked.compiled, folder, (16, 32))
+    assert said == {"started": 0, "compiled here": 0, "kernels": 2}
+
+
+@TRITONS
+def test_what_others_compiled_computes_the_reference(triton: str, tmp_path: Path) -> None:
+    isolated.call(triton, asked.executed, str(tmp_path))
 
 
 @TRITONS
