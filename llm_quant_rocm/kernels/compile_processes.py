@@ -100,7 +100,11 @@ class Job:
 
 
 def job_of(key: str, compile_fn: Callable[[], Any]) -> Job | None:
-    """What Triton's `compile_fn` does, whose kernel goes by `key`; None where that cannot be told."""
+    """What Triton's `compile_fn` does, whose kernel goes by `key`; None where that cannot be told, or is to be done
+    whatever is on disk (TRITON_ALWAYS_COMPILE).
+    """
+    if triton.knobs.compilation.always_compile:
+        return None
     try:
         facts = inspect.getclosurevars(compile_fn).nonlocals
         return Job(key, facts["src"], facts["target"], facts["options"].__dict__, facts["env_vars"])

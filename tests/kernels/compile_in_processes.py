@@ -39,11 +39,11 @@ def launch(n: int) -> None:
     fill_kernel[(1,)](torch.zeros(64), n, twice, tl.float32)
 
 
-def compiled(folder: str, numbers: tuple[int, ...]) -> dict[str, int]:
+def compiled(folder: str, numbers: tuple[int, ...], always: bool = False) -> dict[str, int]:
     """How many processes were started, how many kernels this process compiled, and how many it has in the end, where
     Triton's files move while the others compile."""
     driver.set_active(Driver(GPUTarget("hip", "gfx942", 64)))
-    os.environ["TRITON_CACHE_DIR"] = folder
+    os.environ["TRITON_CACHE_DIR"], os.environ["TRITON_ALWAYS_COMPILE"] = folder, str(int(always))
     here: list[str] = []
     listener: Any = knobs.compilation
     listener.listener = lambda *, src, **facts: here.append(src.name)

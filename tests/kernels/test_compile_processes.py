@@ -28,6 +28,8 @@ def test_this_process_reads_what_others_compiled_and_starts_none_for_what_is_the
     assert said == {"started": 1, "compiled here": 0, "kernels": 3}
     said = isolated.call(triton, asked.compiled, folder, (16, 32))
     assert said == {"started": 0, "compiled here": 0, "kernels": 2}
+    said = isolated.call(triton, asked.compiled, folder, (16, 32), always=True)
+    assert said == {"started": 0, "compiled here": 2, "kernels": 2}
 
 
 @TRITONS
