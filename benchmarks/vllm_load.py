@@ -39,7 +39,7 @@ ROUNDS = ("first", "again")
 GIB = 2**30
 
 
-def load(method: str, checkpoint: str) -> Callable[[], dict[str, float]]:
+def load(method: str, checkpoint: str, folder: str) -> Callable[[], dict[str, float]]:
     """In a process of its own: a worker of vLLM without weights, and what loads and measures them."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -51,7 +51,7 @@ def load(method: str, checkpoint: str) -> Callable[[], dict[str, float]]:
         attention_backend="TRITON_ATTN", enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.01,
         max_num_batched_tokens=8192,  # as `vllm serve` has it on such a GPU
     )  # fmt: skip
-    address = f"file://{tempfile.mkdtemp()}/ranks"  # of several that start at once, two may find the same port free
+    address = f"file://{folder}/ranks"  # of several that start at once, two may find the same port free
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         worker = Worker(config, 0, 0, address, is_driver_worker=True)
@@ -117,7 +117,7 @@ def main() -> None:
         method, checkpoint, folder = args.run
         import vllm  # noqa: F401  while the checkpoint is made
 
-        engines.serve(Path(folder), lambda: load(method, checkpoint))
+        engines.serve(Path(folder), lambda: load(method, checkpoint, folder))
     else:
         from benchmarks import _harness as harness
 

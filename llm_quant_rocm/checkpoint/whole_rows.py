@@ -56,11 +56,11 @@ class WholeRows:
             return
         lines, found = tensor.reshape(-1, self._columns), place.reshape(-1, 1)
         step = max(1, _CHUNK_ELEMENTS // max(1, self._columns))
-        copies = torch.empty((step, self._columns), dtype=weight.dtype, device=weight.device)
         there = (tensor.device, tensor.dtype) == (weight.device, weight.dtype)
+        copies = None if there else torch.empty((step, self._columns), dtype=weight.dtype, device=weight.device)
         for start in range(0, len(lines), step):
             part = lines[start : start + step]
-            found[start : start + step] = fp8.row_amax(part if there else copies[: len(part)].copy_(part))
+            found[start : start + step] = fp8.row_amax(part if copies is None else copies[: len(part)].copy_(part))
 
     @property
     def is_complete(self) -> bool:

@@ -80,7 +80,7 @@ def scale_from_amax(amax: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Codes of x [..., K] under fp32 scales that broadcast to it."""
-    return (x.float() / scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return _divide(x.to(torch.float32, copy=True), scale, fmt).to(fmt.dtype)
 
 
 def quantize_rows(
@@ -99,9 +99,13 @@ def quantize_rows(
     buffer = torch.empty((step, width), dtype=torch.float32, device=x.device)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
-        quotient = buffer[: count - start].copy_(rows[chunk]).div_(row_scale[chunk])
-        row_codes[chunk] = quotient.clamp_(-fmt.max, fmt.max)
+        row_codes[chunk] = _divide(buffer[: count - start].copy_(rows[chunk]), row_scale[chunk], fmt)
     return codes, scale
+
+
+def _divide(values: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """What is rounded to codes, in the place of `values`, fp32."""
+    return values.div_(scale).clamp_(-fmt.max, fmt.max)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,7 +7,6 @@ after another; all that they leave are Triton's files, which whoever wants the k
 """
 
 import hashlib
-import importlib
 import inspect
 import io
 import itertools
@@ -117,12 +116,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, JITCallable):
-            return _named, (thing.fn.__module__, thing.fn.__qualname__)
+            return thing.fn.__qualname__
         return NotImplemented
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 def _compile(told: bytes) -> None:

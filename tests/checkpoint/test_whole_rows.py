@@ -13,6 +13,7 @@ from llm_quant_rocm.checkpoint.online import quantize_weight
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm.formats import fp8
 from tests.comm.processes import run_ranks
+from tests.inputs import temporaries
 
 ROWS, COLUMNS, RANKS = 6, 8, 2
 
@@ -36,6 +37,14 @@ def test_magnitudes_are_those_of_the_engines_copy(chunk: int, monkeypatch: pytes
     assert amax is not None and amax[0] == 1.0 and amax[4].isnan()
     assert torch.equal(amax.nan_to_num(9), fp8.row_amax(tensor.bfloat16()).nan_to_num(9))
     assert seen.take() is None
+
+
+def test_few_rows_are_copied_to_as_much_memory_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_rows, "_CHUNK_ELEMENTS", 32 * COLUMNS)
+    tensor, seen = checkpoint_tensor(1), WholeRows(COLUMNS)
+    with temporaries() as sizes:
+        seen.look_at(share(tensor), tensor, slice(None))
+    assert max(sizes) == 32 * COLUMNS * 2
 
 
 def test_rows_that_were_not_seen_whole() -> None:

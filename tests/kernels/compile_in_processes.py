@@ -39,15 +39,20 @@ def launch(n: int) -> None:
     fill_kernel[(1,)](torch.zeros(64), n, twice, tl.float32)
 
 
+def compiled_here() -> list[str]:
+    """Names of the kernels that this process compiles from now on."""
+    names: list[str] = []
+    compilation: Any = knobs.compilation
+    compilation.listener = lambda *, src, **facts: names.append(src.name)
+    return names
+
+
 def compiled(folder: str, numbers: tuple[int, ...], always: bool = False) -> dict[str, int]:
     """How many processes were started, how many kernels this process compiled, and how many it has in the end, where
     Triton's files move while the others compile."""
     driver.set_active(Driver(GPUTarget("hip", "gfx942", 64)))
     os.environ["TRITON_CACHE_DIR"], os.environ["TRITON_ALWAYS_COMPILE"] = folder, str(int(always))
-    here: list[str] = []
-    listener: Any = knobs.compilation
-    listener.listener = lambda *, src, **facts: here.append(src.name)
-    started = []
+    here, started = compiled_here(), []
 
     class Counted(compile_processes.Processes):
         def __init__(self, count: int) -> None:
@@ -83,10 +88,7 @@ def not_compiled(folder: str) -> str:
 def executed(folder: str) -> None:
     """An operator computes on a simulated gfx942 what the reference does, by a kernel that another process compiled."""
     os.environ["TRITON_CACHE_DIR"] = folder
-    here: list[str] = []
-    listener: Any = knobs.compilation
-    listener.listener = lambda *, src, **facts: here.append(src.name)
-    gpu, rows = activate("gfx942"), nasty_rows(1000, torch.bfloat16)
+    here, gpu, rows = compiled_here(), activate("gfx942"), nasty_rows(1000, torch.bfloat16)
     with compile_ahead.compile_ahead():
         ops.per_token_quant_fp8(rows)
     assert not gpu.launches

@@ -3,6 +3,7 @@
 
 import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_a_kernel_that_cannot_be_compiled_is_refused_here(triton: str, tmp_path:
 
 
 def test_jobs_end_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that come after these were killed, before this process knows of it and later."""
+    """Also those that come after the first was killed, before this process knows of it and later. Its children end."""
     started: list[subprocess.Popen[bytes]] = []
 
     class Kept(subprocess.Popen[bytes]):
@@ -55,6 +56,8 @@ def test_jobs_end_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     processes, ended = Processes(2), threading.Semaphore(0)
     processes.submit(b"no pickle", ended.release)
     assert ended.acquire(timeout=LIMIT)
+    number = started[0].pid
+    children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
     started[0].kill()
     processes.submit(b"nor this", ended.release)
     assert ended.acquire(timeout=LIMIT)
@@ -62,6 +65,18 @@ def test_jobs_end_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     processes.submit(b"nor this", ended.release)
     assert ended.acquire(timeout=LIMIT)
     processes.close()
+    assert len(children) == 2
+    end = time.monotonic() + LIMIT
+    while any(map(is_alive, children)):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def is_alive(process: str) -> bool:
+    try:
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_where_no_process_can_be_started_jobs_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

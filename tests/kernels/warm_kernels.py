@@ -25,7 +25,6 @@ from triton.runtime.driver import driver
 
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.kernels import compile_ahead
-from llm_quant_rocm.kernels.compile_ahead import finish, no_addmm, no_scaled_mm
 from llm_quant_rocm.ops.nvfp4_weight import LAYOUTS, PACKINGS, PreparedNvFp4Weight
 from llm_quant_rocm.ops.warm_up import warm_up
 from tests import engine_habits
@@ -90,7 +89,7 @@ def pretend(arch: str) -> torch.dtype:
     for name in (*of_nvfp4, "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_few", "ptpc_wgmma_grouped"):
         ask_no_gpu(importlib.import_module(f"llm_quant_rocm.kernels.{name}"))
     torch_: Any = torch
-    torch_._scaled_mm, torch_.addmm = no_scaled_mm, no_addmm
+    torch_._scaled_mm, torch_.addmm = compile_ahead.no_scaled_mm, compile_ahead.no_addmm
     ahead: Any = compile_ahead
     ahead.job_of = lambda key, compile_fn: None  # nothing is compiled in truth
     return facts.fp8_dtype
@@ -123,7 +122,7 @@ def said_of_all(arch: str, rows: int) -> list[dict[str, Any]]:
         Kernel.launched = 0
         for _ in range(2):  # the second time nothing is left to do
             warm_up(call, rows, torch.device("cpu"), case, case)
-        finish()
+        compile_ahead.finish()
         said: dict[str, Any] = {"case": case, "warm": len(compiled), "launched": Kernel.launched, "missed": {}}
         for m in range(1, rows + 1):
             del compiled[:]
