@@ -34,21 +34,29 @@ def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
     Programs that run together then share both x and the weight in the L2 cache. A tile of x in 16 bits takes about
     four times the room of one of a weight in NVFP4, hence only a few.
     """
-    group = tile // (GROUP * tiles_n)
-    rest = tile - group * (GROUP * tiles_n)
-    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
-    return group * GROUP + rest % rows, rest // rows
+    tile_m = tile * 0
+    tile_n = tile
+    # Divisions take long where every program begins with them.
+    if tiles_m > 1:
+        group = tile // (GROUP * tiles_n)
+        rest = tile - group * (GROUP * tiles_n)
+        rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+        tile_m = group * GROUP + rest % rows
+        tile_n = rest // rows
+    return tile_m, tile_n
 
 
 @gluon.jit
-def init_ring(ready, empty, started, CONSUMERS: gl.constexpr):
-    """Initializes the barriers of a ring's stages, filled and empty, and lets those go on who wait for `started`.
+def init_ring(ready, empty, started, CONSUMERS: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Initializes the barriers of a ring's stages, empty and, from number FIRST on, filled, and lets those go on who
+    wait for `started`.
 
     For a warp alone: after each barrier of an array that several warps initialize Triton has them wait for each other,
     and nothing is asked of memory before.
     """
-    for stage in range(0, ready.shape[0]):
+    for stage in range(FIRST, ready.shape[0]):
         mbarrier.init(ready.index(stage), count=1)
+    for stage in range(0, empty.shape[0]):
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     mbarrier.arrive(started, count=1)
@@ -105,6 +113,20 @@ def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage of a ring, and its barrier's phase."""
     wrapped = stage == STAGES - 1
     return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.constexpr_function
+def acc_layout_of(rows, fp8=False):
+    """Of the accumulator of four warps that multiply so many rows of x."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32 if fp8 else 16])
+
+
+@gluon.jit
+def multiply_rest(operand, x, acc):
+    """acc plus the product of `operand`, a part of the weight that multiplies the tile's main part, and x [REST, K]."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // x.dtype.primitive_bitwidth)
+    operand = gl.convert_layout(operand, layout, assert_trivial=True)
+    return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit

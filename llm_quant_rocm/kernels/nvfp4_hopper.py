@@ -59,7 +59,7 @@ def _planned(m: int) -> int:
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
     if isinstance(config, nvfp4_wgmma_split.Config):
-        return nvfp4_wgmma.Config(config.block_m, 64, 128, stages=2)
+        return nvfp4_wgmma.Config(next_power_of_2(config.block_m), 64, 128, stages=2)
     if isinstance(config, nvfp4_wgmma.Config):
         return replace(config, programs=0)
     return replace(config, cut=0, shares=0)

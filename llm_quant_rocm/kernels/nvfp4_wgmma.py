@@ -135,16 +135,24 @@ def store_layout(width, num_warps):
 
 
 @gluon.jit
+def load_scales(global_scale, first, N, layout: gl.constexpr, ROWS: gl.constexpr):
+    """Global scales of ROWS rows of the weight from `first` on, as an accumulator in `layout` has rows."""
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    return gl.load(global_scale + rows, mask=rows < N, other=0.0)
+
+
+@gluon.jit
 def epilogue(
-    acc, first, least, tile_n, global_scale, bias, out, row_map, row_weight, M, N,
+    acc, scales, first, least, tile_n, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, bias, activation, router weight, rounding. Its
-    columns are rows of the result from `first` on; those before `least` are another tile's."""
-    rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
-    acc = acc * UNSCALE * gl.load(global_scale + rows, mask=rows < N, other=0.0)[:, None]
+    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, those of `load_scales`, bias, activation, router
+    weight, rounding. Its columns are rows of the result from `first` on; those before `least` are another tile's."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    acc = acc * UNSCALE * gl.convert_layout(scales, row_layout, assert_trivial=True)[:, None]
     if bias is not None:
+        rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=row_layout)
         acc += gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
     WIDTH: gl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     if ACTIVATION is not None:
@@ -373,8 +381,9 @@ def nvfp4_wgmma_kernel(
                 scale = global_scale
                 if tile_expert is not None:
                     scale += gl.load(tile_expert + tile_m) * N
+                scales = load_scales(scale, tile_n * BLOCK_N, N, store, BLOCK_N)
                 epilogue(
-                    total, tile_m * BLOCK_M, 0, tile_n, scale, bias, out, row_map, row_weight, M, N,
+                    total, scales, tile_m * BLOCK_M, 0, tile_n, bias, out, row_map, row_weight, M, N,
                     BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
                 )  # fmt: skip
             acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)

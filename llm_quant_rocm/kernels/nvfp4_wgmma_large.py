@@ -5,7 +5,8 @@ As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where
 units. Here a multiprocessor has one program all the time. Four warps each, two consumers multiply one half of a tile's
 rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of
 codes, scales and x. The consumers do not wait for each other, and each has a step queued while it decodes the next, so
-that the matrix units run meanwhile and, for as long as the ring lasts, while one consumer stores its result.
+that the matrix units run meanwhile. Where every tile is one program's, the accelerator stores it from shared memory,
+while the next one is multiplied.
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Or each
@@ -29,7 +30,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -41,6 +44,7 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_wo
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     SMS,
+    acc_layout_of,
     advance,
     cta_barrier,
     descriptor,
@@ -51,15 +55,19 @@ from llm_quant_rocm.kernels.hopper import (
     load_tile,
     main_part,
     main_rows,
+    multiply_rest,
     place,
     row_descriptor,
     row_in_tile,
+    store_tile,
+    tile_descriptor,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     decode_operand,
     epilogue,
     first_piece_of,
     lines_of_16_bytes,
+    load_scales,
     load_words,
     prefetch,
 )
@@ -70,6 +78,10 @@ from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, columns_of, g
 RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
 STEP_BYTES = 128
+# What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
+# of these may be on their way.
+STORE = (64, 64)
+STORES = 2
 # Steps in a row without a branch. Tiles are cut at multiples of it.
 UNROLL = 4
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
@@ -237,20 +249,6 @@ def _operand(words, scale_pairs, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: g
         return decode_operand(words, scale_pairs, FP16, DEPTH, layout)
 
 
-@gluon.constexpr_function
-def _acc_layout(rows, fp8):
-    """Of a consumer's accumulator for so many rows of x."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32 if fp8 else 16])
-
-
-@gluon.jit
-def _multiply_rest(operand, x, acc, FP8: gl.constexpr):
-    """acc plus the product of a step's part of the weight, the operand for the main part, and x [REST, K]."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, _acc_layout(x.shape[0], FP8), 4 if FP8 else 2)
-    operand = gl.convert_layout(operand, layout, assert_trivial=True)
-    return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
-
-
 @gluon.jit
 def _times_columns(acc, scale, first, M):
     """acc times scale [M] from `first` on, a scale for each column: not all at once, for want of registers."""
@@ -269,13 +267,66 @@ def _times_columns(acc, scale, first, M):
 
 
 @gluon.jit
+def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.constexpr):
+    """Has the accelerator store a consumer's slice number TURN of a tile, with its corner at [row, column]."""
+    STORES: gl.constexpr = staging.shape[0] // 2
+    own = staging.index(HALF * STORES + TURN % STORES)
+    # Until there is room. The tile before may have ended with any of the consumer's.
+    if TURN == 0:
+        tma.store_wait(0)
+    elif TURN >= STORES:
+        tma.store_wait(STORES - 1)
+    own.permute((1, 0)).store(acc.to(out.dtype))
+    fence_async_shared()
+    store_tile(out, [row, column], own)
+
+
+@gluon.jit
+def _store(
+    acc, scales, number, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNSCALE: gl.constexpr,
+    TURN: gl.constexpr
+):  # fmt: skip
+    """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile and columns of the result from `column`
+    on: the accelerator stores it, while the next tile is multiplied. Its first slice is number TURN of the tile."""
+    x_scale, bias, out, staging, M, N = result
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = staging.shape[1]
+    if COLUMNS > SLICE:
+        left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        SLICES: gl.constexpr = COLUMNS // 2 // SLICE * (ROWS // staging.shape[2])
+        _store(left, scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+        number += COLUMNS // 2
+        _store(right, scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN + SLICES)
+    else:
+        layout: gl.constexpr = acc_layout_of(SLICE, x_scale is not None)
+        acc = gl.convert_layout(acc, layout, assert_trivial=True)
+        row = row_in_tile(tile_m, number, M, BLOCK_M)
+        if x_scale is not None:
+            acc = _times_columns(acc, x_scale, row, M)
+        acc = acc * UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+        if bias is not None:
+            columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+        WIDTH: gl.constexpr = staging.shape[2]
+        if ROWS > WIDTH:
+            upper, lower = acc.reshape(2, WIDTH, SLICE).permute(1, 2, 0).split()
+            upper = gl.convert_layout(upper, layout, assert_trivial=True)
+            lower = gl.convert_layout(lower, layout, assert_trivial=True)
+            _store_slice(upper, row, column, out, staging, HALF, TURN)
+            _store_slice(lower, row, column + WIDTH, out, staging, HALF, TURN + 1)
+        else:
+            _store_slice(acc, row, column, out, staging, HALF, TURN)
+
+
+@gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr,
+    FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
-    x_scale, global_scale, bias, out, parts, flags = operands
+    x_scale, global_scale, bias, out, staging, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, ready, empty, started = shared
     M, N, K, whole = sizes
@@ -286,12 +337,15 @@ def _consumer(
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     FP8: gl.constexpr = x_scale is not None
-    acc_layout: gl.constexpr = _acc_layout(MAIN, FP8)
+    acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
     EARLY: gl.constexpr = BLOCK_M <= 128
+    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
+    # registers for them then, nor for where the tile is.
+    EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
 
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
@@ -318,18 +372,18 @@ def _consumer(
         scale = global_scale
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
-            if HALF == 0:
-                prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+        if EARLY_SCALES and HALF == 0:
+            prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
         if REST:
-            rest = gl.zeros((ROWS, REST), gl.float32, layout=_acc_layout(REST, FP8))
+            rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
             for i in gl.static_range(UNROLL):
                 acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
                 # Then the step before is finished, and its stage free.
                 if REST:
-                    rest = _multiply_rest(operand, rest_ring.index(stage), rest, FP8)
+                    rest = multiply_rest(operand, rest_ring.index(stage), rest)
                     acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
                 else:
                     acc = warpgroup_mma_wait(1, deps=[acc])
@@ -346,10 +400,15 @@ def _consumer(
                 if not EARLY:
                     operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
                 steps -= 1
+        if EARLY_SCALES:
+            scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
         if REST:
             acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
+        if not EARLY_SCALES:
+            tile_m, tile_n = place(tile, tiles_m, tiles_n)
+            scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
         mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
 
         is_whole = last - first == tile_groups
@@ -357,7 +416,7 @@ def _consumer(
             if not is_whole:
                 # Each program adds and stores every SHARES-th slice of the tile's rows.
                 SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
-                slice_layout: gl.constexpr = _acc_layout(SLICE, FP8)
+                slice_layout: gl.constexpr = acc_layout_of(SLICE, FP8)
                 own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
                 store_part(acc, own)
                 if REST:
@@ -373,7 +432,7 @@ def _consumer(
                     if FP8:
                         total = _times_columns(total, x_scale, row, M)
                     epilogue(
-                        total, row, tile_m * BLOCK_M, tile_n * 2 + HALF, global_scale, bias, out, None, None, M, N,
+                        total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
                         SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
                     )  # fmt: skip
         elif parts is not None:
@@ -382,15 +441,23 @@ def _consumer(
             elif last < tile_groups:
                 cut_groups = (tiles - whole) * tile_groups
                 acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
-        if is_whole if SHARES else first == 0:
-            half_layout: gl.constexpr = _acc_layout(MAIN // 2, FP8)
+        if STORES:
+            # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
+            column = tile_n * BLOCK_N + HALF * ROWS
+            result = (x_scale, bias, out, staging, M, N)
+            _store(acc, scales, 0, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
+            if REST:
+                TURN: gl.constexpr = MAIN // staging.shape[1]
+                _store(rest, scales, MAIN, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+        elif is_whole if SHARES else first == 0:
+            half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
             for half in gl.static_range(2):
                 part = columns_of(acc, MAIN // 2, half, half_layout)
                 row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
                 if FP8:
                     part = _times_columns(part, x_scale, row, M)
                 epilogue(
-                    part, row, tile_m * BLOCK_M, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
+                    part, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, row_map, row_weight, M, N,
                     MAIN // 2, ROWS, dtype, UNSCALE, ACTIVATION, half_layout, 4,
                 )  # fmt: skip
             if REST:
@@ -398,9 +465,11 @@ def _consumer(
                 if FP8:
                     rest = _times_columns(rest, x_scale, row, M)
                 epilogue(
-                    rest, row, tile_m * BLOCK_M, tile_n * 2 + HALF, scale, bias, out, row_map, row_weight, M, N,
-                    REST, ROWS, dtype, UNSCALE, ACTIVATION, _acc_layout(REST, FP8), 4,
+                    rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, row_map, row_weight, M, N,
+                    REST, ROWS, dtype, UNSCALE, ACTIVATION, acc_layout_of(REST, FP8), 4,
                 )  # fmt: skip
+    if STORES:
+        tma.store_wait(0)
     leave(stage)
 
 
@@ -409,8 +478,8 @@ def _consumer(
 def nvfp4_wgmma_large_kernel(
     x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight,
     M, N, K, whole,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-    SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
+    UNROLL: gl.constexpr, SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
     ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
@@ -437,7 +506,11 @@ def nvfp4_wgmma_large_kernel(
     # The producer initializes the ring's.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(started, count=1)
-    operands = (x_scale, global_scale, bias, out, parts, flags)
+    if STORES:  # noqa: SIM108  # constants decide what is compiled
+        staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
+    else:
+        staging = ring  # not used
+    operands = (x_scale, global_scale, bias, out, staging, parts, flags)
     routing = (tile_expert, tile_count, row_map, row_weight)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started)
     sizes = (M, N, K, whole)
@@ -445,12 +518,12 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES,
-                FP16, UNSCALE, ACTIVATION,
+                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, STORES, UNROLL,
+                SHARES, FP16, UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES,
-                FP16, UNSCALE, ACTIVATION,
+                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, STORES, UNROLL,
+                SHARES, FP16, UNSCALE, ACTIVATION,
             )),
             (_producer, (
                 x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, PDL,
@@ -562,13 +635,18 @@ def _launch(
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
+    stores, ring_bytes, target = 0, RING_BYTES, out
+    if parts is None and tile_expert is None and n % 8 == 0:
+        rows = min(STORE[0], main // 2)
+        stores, target = STORES, tile_descriptor(out, rows, STORE[1])
+        ring_bytes -= 2 * stores * rows * STORE[1] * out.element_size()
     nvfp4_wgmma_large_kernel[(programs,)](
         row_descriptor(x, rest or block_m), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
+        global_scale, bias, target, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=config.block_n, DEPTH=depth,
-        STAGES=RING_BYTES // (block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
+        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
         ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),

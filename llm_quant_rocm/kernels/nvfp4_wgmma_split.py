@@ -7,10 +7,12 @@ where a layer has no more than a tile for each multiprocessor, that is what it w
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
 In the end each adds a share of the columns, its own from registers and the others' from shared memory; several programs
 would have to through the L2 cache. A producer, one warp, has the tensor memory accelerator fill a ring of codes, scales
-and x.
+and x. A short product takes as long as its first steps take to come, so these are asked for before anything else is
+prepared.
 
 A program has one tile, or its share of the steps of all tiles (`wgmma_parts`): then the consumers' sums have room of
-their own beside the ring, which stays full from one tile to the next.
+their own beside the ring, which stays full from one tile to the next. Tiles of 96 rows have two accumulators, of 64
+and of 32.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +20,12 @@ from dataclasses import dataclass, replace
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
@@ -26,6 +33,7 @@ from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
+    acc_layout_of,
     advance,
     cta_barrier,
     descriptor,
@@ -33,6 +41,9 @@ from llm_quant_rocm.kernels.hopper import (
     init_ring,
     leave,
     load_rows,
+    main_part,
+    main_rows,
+    multiply_rest,
     place,
     reinterpret,
     row_descriptor,
@@ -43,6 +54,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     fetch_weight,
     lines_of_16_bytes,
     load_operand,
+    load_scales,
     prefetch,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
@@ -57,20 +69,33 @@ CONSUMERS = 4
 REGISTERS, FEW_REGISTERS = 112, 32
 
 
+@gluon.constexpr_function
+def _sums_shape(rows, split_k):
+    """Of the sums of a tile with so many rows of x: for each slice of its columns, those of all consumers but the one
+    that adds them."""
+    columns = max(rows // split_k, 8)
+    return [CONSUMERS // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
+
+
 @dataclass(frozen=True)
 class Config:
     """How the product is cut.
 
     Attributes:
-        block_m: rows of x in a tile, 8 to 128.
+        block_m: rows of x in a tile, 8 to 128, a power of two or 96.
         split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
             where it has 128.
-        programs: programs that share the steps of all tiles evenly; 0: one for each tile.
+        programs: programs that share the steps of all tiles evenly; 0: one for each tile, and always with tiles of 96
+            rows.
     """
 
     block_m: int
     split_k: int
     programs: int = 0
+
+    def __post_init__(self) -> None:
+        if main_part(self.block_m) < self.block_m and self.programs:
+            raise ValueError(f"each program has one tile of {self.block_m} rows")
 
     @property
     def block_n(self) -> int:
@@ -78,6 +103,12 @@ class Config:
 
     def tiles(self, m: int, n: int) -> int:
         return cdiv(m, self.block_m) * cdiv(n, self.block_n)
+
+
+def _eager(block_m: int) -> int:
+    """Of how many stages the weight is asked for before x, the first of which waits for its turn meanwhile: fewer, the
+    longer x takes to come. An H100 took least with 8 at 16 rows, 4 at 32 and 2 from 64 on, compared by hand."""
+    return max(2, min(8, 128 // block_m))
 
 
 def _covering(m: int) -> int:
@@ -89,7 +120,8 @@ def configs(m: int) -> list[Config]:
     """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
     two."""
     covering = _covering(m)
-    return [Config(block_m, split_k) for split_k in (4, 2) for block_m in (8, 16, 32, 64, 128) if block_m <= covering]
+    lows = (8, 16, 32, 64, 128)
+    return [Config(block_m, split_k) for split_k in (4, 2) for block_m in lows if block_m <= covering]
 
 
 def shared_configs(m: int, n: int) -> list[Config]:
@@ -145,29 +177,41 @@ def _turns(tile, tile_steps, begin, end, MINE: gl.constexpr, SPLIT_K: gl.constex
 
 
 @gluon.jit
+def _init(
+    ready, empty, added, taken, started, GROUPS: gl.constexpr, SPLIT_K: gl.constexpr, EAGER: gl.constexpr
+):  # fmt: skip
+    """Initializes all barriers but those of the first stages, which the producer does: in a warp of its own, because it
+    takes about as long as memory does to answer."""
+    mbarrier.init(added, count=GROUPS * SPLIT_K)
+    mbarrier.init(taken, count=GROUPS * SPLIT_K)
+    init_ring(ready, empty, started, GROUPS, EAGER)
+    leave(EAGER)
+
+
+@gluon.jit
 def _producer(
     x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr
+    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
-    ring, codes, pairs, sums, ready, empty, started, added, taken = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
-    mbarrier.init(added, count=BLOCK_N // 64 * SPLIT_K)
-    mbarrier.init(taken, count=BLOCK_N // 64 * SPLIT_K)
-    init_ring(ready, empty, started, BLOCK_N // 64)
+    # The weight, unlike x, does not depend on the kernels before this one.
+    for stage in range(0, EAGER):
+        mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
+    mbarrier.arrive(started, count=1)
     tiles_m, tiles_n, tile_steps, begin, end, tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SHARED)
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
     first = (begin - tile * tile_steps, tile_m, tile_n, tile)
     weight = (words, scale_pairs, codes, pairs, ready)
     tiles = (tile_steps, tiles_m, tiles_n, SHARED)
-    # The weight, unlike x, does not depend on the kernels before this one. No more than hides how long memory takes:
-    # x would have to wait for its turn.
-    FIRST: gl.constexpr = min(STAGES, 8)
     step, tile_m, tile_n, tile = first
-    for stage in range(0, FIRST):
+    for stage in range(0, EAGER):
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
         fetch_weight(*weight, stage, tile_n, step, 0, begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
@@ -175,17 +219,24 @@ def _producer(
         gdc_wait()
         gdc_launch_dependents()
     step, tile_m, tile_n, tile = first
-    for stage in range(0, FIRST):
+    for stage in range(0, EAGER):
         row = first_row(tile_m, M, BLOCK_M)
         load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
+        if MAIN < BLOCK_M:
+            row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+            load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage), begin + stage < end)
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
-    stage = FIRST % STAGES
-    phase = 1 if FIRST < STAGES else 0
-    for _ in range(begin + FIRST, end):
+    mbarrier.wait(started, 0)
+    stage = EAGER % STAGES
+    phase = 1 if EAGER < STAGES else 0
+    for _ in range(begin + EAGER, end):
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         fetch_weight(*weight, stage, tile_n, step, 0, True)
         load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
+        if MAIN < BLOCK_M:
+            row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+            load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
         step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)
@@ -220,49 +271,85 @@ def _load_part(part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def _share_out(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
+    """Stores those columns of acc [64, M] that other consumers of the group add."""
+    SLICE: gl.constexpr = sums.shape[1] * 8
+    SLICES: gl.constexpr = acc.shape[1] // SLICE
+    for adder in gl.static_range(SLICES):
+        if adder != MINE:
+            columns = columns_of(acc, SLICE, adder, acc_layout_of(SLICE))
+            _store_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
+
+
+@gluon.jit
+def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
+    """The consumer's own columns of acc [64, M] plus what the others of its group have of them, in order."""
+    SLICE: gl.constexpr = sums.shape[1] * 8
+    SLICES: gl.constexpr = acc.shape[1] // SLICE
+    layout: gl.constexpr = acc_layout_of(SLICE)
+    total = gl.zeros((64, SLICE), gl.float32, layout=layout)
+    for owner in gl.static_range(SPLIT_K):
+        if owner == MINE:
+            total += columns_of(acc, SLICE, MINE, layout)
+        else:
+            total += _load_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), layout)
+    return total
+
+
+@gluon.jit
 def _consumer(
     NUMBER: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_K: gl.constexpr, SHARED: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     global_scale, bias, out, parts, flags = operands
-    ring, codes, pairs, sums, ready, empty, started, added, taken = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
     MINE: gl.constexpr = NUMBER % SPLIT_K
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    REST: gl.constexpr = BLOCK_M - MAIN
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     GROUPS: gl.constexpr = BLOCK_N // 64
     SLICE: gl.constexpr = sums.shape[1] * 8
-    SLICES: gl.constexpr = BLOCK_M // SLICE
+    SLICES: gl.constexpr = MAIN // SLICE
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+    acc_layout: gl.constexpr = acc_layout_of(MAIN)
+    slice_layout: gl.constexpr = acc_layout_of(SLICE)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     tiles_m, tiles_n, tile_steps, begin, end, first_tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, DEPTH * 64, SHARED)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = gl.to_tensor(MINE)
     phase = gl.to_tensor(0)
     last_tile = (end - 1) // tile_steps if SHARED else first_tile
-    mbarrier.wait(started, 0)
     for tile in range(first_tile, last_tile + 1):
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         if NUMBER == 0:
             prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
-        acc = gl.zeros((64, BLOCK_M), gl.float32, layout=acc_layout)
+        acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
+        if REST:
+            rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
         first_turn, last_turn = _turns(tile, tile_steps, begin, end, MINE, SPLIT_K)
+        mbarrier.wait(started, 0)
         for _ in range(first_turn, last_turn):
             mbarrier.wait(ready.index(stage), phase)
             my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
             my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
             operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
             acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+            if REST:
+                rest = multiply_rest(operand, rest_ring.index(stage), rest)
+                acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
+            else:
+                acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
             mbarrier.arrive(empty.index(stage), count=1)
             stage += SPLIT_K
             wrapped = stage >= STAGES
             stage = gl.where(wrapped, stage - STAGES, stage)
             phase = gl.where(wrapped, phase ^ 1, phase)
 
+        # Asked for before the sums are exchanged: the epilogue would wait for them.
+        scales = load_scales(global_scale, (tile_n * GROUPS + GROUP) * 64, N, acc_layout, 64)
         parity = (tile - first_tile) & 1
         if SHARED:
             # Until the sums of the tile before are read.
@@ -272,20 +359,14 @@ def _consumer(
             cta_barrier()
             mbarrier.arrive(taken, count=1)
             mbarrier.wait(taken, 0)
-        for adder in gl.static_range(SLICES):
-            if adder != MINE:
-                columns = columns_of(acc, SLICE, adder, slice_layout)
-                _store_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
+        _share_out(acc, sums, GROUP, MINE, SPLIT_K)
+        if REST:
+            _share_out(rest, rest_sums, GROUP, MINE, SPLIT_K)
         cta_barrier()
         mbarrier.arrive(added, count=1)
         if MINE < SLICES:
             mbarrier.wait(added, parity)
-            total = gl.zeros((64, SLICE), gl.float32, layout=slice_layout)
-            for owner in gl.static_range(SPLIT_K):
-                if owner == MINE:
-                    total += columns_of(acc, SLICE, MINE, slice_layout)
-                else:
-                    total += _load_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), slice_layout)
+            total = _add_up(acc, sums, GROUP, MINE, SPLIT_K)
             if SHARED:
                 cta_barrier()
                 mbarrier.arrive(taken, count=1)
@@ -302,8 +383,16 @@ def _consumer(
             if whole:
                 row = row_in_tile(tile_m, MINE * SLICE, M, BLOCK_M)
                 epilogue(
-                    total, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, global_scale, bias, out, None, None, M, N,
+                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, None, M, N,
                     SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
+                )  # fmt: skip
+            if REST:
+                total = _add_up(rest, rest_sums, GROUP, MINE, SPLIT_K)
+                REST_SLICE: gl.constexpr = rest_sums.shape[1] * 8
+                row = row_in_tile(tile_m, MAIN + MINE * REST_SLICE, M, BLOCK_M)
+                epilogue(
+                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, None, M, N,
+                    REST_SLICE, 64, dtype, UNSCALE, None, acc_layout_of(REST_SLICE), 4,
                 )  # fmt: skip
         elif SHARED:
             mbarrier.arrive(taken, count=1)
@@ -315,8 +404,8 @@ def _consumer(
 def nvfp4_wgmma_split_kernel(
     x, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
-    REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
-    PDL: gl.constexpr
+    EAGER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr,
+    UNSCALE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns, or with `parts` a program's share of the
     steps of all tiles.
@@ -329,29 +418,36 @@ def nvfp4_wgmma_split_kernel(
     NT: gl.constexpr = BLOCK_N // 16
     SHARED: gl.constexpr = parts is not None
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, DEPTH * 64], ring_layout)
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    ring = gl.allocate_shared_memory(x.dtype, [STAGES, MAIN, DEPTH * 64], ring_layout)
+    if MAIN < BLOCK_M:
+        rest_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M - MAIN, DEPTH * 64], ring_layout)
+    else:
+        rest_ring = ring  # not used
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    # For each slice of the columns, the sums of all consumers but the one that adds them.
-    SLICE: gl.constexpr = max(BLOCK_M // SPLIT_K, 8)
-    sums_shape: gl.constexpr = [NT // 4 * (BLOCK_M // SLICE) * (SPLIT_K - 1), SLICE // 8, 128, 4]
+    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K)
     if SHARED:
         sums = gl.allocate_shared_memory(gl.float32, sums_shape, sums_layout)
     else:
         sums = reinterpret(ring, gl.float32, sums_shape, sums_layout)
+    if MAIN < BLOCK_M:
+        rest_sums = reinterpret(rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K), sums_layout)
+    else:
+        rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the consumers' sums of a tile are there, and whether there is room for others.
     added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # The producer initializes the others.
+    # Whether all of these are initialized, by two warps.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(started, count=1)
+    mbarrier.init(started, count=2)
     operands = (global_scale, bias, out, parts, flags)
-    shared = (ring, codes, pairs, sums, ready, empty, started, added, taken)
+    shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken)
     sizes = (M, N, K)
-    # The last two are the rest of the producer's four warps.
+    # The last one is the rest of the producer's four warps.
     gl.warp_specialize(
         [
             (_consumer, (
@@ -366,8 +462,8 @@ def nvfp4_wgmma_split_kernel(
             (_consumer, (
                 gl.constexpr(3), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
             )),
-            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, PDL)),
-            (leave, (M,)),
+            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, PDL)),
+            (_init, (ready, empty, added, taken, started, BLOCK_N // 64, SPLIT_K, EAGER)),
             (leave, (M,)),
         ],
         [4, 4, 4, 1, 1, 2],
@@ -390,29 +486,32 @@ def gemm_split(
     m, k = x.shape
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_n = config.block_n
+    main = main_part(config.block_m)
+    block_m = config.block_m if m > main else main
     # Steps of 128 columns where there is the room for enough of them.
-    depth = 2 if config.block_m <= 64 else 1
-    tiles = config.tiles(m, n)
+    depth = 2 if block_m <= 64 else 1
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
     programs, parts, flags, sum_bytes = tiles, None, None, 0
     if config.programs:
         # No more than run together: one waits for what another adds.
         programs = min(config.programs, multiprocessors(x.device), tiles * cdiv(k, depth * COLUMNS))
-        slice_m = max(config.block_m // config.split_k, 8)
+        slice_m = max(block_m // config.split_k, 8)
         parts = torch.empty((programs, CONSUMERS, 64 * slice_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
-        sum_bytes = block_n * (config.split_k - 1) * config.block_m * 4
-    stages = min((RING_BYTES - sum_bytes) // ((config.block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
+        sum_bytes = block_n * (config.split_k - 1) * block_m * 4
+    stages = min((RING_BYTES - sum_bytes) // ((block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS
+    # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still to be
+    # filled for the one before, and a barrier tells a turn only from the next.
+    stages = stages // config.split_k * config.split_k
     nvfp4_wgmma_split_kernel[(programs,)](
-        row_descriptor(x, config.block_m),
+        row_descriptor(x, block_m - main or main),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, m, n, k,
-        # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still
-        # to be filled for the one before, and a barrier tells a turn only from the next.
-        BLOCK_M=config.block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages // config.split_k * config.split_k,
-        SPLIT_K=config.split_k, REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16, UNSCALE=UNSCALE[fp16],
-        PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
+        EAGER=min(_eager(block_m), stages), REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16,
+        UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

@@ -148,6 +148,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
     "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
+    "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),

@@ -125,7 +125,7 @@ def test_consumers_take_every_step_once_in_the_producers_order(
         assert sorted(everything) == [(step // tile_steps, step) for step in steps]
 
 
-@pytest.mark.parametrize("m", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 80, 128])
 def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another consumer could come a whole round too early, and a barrier would not tell it."""
     import torch
@@ -137,6 +137,7 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def run(*arguments: Any, **options: Any) -> None:
                 assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
+                assert 0 < options["EAGER"] <= options["STAGES"]
 
             return run
 
@@ -158,3 +159,4 @@ def test_batch_invariant_sums_have_no_parts() -> None:
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
     assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
+    assert batch_invariant(nvfp4_wgmma_split.Config(96, 2)) == few(128, 64, 128, programs=0, stages=2)
