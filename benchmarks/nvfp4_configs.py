@@ -31,7 +31,7 @@ from llm_quant_rocm.tune.nvfp4_gemm import weights
 from llm_quant_rocm.tune.search import Compiler
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
 
-MS = (8, 16, 32, 64, 128, 192, 256, 300, 512, 700, 1024, 4096)
+MS = (8, 16, 32, 64, 96, 128, 192, 256, 300, 512, 700, 1024, 4096)
 FP8_MS = (192, 256, 300, 512, 700, 1024, 4096)
 # Beside the well-known ones; tpN is one of N ranks.
 LAYERS = WELL_KNOWN | {

@@ -42,10 +42,10 @@ def fitted(config: Config, m: int, n: int, k: int, measured_m: int) -> Config:
     """`config`, the fastest of `measured_m` rows, or what should be faster of m rows, fewer than these, by much: more
     tiles may hold none of them, or the last ones few."""
     m = _planned(m)
-    if m <= 128 or m >= measured_m or isinstance(config, nvfp4_wgmma.Config):
+    if m <= 64 or m >= measured_m or isinstance(config, nvfp4_wgmma.Config):
         return config
     other = nvfp4_estimate.fastest(m, n, k)
-    assert other is not None, "there are configurations for more than 128 rows"
+    assert other is not None, "there are configurations for more than 64 rows"
     theirs, ours = (nvfp4_estimate.microseconds(each, m, n, k) for each in (config, other))
     return other if ours < 0.92 * theirs else config
 
@@ -53,7 +53,10 @@ def fitted(config: Config, m: int, n: int, k: int, measured_m: int) -> Config:
 def _planned(m: int) -> int:
     """The number of rows for which a configuration is chosen: each is compiled at its first call, so there should be
     few."""
-    return max(8, next_power_of_2(m)) if m <= 128 else cdiv(m, 64) * 64
+    if m <= 64:
+        return max(8, next_power_of_2(m))
+    step = 32 if m <= 128 else 64
+    return cdiv(m, step) * step
 
 
 def batch_invariant(config: Config) -> Config:

@@ -120,7 +120,7 @@ def configs(m: int) -> list[Config]:
     """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
     two."""
     covering = _covering(m)
-    lows = (8, 16, 32, 64, 128)
+    lows = (8, 16, 32, 64, 96, 128)
     return [Config(block_m, split_k) for split_k in (4, 2) for block_m in lows if block_m <= covering]
 
 

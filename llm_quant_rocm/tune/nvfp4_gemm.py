@@ -149,7 +149,7 @@ def backend(m: int, us: Mapping[str, float]) -> str:
 
 TUNER = Tuner(
     "nvfp4_gemm",
-    (8, 16, 32, 64, 128, 256, 512, 1024, 4096),
+    (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096),
     candidates,
     compile_one,
     weights,
