@@ -82,7 +82,17 @@ def test_what_the_busiest_program_does(config: Any, shape: tuple[int, int, int],
 
 def test_few_numbers_of_rows_decide_what_is_chosen() -> None:
     for n, k in ((8192, 8192), (1280, 8192), (512, 1024)):
-        for m, planned in ((1, 8), (5, 8), (9, 16), (65, 96), (100, 128), (129, 192), (300, 320), (1000, 1024), (3000, 3008)):
+        for m, planned in (
+            (1, 8),
+            (5, 8),
+            (9, 16),
+            (65, 96),
+            (100, 128),
+            (129, 192),
+            (300, 320),
+            (1000, 1024),
+            (3000, 3008),
+        ):
             assert nvfp4_hopper.default_config(m, n, k, HOPPER) == nvfp4_hopper.default_config(planned, n, k, HOPPER)
 
 
@@ -92,8 +102,9 @@ def test_a_measured_configuration_gives_way_where_it_would_compute_many_rows_for
     assert fitted(300) == nvfp4_estimate.fastest(320, *shape)
     assert fitted(300).block_m == 128
     assert fitted(512) == fitted(500) == measured
-    few = Split(128, 2)
+    few = Split(128, 2, programs=132)
     assert nvfp4_hopper.fitted(few, 65, *shape, measured_m=128) is few
+    assert nvfp4_hopper.fitted(Split(128, 4), 65, 7680, 5120, measured_m=128) == Split(96, 4)
     unknown = nvfp4_wgmma.Config(128, 64, 64)
     assert nvfp4_hopper.fitted(unknown, 300, *shape, measured_m=512) is unknown
 
