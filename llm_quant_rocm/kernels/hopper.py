@@ -34,16 +34,10 @@ def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
     Programs that run together then share both x and the weight in the L2 cache. A tile of x in 16 bits takes about
     four times the room of one of a weight in NVFP4, hence only a few.
     """
-    tile_m = tile * 0
-    tile_n = tile
-    # Divisions take long where every program begins with them.
-    if tiles_m > 1:
-        group = tile // (GROUP * tiles_n)
-        rest = tile - group * (GROUP * tiles_n)
-        rows = gl.minimum(tiles_m - group * GROUP, GROUP)
-        tile_m = group * GROUP + rest % rows
-        tile_n = rest // rows
-    return tile_m, tile_n
+    group = tile // (GROUP * tiles_n)
+    rest = tile - group * (GROUP * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP, GROUP)
+    return group * GROUP + rest % rows, rest // rows
 
 
 @gluon.jit

@@ -147,10 +147,13 @@ def _tiles(tile_count, M, N, whole, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
-def _pieces(tiles, whole, tile_groups, SHARES: gl.constexpr):
-    """The program's stretch of the groups of the tiles that are cut, and how many pieces of work it has: whole tiles,
-    and what it has of the others. Where there are SHARES of each, a program has one of one tile, or none."""
+def _pieces(tiles, whole, tile_groups, CUT: gl.constexpr, SHARES: gl.constexpr):
+    """The program's stretch of the groups of the tiles that are cut, if any are, and how many pieces of work it has:
+    whole tiles, and what it has of the others. Where there are SHARES of each, a program has one of one tile, or none.
+    """
     program = gl.program_id(0)
+    if not CUT:
+        return 0, 0, gl.cdiv(whole - program, gl.num_programs(0))
     if SHARES:
         begin = program // SHARES * tile_groups + program % SHARES * tile_groups // SHARES
         end = program // SHARES * tile_groups + (program % SHARES + 1) * tile_groups // SHARES
@@ -163,9 +166,11 @@ def _pieces(tiles, whole, tile_groups, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def _piece(index, begin, end, whole, tile_groups):
+def _piece(index, begin, end, whole, tile_groups, CUT: gl.constexpr):
     """Tile, first group and end of groups of the program's piece of work `index`."""
     program = gl.program_id(0)
+    if not CUT:
+        return program + index * gl.num_programs(0), 0, tile_groups
     whole_tiles = gl.cdiv(whole - program, gl.num_programs(0))
     cut_tile = begin // tile_groups + index - whole_tiles
     is_whole = index < whole_tiles
@@ -178,7 +183,7 @@ def _piece(index, begin, end, whole, tile_groups):
 @gluon.jit
 def _producer(
     x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
+    STAGES: gl.constexpr, UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_count, row_map, row_weight = routing
@@ -190,14 +195,14 @@ def _producer(
     init_ring(ready, empty, started, 2)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
-    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, SHARES)
+    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     stage = 0
     phase = 1
     for index in range(0, pieces):
-        tile, first, last = _piece(index, begin, end, whole, tile_groups)
+        tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         first_piece = 0
         if tile_expert is not None:
@@ -267,6 +272,16 @@ def _times_columns(acc, scale, first, M):
 
 
 @gluon.jit
+def _load_row_scales(scale, tile_m, number, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, SLICE: gl.constexpr):
+    """Scales, of `scale` [M], of ROWS rows of x from `number` on of a tile: [ROWS / SLICE, SLICE]."""
+    layout: gl.constexpr = gl.BlockedLayout([ROWS // SLICE, 1], [1, 32], [1, 4], [1, 0])
+    first = gl.arange(0, ROWS // SLICE, layout=gl.SliceLayout(1, layout)) * SLICE
+    rest = gl.arange(0, SLICE, layout=gl.SliceLayout(0, layout))
+    row = row_in_tile(tile_m, number + first[:, None] + rest[None, :], M, BLOCK_M)
+    return gl.load(scale + row, mask=row < M, other=0.0)
+
+
+@gluon.jit
 def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.constexpr):
     """Has the accelerator store a consumer's slice number TURN of a tile, with its corner at [row, column]."""
     STORES: gl.constexpr = staging.shape[0] // 2
@@ -283,27 +298,31 @@ def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.co
 
 @gluon.jit
 def _store(
-    acc, scales, number, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNSCALE: gl.constexpr,
-    TURN: gl.constexpr
+    acc, scales, row_scales, number, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNSCALE: gl.constexpr, TURN: gl.constexpr
 ):  # fmt: skip
     """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile and columns of the result from `column`
     on: the accelerator stores it, while the next tile is multiplied. Its first slice is number TURN of the tile."""
-    x_scale, bias, out, staging, M, N = result
+    bias, out, staging, M, N = result
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     SLICE: gl.constexpr = staging.shape[1]
     if COLUMNS > SLICE:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
-        SLICES: gl.constexpr = COLUMNS // 2 // SLICE * (ROWS // staging.shape[2])
-        _store(left, scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+        SLICES: gl.constexpr = COLUMNS // 2 // SLICE
+        TURNS: gl.constexpr = SLICES * (ROWS // staging.shape[2])
+        low, high = row_scales, row_scales
+        if row_scales is not None:
+            low, high = row_scales.reshape(2, SLICES, SLICE).permute(1, 2, 0).split()
+        _store(left, scales, low, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
         number += COLUMNS // 2
-        _store(right, scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN + SLICES)
+        _store(right, scales, high, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN + TURNS)
     else:
-        layout: gl.constexpr = acc_layout_of(SLICE, x_scale is not None)
+        layout: gl.constexpr = acc_layout_of(SLICE, row_scales is not None)
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
         row = row_in_tile(tile_m, number, M, BLOCK_M)
-        if x_scale is not None:
-            acc = _times_columns(acc, x_scale, row, M)
+        if row_scales is not None:
+            acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
         acc = acc * UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
         if bias is not None:
             columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -337,6 +356,7 @@ def _consumer(
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     FP8: gl.constexpr = x_scale is not None
+    CUT: gl.constexpr = parts is not None
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
@@ -351,7 +371,7 @@ def _consumer(
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tiles = tiles_m * tiles_n
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
-    begin, end, pieces = _pieces(tiles, whole, tile_groups, SHARES)
+    begin, end, pieces = _pieces(tiles, whole, tile_groups, CUT, SHARES)
 
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = 0
@@ -367,7 +387,7 @@ def _consumer(
         words, scale_pairs = _load(codes, pairs, ahead, HALF, NT)
         steps -= 1
     for index in range(0, pieces):
-        tile, first, last = _piece(index, begin, end, whole, tile_groups)
+        tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         scale = global_scale
         if tile_expert is not None:
@@ -402,6 +422,12 @@ def _consumer(
                 steps -= 1
         if EARLY_SCALES:
             scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
+        row_scales, rest_scales = x_scale, x_scale
+        if STORES and FP8:
+            SLICE_ROWS: gl.constexpr = staging.shape[1]
+            row_scales = _load_row_scales(x_scale, tile_m, 0, M, BLOCK_M, MAIN, SLICE_ROWS)
+            if REST:
+                rest_scales = _load_row_scales(x_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
         if REST:
             acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
         else:
@@ -435,7 +461,7 @@ def _consumer(
                         total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
                         SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
                     )  # fmt: skip
-        elif parts is not None:
+        elif CUT:
             if first > 0:
                 give_part(acc, parts, flags, HALF, 2)
             elif last < tile_groups:
@@ -444,11 +470,11 @@ def _consumer(
         if STORES:
             # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
             column = tile_n * BLOCK_N + HALF * ROWS
-            result = (x_scale, bias, out, staging, M, N)
-            _store(acc, scales, 0, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
+            result = (bias, out, staging, M, N)
+            _store(acc, scales, row_scales, 0, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
             if REST:
                 TURN: gl.constexpr = MAIN // staging.shape[1]
-                _store(rest, scales, MAIN, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+                _store(rest, scales, rest_scales, MAIN, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
         elif is_whole if SHARES else first == 0:
             half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
             for half in gl.static_range(2):
@@ -526,7 +552,8 @@ def nvfp4_wgmma_large_kernel(
                 SHARES, FP16, UNSCALE, ACTIVATION,
             )),
             (_producer, (
-                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL, SHARES, PDL,
+                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL,
+                gl.constexpr(parts is not None), SHARES, PDL,
             )),
             (leave, (M,)),
             (leave, (M,)),

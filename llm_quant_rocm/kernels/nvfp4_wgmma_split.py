@@ -107,8 +107,8 @@ class Config:
 
 def _eager(block_m: int) -> int:
     """Of how many stages the weight is asked for before x, the first of which waits for its turn meanwhile: fewer, the
-    longer x takes to come. An H100 took least with 8 at 16 rows, 4 at 32 and 2 from 64 on, compared by hand."""
-    return max(2, min(8, 128 // block_m))
+    longer x takes to come. An H100 took least with 8 at 16 rows, 4 at 32, 2 at 64 and 1 at 128, compared by hand."""
+    return min(8, 128 // block_m)
 
 
 def _covering(m: int) -> int:
@@ -137,6 +137,16 @@ def _programs(tiles: int) -> int:
 
 
 @gluon.jit
+def _place(tile, tiles_m, tiles_n):
+    """`place`, without its divisions where there is one tile of rows: every program begins with them."""
+    tile_m = tile * 0
+    tile_n = tile
+    if tiles_m > 1:
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    return tile_m, tile_n
+
+
+@gluon.jit
 def _stretch(M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
     """Tiles of M and of N, steps in each, where the program's stretch of the steps of all begins and ends, and the tile
     in which it begins."""
@@ -161,7 +171,7 @@ def _next(step, tile_m, tile_n, tile, tile_steps, tiles_m, tiles_n, SHARED: gl.c
         if step == tile_steps:
             step = 0
             tile += 1
-            tile_m, tile_n = place(tile, tiles_m, tiles_n)
+            tile_m, tile_n = _place(tile, tiles_m, tiles_n)
     return step, tile_m, tile_n, tile
 
 
@@ -206,7 +216,7 @@ def _producer(
     fence_async_shared()
     mbarrier.arrive(started, count=1)
     tiles_m, tiles_n, tile_steps, begin, end, tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SHARED)
-    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    tile_m, tile_n = _place(tile, tiles_m, tiles_n)
     first = (begin - tile * tile_steps, tile_m, tile_n, tile)
     weight = (words, scale_pairs, codes, pairs, ready)
     tiles = (tile_steps, tiles_m, tiles_n, SHARED)
@@ -323,7 +333,7 @@ def _consumer(
     phase = gl.to_tensor(0)
     last_tile = (end - 1) // tile_steps if SHARED else first_tile
     for tile in range(first_tile, last_tile + 1):
-        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n)
         if NUMBER == 0:
             prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)

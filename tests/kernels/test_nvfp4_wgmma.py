@@ -74,19 +74,21 @@ CUTS = [
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, int]) -> None:
-    """Where tiles are shared, each program has a part of one, and its neighbours have the others in their order."""
+    """Where tiles are shared, each program has a part of one, and its neighbours have the others in their order. What
+    is compiled for whole tiles only does as the rest would."""
     tiles, tile_groups, whole, programs, shares = cut
-    taken = []
-    for program in range(programs):
-        _, pieces, piece = python("begin_of", "_pieces", "_piece", programs=programs, program=program)
-        begin, end, count = pieces(tiles, whole, tile_groups, shares)
-        found = [piece(index, begin, end, whole, tile_groups) for index in range(count)]
+    for some_cut in {True, whole < tiles}:
+        taken = []
+        for program in range(programs):
+            _, pieces, piece = python("begin_of", "_pieces", "_piece", programs=programs, program=program)
+            begin, end, count = pieces(tiles, whole, tile_groups, some_cut, shares)
+            found = [piece(index, begin, end, whole, tile_groups, some_cut) for index in range(count)]
+            if shares:
+                assert [tile for tile, _, _ in found] == [program // shares]
+            taken += [(tile, group) for tile, first, last in found for group in range(first, last)]
+        assert sorted(taken) == [(tile, group) for tile in range(tiles) for group in range(tile_groups)]
         if shares:
-            assert [tile for tile, _, _ in found] == [program // shares]
-        taken += [(tile, group) for tile, first, last in found for group in range(first, last)]
-    assert sorted(taken) == [(tile, group) for tile in range(tiles) for group in range(tile_groups)]
-    if shares:
-        assert taken == sorted(taken)
+            assert taken == sorted(taken)
 
 
 @pytest.mark.parametrize("split_k", [4, 2])
@@ -99,8 +101,8 @@ def test_consumers_take_every_step_once_in_the_producers_order(
     tiles_m, tiles_n, tile_steps = -(-m // block_m), -(-n // block_n), -(-k // 128)
     everything = []
     for program in range(min(programs, tiles_m * tiles_n * tile_steps)):
-        names = ("place", "begin_of", "_stretch", "_next", "_turns")
-        place, _, stretch, next_step, turns = python(*names, programs=programs, program=program)
+        names = ("place", "begin_of", "_place", "_stretch", "_next", "_turns")
+        place, _, _, stretch, next_step, turns = python(*names, programs=programs, program=program)
         found = stretch(m, n, k, block_m, block_n, 128, True)
         assert found[:3] == (tiles_m, tiles_n, tile_steps)
         begin, end, first_tile = found[3:]
