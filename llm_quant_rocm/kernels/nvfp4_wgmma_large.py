@@ -422,6 +422,7 @@ def _consumer(
                 steps -= 1
         if EARLY_SCALES:
             scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
+        # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
         row_scales, rest_scales = x_scale, x_scale
         if STORES and FP8:
             SLICE_ROWS: gl.constexpr = staging.shape[1]
@@ -515,8 +516,9 @@ def nvfp4_wgmma_large_kernel(
     `decode_words_fp8` names.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
-    for each, say which are there. With SHARES as many programs compute each tile. The rest is that of
-    `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
+    for each, say which are there. With SHARES as many programs compute each tile. With STORES, where no tile is cut,
+    out is a descriptor, and so many boxes of it each consumer may have waiting in shared memory to be stored. The rest
+    is that of `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
     MAIN: gl.constexpr = main_rows(BLOCK_M)

@@ -153,6 +153,47 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
 
 
+@pytest.mark.parametrize("n", [5120, 1001])
+@pytest.mark.parametrize("m", [40, 64, 100, 200, 300, 1024])
+def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+
+    stored = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def run(*arguments: Any, **options: Any) -> None:
+                out, parts = arguments[6:8]
+                stage = options["BLOCK_M"] * 128 + options["BLOCK_N"] * 36
+                used = options["STAGES"] * stage
+                if options["STORES"]:
+                    assert parts is None and n == 5120
+                    rows, columns = out.block_shape
+                    assert options["BLOCK_M"] % rows == 0 and 2 * rows <= nvfp4_wgmma_large.main_part(
+                        options["BLOCK_M"]
+                    )
+                    used += 2 * options["STORES"] * rows * columns * 2
+                else:
+                    assert parts is not None or n == 1001
+                assert nvfp4_wgmma_large.RING_BYTES - stage < used <= nvfp4_wgmma_large.RING_BYTES
+                stored.append(options["STORES"])
+
+            return run
+
+    monkeypatch.setattr(nvfp4_wgmma_large, "nvfp4_wgmma_large_kernel", Kernel())
+    monkeypatch.setattr(nvfp4_wgmma_large, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(nvfp4_wgmma_large, "flags_of", lambda device: None)
+    x = torch.zeros(m, 2048, dtype=torch.bfloat16)
+    words = torch.zeros(32, 320, 128, dtype=torch.int32)
+    scales = torch.zeros(32, 320, 64, dtype=torch.uint8)
+    for config in nvfp4_wgmma_large.configs(m, n, 2048):
+        nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
+    assert len(set(stored)) == (2 if n == 5120 else 1)
+
+
 def test_batch_invariant_sums_have_no_parts() -> None:
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
     from llm_quant_rocm.kernels.nvfp4_hopper import batch_invariant
