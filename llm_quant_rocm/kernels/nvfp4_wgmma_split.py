@@ -210,7 +210,7 @@ def _producer(
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
-    # The weight, unlike x, does not depend on the kernels before this one.
+    # No more than the first requests need: the weight, unlike x, does not depend on the kernels before this one.
     for stage in range(0, EAGER):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
