@@ -65,6 +65,24 @@ def main_part(rows: int) -> int:
 main_rows = gluon.constexpr_function(main_part)
 
 
+def tile_and_rest(rows: int, m: int) -> tuple[int, int]:
+    """Rows of a tile for a matrix of m, and how many of them are the rest: all `rows`, or the main part of them where
+    that has room for the matrix."""
+    main = main_part(rows)
+    return (rows, rows - main) if m > main else (main, 0)
+
+
+@gluon.jit
+def allocate_ring(dtype, layout: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Shared memory for x, WIDTH columns of it in a stage: the main part of a tile's rows, and the rest."""
+    MAIN: gl.constexpr = main_rows(ROWS)
+    ring = gl.allocate_shared_memory(dtype, [STAGES, MAIN, WIDTH], layout)
+    rest = ring  # not used
+    if MAIN < ROWS:
+        rest = gl.allocate_shared_memory(dtype, [STAGES, ROWS - MAIN, WIDTH], layout)
+    return ring, rest
+
+
 @gluon.jit
 def first_row(tile_m, M, BLOCK: gl.constexpr):
     """The row of the matrix that is the first one of tile number `tile_m`: the last tile begins so much earlier that it
@@ -110,9 +128,9 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def acc_layout_of(rows, fp8=False):
-    """Of the accumulator of four warps that multiply so many rows of x."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32 if fp8 else 16])
+def acc_layout_of(columns, fp8=False):
+    """Of an accumulator of four warps with so many columns, of products of 16-bit values or of FP8."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32 if fp8 else 16])
 
 
 @gluon.jit
@@ -141,6 +159,15 @@ def multiply_steps(acc, rows, columns, ready, empty, stage, phase, K, HALF: gl.c
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
     return acc, stage, phase
+
+
+@gluon.jit
+def store_through(staging, values, out, corner):
+    """Stores `values`, a box of the descriptor `out` from `corner` on, by way of shared memory: the accelerator reads
+    them there (`tma.store_wait`)."""
+    staging.store(values)
+    fence_async_shared()
+    store_tile(out, corner, staging)
 
 
 @gluon.jit

@@ -30,7 +30,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -46,6 +45,7 @@ from llm_quant_rocm.kernels.hopper import (
     SMS,
     acc_layout_of,
     advance,
+    allocate_ring,
     cta_barrier,
     descriptor,
     first_row,
@@ -59,7 +59,8 @@ from llm_quant_rocm.kernels.hopper import (
     place,
     row_descriptor,
     row_in_tile,
-    store_tile,
+    store_through,
+    tile_and_rest,
     tile_descriptor,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
@@ -291,9 +292,7 @@ def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.co
         tma.store_wait(0)
     elif TURN >= STORES:
         tma.store_wait(STORES - 1)
-    own.permute((1, 0)).store(acc.to(out.dtype))
-    fence_async_shared()
-    store_tile(out, [row, column], own)
+    store_through(own, acc.to(out.dtype).permute((1, 0)), out, [row, column])
 
 
 @gluon.jit
@@ -423,7 +422,7 @@ def _consumer(
         if EARLY_SCALES:
             scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
         # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
-        row_scales, rest_scales = x_scale, x_scale
+        row_scales, rest_scales = x_scale, x_scale  # None, where x has none
         if STORES and FP8:
             SLICE_ROWS: gl.constexpr = staging.shape[1]
             row_scales = _load_row_scales(x_scale, tile_m, 0, M, BLOCK_M, MAIN, SLICE_ROWS)
@@ -521,12 +520,7 @@ def nvfp4_wgmma_large_kernel(
     is that of `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, MAIN, DEPTH * 64], ring_layout)
-    if MAIN < BLOCK_M:
-        rest_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M - MAIN, DEPTH * 64], ring_layout)
-    else:
-        rest_ring = ring  # not used
+    ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -640,9 +634,7 @@ def _launch(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_k = STEP_BYTES // x.element_size()
-    main = main_part(config.block_m)
-    block_m = config.block_m if m > main else main
-    rest = block_m - main
+    block_m, rest = tile_and_rest(config.block_m, m)
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)
     tiles = cdiv(m, block_m) * cdiv(n, config.block_n)
@@ -666,7 +658,7 @@ def _launch(
     depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
     stores, ring_bytes, target = 0, RING_BYTES, out
     if parts is None and tile_expert is None and n % 8 == 0:
-        rows = min(STORE[0], main // 2)
+        rows = min(STORE[0], main_part(block_m) // 2)
         stores, target = STORES, tile_descriptor(out, rows, STORE[1])
         ring_bytes -= 2 * stores * rows * STORE[1] * out.element_size()
     nvfp4_wgmma_large_kernel[(programs,)](

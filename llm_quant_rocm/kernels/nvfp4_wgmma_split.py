@@ -35,6 +35,7 @@ from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
     advance,
+    allocate_ring,
     cta_barrier,
     descriptor,
     first_row,
@@ -48,6 +49,7 @@ from llm_quant_rocm.kernels.hopper import (
     reinterpret,
     row_descriptor,
     row_in_tile,
+    tile_and_rest,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     epilogue,
@@ -429,11 +431,7 @@ def nvfp4_wgmma_split_kernel(
     SHARED: gl.constexpr = parts is not None
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     MAIN: gl.constexpr = main_rows(BLOCK_M)
-    ring = gl.allocate_shared_memory(x.dtype, [STAGES, MAIN, DEPTH * 64], ring_layout)
-    if MAIN < BLOCK_M:
-        rest_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M - MAIN, DEPTH * 64], ring_layout)
-    else:
-        rest_ring = ring  # not used
+    ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -496,11 +494,10 @@ def gemm_split(
     m, k = x.shape
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_n = config.block_n
-    main = main_part(config.block_m)
-    block_m = config.block_m if m > main else main
+    block_m, rest = tile_and_rest(config.block_m, m)
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if block_m <= 64 else 1
-    tiles = cdiv(m, block_m) * cdiv(n, block_n)
+    tiles = config.tiles(m, n)
     programs, parts, flags, sum_bytes = tiles, None, None, 0
     if config.programs:
         # No more than run together: one waits for what another adds.
@@ -516,7 +513,7 @@ def gemm_split(
     # filled for the one before, and a barrier tells a turn only from the next.
     stages = stages // config.split_k * config.split_k
     nvfp4_wgmma_split_kernel[(programs,)](
-        row_descriptor(x, block_m - main or main),
+        row_descriptor(x, rest or block_m),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, out, parts, flags, m, n, k,

@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.hopper import (
     SMS,
+    acc_layout_of,
     advance,
     first_row,
     leave,
@@ -36,7 +37,7 @@ from llm_quant_rocm.kernels.hopper import (
     place,
     row_descriptor,
     row_in_tile,
-    store_tile,
+    store_through,
     tile_descriptor,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
@@ -134,7 +135,7 @@ def _store(acc, m, n, x_scale, w_scale, bias, out, staging, M, N):
     """The epilogue of acc, whose corner in the result is [m, n], as much at a time as `staging` has room for."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, staging.shape[1], 32])
+    layout: gl.constexpr = acc_layout_of(staging.shape[1], fp8=True)
     if staging.shape[0] < ROWS:
         upper, lower = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
         _store(upper, m, n, x_scale, w_scale, bias, out, staging, M, N)
@@ -152,9 +153,7 @@ def _store(acc, m, n, x_scale, w_scale, bias, out, staging, M, N):
         if bias is not None:
             acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
         tma.store_wait(0)
-        staging.store(acc.to(out.dtype))
-        fence_async_shared()
-        store_tile(out, [m, n], staging)
+        store_through(staging, acc.to(out.dtype), out, [m, n])
 
 
 @gluon.jit
@@ -165,7 +164,7 @@ def _consumer(
     """Multiplies half of each tile's rows of x, the upper (0) or the lower ones (1), with its rows of the weight."""
     ROWS: gl.constexpr = BLOCK_M // 2
     BLOCK_K: gl.constexpr = x_ring.shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    layout: gl.constexpr = acc_layout_of(BLOCK_N, fp8=True)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     stage = 0

@@ -16,7 +16,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
 )
@@ -25,13 +24,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.hopper import (
+    acc_layout_of,
     advance,
     init_ring,
     leave,
     load_tile,
     multiply_steps,
     place,
-    store_tile,
+    store_through,
     tile_descriptor,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
@@ -136,7 +136,7 @@ def _store(acc, m, n, out, staging):
     """Stores acc^T, whose corner in the result is [m, n], as many rows of acc at a time as `staging` has room for."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    layout: gl.constexpr = acc_layout_of(COLUMNS, fp8=True)
     if staging.shape[1] < ROWS:
         upper, lower = acc.reshape(2, ROWS // 2, COLUMNS).permute(1, 2, 0).split()
         _store(upper, m, n, out, staging)
@@ -144,9 +144,7 @@ def _store(acc, m, n, out, staging):
     else:
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
         tma.store_wait(0)
-        staging.store(acc.to(out.dtype).permute((1, 0)))
-        fence_async_shared()
-        store_tile(out, [m, n], staging)
+        store_through(staging, acc.to(out.dtype).permute((1, 0)), out, [m, n])
 
 
 @gluon.jit
@@ -158,7 +156,7 @@ def _consumer(
     tile_expert, tile_count = routing
     x_ring, w_ring, ready, empty, started = shared
     ROWS: gl.constexpr = BLOCK_N // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    layout: gl.constexpr = acc_layout_of(BLOCK_M, fp8=True)
     tiles_m = gl.load(tile_count)
     tiles_n = gl.cdiv(N, BLOCK_N)
     stage = 0

@@ -127,6 +127,20 @@ def test_consumers_take_every_step_once_in_the_producers_order(
         assert sorted(everything) == [(step // tile_steps, step) for step in steps]
 
 
+def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """What a module's kernel is launched with from now on, on an H100's multiprocessors: arguments and options."""
+    launches: list[tuple[Any, dict[str, Any]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **options: launches.append((arguments, options))
+
+    monkeypatch.setattr(module, f"{module.__name__.rpartition('.')[2]}_kernel", Kernel())
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "flags_of", lambda device: None)
+    return launches
+
+
 @pytest.mark.parametrize("m", [1, 16, 32, 64, 80, 128])
 def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another consumer could come a whole round too early, and a barrier would not tell it."""
@@ -135,22 +149,16 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
     from llm_quant_rocm import hardware
     from llm_quant_rocm.kernels import nvfp4_wgmma_split
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def run(*arguments: Any, **options: Any) -> None:
-                assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
-                assert 0 < options["EAGER"] <= options["STAGES"]
-
-            return run
-
-    monkeypatch.setattr(nvfp4_wgmma_split, "nvfp4_wgmma_split_kernel", Kernel())
-    monkeypatch.setattr(nvfp4_wgmma_split, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(nvfp4_wgmma_split, "flags_of", lambda device: None)
+    launches = launches_of(nvfp4_wgmma_split, monkeypatch)
     x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
     words = torch.zeros(16, 8, 128, dtype=torch.int32, device="cpu")
     scales = torch.zeros(16, 8, 64, dtype=torch.uint8, device="cpu")
     for config in nvfp4_wgmma_split.configs(m) + nvfp4_wgmma_split.shared_configs(m, 10240):
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
+    assert launches
+    for _, options in launches:
+        assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
+        assert 0 < options["EAGER"] <= options["STAGES"]
 
 
 @pytest.mark.parametrize("n", [5120, 1001])
@@ -161,37 +169,33 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     from llm_quant_rocm import hardware
     from llm_quant_rocm.kernels import nvfp4_wgmma_large
 
-    stored = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def run(*arguments: Any, **options: Any) -> None:
-                out, parts = arguments[6:8]
-                stage = options["BLOCK_M"] * 128 + options["BLOCK_N"] * 36
-                used = options["STAGES"] * stage
-                if options["STORES"]:
-                    assert parts is None and n == 5120
-                    rows, columns = out.block_shape
-                    assert options["BLOCK_M"] % rows == 0 and 2 * rows <= nvfp4_wgmma_large.main_part(
-                        options["BLOCK_M"]
-                    )
-                    used += 2 * options["STORES"] * rows * columns * 2
-                else:
-                    assert parts is not None or n == 1001
-                assert nvfp4_wgmma_large.RING_BYTES - stage < used <= nvfp4_wgmma_large.RING_BYTES
-                stored.append(options["STORES"])
-
-            return run
-
-    monkeypatch.setattr(nvfp4_wgmma_large, "nvfp4_wgmma_large_kernel", Kernel())
-    monkeypatch.setattr(nvfp4_wgmma_large, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(nvfp4_wgmma_large, "flags_of", lambda device: None)
+    launches = launches_of(nvfp4_wgmma_large, monkeypatch)
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     words = torch.zeros(32, 320, 128, dtype=torch.int32)
     scales = torch.zeros(32, 320, 64, dtype=torch.uint8)
     for config in nvfp4_wgmma_large.configs(m, n, 2048):
         nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
-    assert len(set(stored)) == (2 if n == 5120 else 1)
+    for arguments, options in launches:
+        (out, parts), block_m = arguments[6:8], options["BLOCK_M"]
+        stage = block_m * 128 + options["BLOCK_N"] * 36
+        used = options["STAGES"] * stage
+        if options["STORES"]:
+            assert parts is None and n == 5120
+            rows, columns = out.block_shape
+            assert block_m % rows == 0 and 2 * rows <= nvfp4_wgmma_large.main_part(block_m)
+            used += 2 * options["STORES"] * rows * columns * 2
+        else:
+            assert parts is not None or n == 1001
+        assert nvfp4_wgmma_large.RING_BYTES - stage < used <= nvfp4_wgmma_large.RING_BYTES
+    assert len({options["STORES"] for _, options in launches}) == (2 if n == 5120 else 1)
+
+
+def test_a_tile_has_a_rest_where_the_main_part_is_too_small() -> None:
+    from llm_quant_rocm.kernels.hopper import tile_and_rest
+
+    assert [tile_and_rest(96, m) for m in (1, 64, 65, 500)] == [(64, 0), (64, 0), (96, 32), (96, 32)]
+    assert [tile_and_rest(320, m) for m in (256, 257)] == [(256, 0), (320, 64)]
+    assert [tile_and_rest(128, m) for m in (5, 128, 129)] == 3 * [(128, 0)]
 
 
 def test_batch_invariant_sums_have_no_parts() -> None:
