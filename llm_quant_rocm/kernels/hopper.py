@@ -121,10 +121,20 @@ def load_rows(x, row, column, ready, tile, pred=True):
 
 
 @gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and its barrier's phase."""
-    wrapped = stage == STAGES - 1
-    return gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+def advance(stage, phase, STAGES: gl.constexpr, STEPS: gl.constexpr = 1):
+    """The stage of a ring STEPS after this one, and its barrier's phase."""
+    for _ in gl.static_range(STEPS):
+        wrapped = stage == STAGES - 1
+        stage, phase = gl.where(wrapped, 0, stage + 1), gl.where(wrapped, phase ^ 1, phase)
+    return stage, phase
+
+
+@gluon.jit
+def behind(stage, STAGES: gl.constexpr, STEPS: gl.constexpr = 1):
+    """The stage of a ring STEPS before this one."""
+    for _ in gl.static_range(STEPS):
+        stage = gl.where(stage == 0, STAGES - 1, stage - 1)
+    return stage
 
 
 @gluon.constexpr_function
@@ -154,10 +164,10 @@ def multiply_steps(acc, rows, columns, ready, empty, stage, phase, K, HALF: gl.c
         acc = warpgroup_mma(mine, columns.index(stage).permute((1, 0)), acc, is_async=True)
         # Now the step before is finished, and its stage free.
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+        mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1, pred=step > 0)
         stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+    mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1)
     return acc, stage, phase
 
 

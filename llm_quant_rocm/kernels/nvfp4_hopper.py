@@ -65,7 +65,7 @@ def batch_invariant(config: Config) -> Config:
         return nvfp4_wgmma.Config(next_power_of_2(config.block_m), 64, 128, stages=2)
     if isinstance(config, nvfp4_wgmma.Config):
         return replace(config, programs=0)
-    return replace(config, cut=0, shares=0)
+    return replace(config, block_n=max(config.block_n, 128), cut=0, shares=0)
 
 
 def gemm(

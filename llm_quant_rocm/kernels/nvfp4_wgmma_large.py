@@ -6,7 +6,8 @@ units. Here a multiprocessor has one program all the time. Four warps each, two 
 rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of
 codes, scales and x. The consumers do not wait for each other, and each has a step queued while it decodes the next, so
 that the matrix units run meanwhile. Where every tile is one program's, the accelerator stores it from shared memory,
-while the next one is multiplied.
+while the next one is multiplied. Of a tile with 64 rows of the weight, what one wgmma takes, each consumer multiplies
+every second step, and then they exchange sums.
 
 Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Or each
@@ -46,6 +47,7 @@ from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
     advance,
     allocate_ring,
+    behind,
     cta_barrier,
     descriptor,
     first_row,
@@ -57,6 +59,7 @@ from llm_quant_rocm.kernels.hopper import (
     main_rows,
     multiply_rest,
     place,
+    reinterpret,
     row_descriptor,
     row_in_tile,
     store_through,
@@ -74,7 +77,16 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
-from llm_quant_rocm.kernels.wgmma_parts import add_part, begin_of, columns_of, give_part, store_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import (
+    add_part,
+    begin_of,
+    columns_of,
+    give_part,
+    load_shared_part,
+    share_part,
+    store_part,
+    take_parts,
+)
 
 RING_BYTES = 220 * 1024
 # Bytes of a row of x in one step.
@@ -96,10 +108,11 @@ class Config:
     """How the product is cut.
 
     Attributes:
-        block_m, block_n: rows of x, 64, 128, 192, 256 or 320, and of the weight, 128 or 256, in a tile; 256 of either
-            only with 128 of the other, 192 and 320 with 128.
+        block_m, block_n: rows of x, 64, 128, 192, 256 or 320, and of the weight, 64, 128 or 256, in a tile; 256 of
+            the weight only with up to 128 of x, 192 and 320 of x with 128, and 64 of the weight with 256 of x.
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
-            (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows.
+            (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows, and
+            of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
             together; `cut` is for where they do not.
     """
@@ -112,6 +125,8 @@ class Config:
     def __post_init__(self) -> None:
         if main_part(self.block_m) < self.block_m and (self.cut or self.block_n > 128):
             raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
+        if self.block_n == 64 and (self.block_m != 256 or self.cut or self.shares):
+            raise ValueError("tiles of 64 rows of the weight are of 256 rows of x and not cut")
 
 
 def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
@@ -122,12 +137,18 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     shapes = [(64, 128), (64, 256)] if m <= 64 else [(192, 128), (256, 128)] if m > 128 else []
     if m > 256:
         shapes.append((320, 128))
+    # The multiprocessors read more of x for as many products: for a few waves only.
+    if m > 128 and n % 8 == 0 and cdiv(m, 256) * cdiv(n, 64) <= 4 * SMS:
+        shapes.append((256, 64))
     if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
         # In FP8 the tile of 128 x 256 would spill.
         shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
     found = []
     for block_m, block_n in shapes:
         tiles = cdiv(m, block_m) * cdiv(n, block_n)
+        if block_n == 64:
+            found.append(Config(block_m, block_n, 0))
+            continue
         two = main_part(block_m) < block_m
         cuts = (0,) if two else (0, 2) if tiles < SMS else (0, 1, 2)
         found += [Config(block_m, block_n, cut) for cut in cuts]
@@ -188,11 +209,14 @@ def _producer(
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, ready, empty, started = shared
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
+    if BLOCK_N == 64:
+        for i in gl.static_range(2):
+            mbarrier.init(exchanged.index(i), count=2)
     init_ring(ready, empty, started, 2)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
@@ -338,19 +362,63 @@ def _store(
 
 
 @gluon.jit
+def _exchange(acc, staging, exchanged, HALF: gl.constexpr, TURN: gl.constexpr):
+    """The sum of both consumers' acc [64, columns] in slice number TURN of this one's half of the columns. TURN is even
+    at every second call."""
+    SLICE: gl.constexpr = staging.shape[1]
+    SLICES: gl.constexpr = acc.shape[1] // SLICE
+    layout: gl.constexpr = acc_layout_of(SLICE)
+    # Where a consumer's results wait to be stored there is room for as much in fp32.
+    sums = reinterpret(staging, gl.float32, [2, SLICE // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    tma.store_wait(0)
+    cta_barrier()
+    share_part(columns_of(acc, SLICE, (1 - HALF) * (SLICES // 2) + TURN, layout), sums.index(HALF))
+    cta_barrier()
+    mbarrier.arrive(exchanged.index(0), count=1)
+    mbarrier.wait(exchanged.index(0), TURN % 2)
+    theirs = load_shared_part(sums.index(1 - HALF), layout)
+    cta_barrier()
+    mbarrier.arrive(exchanged.index(1), count=1)
+    mbarrier.wait(exchanged.index(1), TURN % 2)
+    return columns_of(acc, SLICE, HALF * (SLICES // 2) + TURN, layout) + theirs
+
+
+@gluon.jit
+def _store_sums(
+    acc, scales, row_scales, column, tile_m, result, exchanged, HALF: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of half of a tile's rows of x, the sums of both consumers' acc [64, BLOCK_M]."""
+    bias, out, staging, M, N = result
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = staging.shape[1]
+    low, high = row_scales, row_scales
+    if row_scales is not None:
+        low, high = row_scales.reshape(2, 1, SLICE).permute(1, 2, 0).split()
+    for i in gl.static_range(2):
+        total = _exchange(acc, staging, exchanged, HALF, i)
+        number = (HALF * 2 + i) * SLICE
+        own_scales = low if i == 0 else high
+        _store(total, scales, own_scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
+
+
+@gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr,
     FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x."""
+    """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
+    of them in every second step, and then has half of the rows of x."""
     x_scale, global_scale, bias, out, staging, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, ready, empty, started = shared
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     REST: gl.constexpr = BLOCK_M - MAIN
-    ROWS: gl.constexpr = BLOCK_N // 2
+    # Steps from one of this consumer to its next, and the number of consumers that add them.
+    APART: gl.constexpr = 2 if BLOCK_N == 64 else 1
+    ROWS: gl.constexpr = BLOCK_N * APART // 2
+    PART: gl.constexpr = HALF if APART == 1 else 0
     NT: gl.constexpr = ROWS // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
@@ -373,17 +441,17 @@ def _consumer(
     begin, end, pieces = _pieces(tiles, whole, tile_groups, CUT, SHARES)
 
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
-    stage = 0
+    stage = HALF if APART == 2 else 0
     phase = 0
-    steps = (gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin) * UNROLL - 1
+    steps = (gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin) * (UNROLL // APART) - 1
     mbarrier.wait(started, 0)
-    mbarrier.wait(ready.index(0), 0, pred=pieces > 0)
-    words, scale_pairs = _load(codes, pairs, 0, HALF, NT)
+    mbarrier.wait(ready.index(stage), 0, pred=pieces > 0)
+    words, scale_pairs = _load(codes, pairs, stage, PART, NT)
     operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
     if EARLY:
         ahead, ahead_phase = advance(stage, phase, STAGES)
         mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-        words, scale_pairs = _load(codes, pairs, ahead, HALF, NT)
+        words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
         steps -= 1
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
@@ -398,7 +466,7 @@ def _consumer(
             rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
         # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
         for turn in range(0, gl.maximum(last - first, 1)):
-            for i in gl.static_range(UNROLL):
+            for i in gl.static_range(UNROLL // APART):
                 acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
                 # Then the step before is finished, and its stage free.
                 if REST:
@@ -406,26 +474,28 @@ def _consumer(
                     acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
                 else:
                     acc = warpgroup_mma_wait(1, deps=[acc])
-                free = gl.where(stage == 0, STAGES - 1, stage - 1)
-                mbarrier.arrive(empty.index(free), count=1, pred=turn > 0 if i == 0 else True)
-                stage, phase = advance(stage, phase, STAGES)
+                free = behind(stage, STAGES, APART)
+                mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+                stage, phase = advance(stage, phase, STAGES, APART)
                 if EARLY:
                     operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
                 ahead, ahead_phase = stage, phase
                 if EARLY:
                     ahead, ahead_phase = advance(stage, phase, STAGES)
                 mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-                words, scale_pairs = _load(codes, pairs, ahead, HALF, NT)
+                words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
                 if not EARLY:
                     operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
                 steps -= 1
+        first_column = tile_n * BLOCK_N + PART * ROWS
         if EARLY_SCALES:
-            scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
+            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
         # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
         row_scales, rest_scales = x_scale, x_scale  # None, where x has none
         if STORES and FP8:
             SLICE_ROWS: gl.constexpr = staging.shape[1]
-            row_scales = _load_row_scales(x_scale, tile_m, 0, M, BLOCK_M, MAIN, SLICE_ROWS)
+            OWN: gl.constexpr = MAIN // APART
+            row_scales = _load_row_scales(x_scale, tile_m, (HALF - PART) * OWN, M, BLOCK_M, OWN, SLICE_ROWS)
             if REST:
                 rest_scales = _load_row_scales(x_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
         if REST:
@@ -434,8 +504,9 @@ def _consumer(
             acc = warpgroup_mma_wait(0, deps=[acc])
         if not EARLY_SCALES:
             tile_m, tile_n = place(tile, tiles_m, tiles_n)
-            scales = load_scales(scale, (tile_n * 2 + HALF) * ROWS, N, acc_layout, ROWS)
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            first_column = tile_n * BLOCK_N + PART * ROWS
+            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
+        mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
 
         is_whole = last - first == tile_groups
         if SHARES:
@@ -469,12 +540,14 @@ def _consumer(
                 acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
         if STORES:
             # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
-            column = tile_n * BLOCK_N + HALF * ROWS
             result = (bias, out, staging, M, N)
-            _store(acc, scales, row_scales, 0, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
+            if APART == 2:
+                _store_sums(acc, scales, row_scales, first_column, tile_m, result, exchanged, HALF, UNSCALE)
+            else:
+                _store(acc, scales, row_scales, 0, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
             if REST:
                 TURN: gl.constexpr = MAIN // staging.shape[1]
-                _store(rest, scales, rest_scales, MAIN, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+                _store(rest, scales, rest_scales, MAIN, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
         elif is_whole if SHARES else first == 0:
             half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
             for half in gl.static_range(2):
@@ -527,6 +600,9 @@ def nvfp4_wgmma_large_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # The producer initializes the ring's.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    exchanged = ready  # not used
+    if BLOCK_N == 64:
+        exchanged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(started, count=1)
     if STORES:  # noqa: SIM108  # constants decide what is compiled
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
@@ -534,7 +610,7 @@ def nvfp4_wgmma_large_kernel(
         staging = ring  # not used
     operands = (x_scale, global_scale, bias, out, staging, parts, flags)
     routing = (tile_expert, tile_count, row_map, row_weight)
-    shared = (ring, rest_ring, codes, pairs, ready, empty, started)
+    shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
     gl.warp_specialize(
@@ -635,9 +711,11 @@ def _launch(
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_k = STEP_BYTES // x.element_size()
     block_m, rest = tile_and_rest(config.block_m, m)
+    # Of tiles with 64 rows of the weight only the accelerator stores results.
+    block_n = config.block_n if n % 8 == 0 else max(config.block_n, 128)
     # No more than run together: one waits for what another adds.
     programs = multiprocessors(x.device)
-    tiles = cdiv(m, block_m) * cdiv(n, config.block_n)
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
     if tile_expert is not None:
@@ -652,10 +730,10 @@ def _launch(
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
     if whole < tiles:
-        parts = torch.empty((programs, config.block_n, block_m), dtype=torch.float32, device=x.device)
+        parts = torch.empty((programs, block_n, block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
-    depth, row_tiles = block_k // COLUMNS, config.block_n // ROWS
+    depth, row_tiles = block_k // COLUMNS, block_n // ROWS
     stores, ring_bytes, target = 0, RING_BYTES, out
     if parts is None and tile_expert is None and n % 8 == 0:
         rows = min(STORE[0], main_part(block_m) // 2)
@@ -666,8 +744,8 @@ def _launch(
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
         global_scale, bias, target, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
-        BLOCK_M=block_m, BLOCK_N=config.block_n, DEPTH=depth,
-        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + config.block_n * block_k * 9 // 16),
+        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
+        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
         ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),

@@ -61,7 +61,14 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
-from llm_quant_rocm.kernels.wgmma_parts import begin_of, columns_of, give_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import (
+    begin_of,
+    columns_of,
+    give_part,
+    load_shared_part,
+    share_part,
+    take_parts,
+)
 
 RING_BYTES = 216 * 1024
 # Of the ring; more bring nothing.
@@ -263,26 +270,6 @@ def _place_of(
 
 
 @gluon.jit
-def _store_part(acc, part):
-    """Stores acc [64, M] as it lies in registers in `part`, fp32 [M / 8, 128, 4]: four values of each thread side by
-    side."""
-    M: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
-    # Warp, row half, row, column tile, lane % 4, column.
-    values = acc.reshape(4, 2, 8, M // 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(M // 8, 128, 4)
-    part.store(gl.convert_layout(values, layout, assert_trivial=True))
-
-
-@gluon.jit
-def _load_part(part, acc_layout: gl.constexpr):
-    """What another consumer stored with `_store_part`."""
-    M: gl.constexpr = part.shape[0] * 8
-    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
-    values = part.load(layout).reshape(M // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, M)
-    return gl.convert_layout(values, acc_layout, assert_trivial=True)
-
-
-@gluon.jit
 def _share_out(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
     """Stores those columns of acc [64, M] that other consumers of the group add."""
     SLICE: gl.constexpr = sums.shape[1] * 8
@@ -290,7 +277,7 @@ def _share_out(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.c
     for adder in gl.static_range(SLICES):
         if adder != MINE:
             columns = columns_of(acc, SLICE, adder, acc_layout_of(SLICE))
-            _store_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
+            share_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
 
 
 @gluon.jit
@@ -304,7 +291,7 @@ def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.cons
         if owner == MINE:
             total += columns_of(acc, SLICE, MINE, layout)
         else:
-            total += _load_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), layout)
+            total += load_shared_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), layout)
     return total
 
 

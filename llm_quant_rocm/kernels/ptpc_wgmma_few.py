@@ -28,6 +28,7 @@ from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.hopper import (
     SMS,
     advance,
+    behind,
     leave,
     load_tile,
     main_part,
@@ -196,13 +197,13 @@ def _consumer(
                 acc, rest = warpgroup_mma_wait(2 * LINES, deps=[acc, rest])
             else:
                 acc = warpgroup_mma_wait(LINES, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+            mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = advance(stage, phase, STAGES)
         if MAIN < BLOCK_N:
             acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1)
         _store(acc, rows, scale, bias, out, tile * BLOCK_N, N)
         if MAIN < BLOCK_N:
             _store(rest, rows, rest_scale, bias, out, tile * BLOCK_N + MAIN, N)

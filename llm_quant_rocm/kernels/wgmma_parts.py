@@ -52,6 +52,26 @@ def add_part(acc, part, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def share_part(acc, part):
+    """Stores acc [64, M] as it lies in registers in `part`, fp32 [M / 8, 128, 4]: four values of each thread side by
+    side."""
+    M: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
+    # Warp, row half, row, column tile, lane % 4, column.
+    values = acc.reshape(4, 2, 8, M // 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(M // 8, 128, 4)
+    part.store(gl.convert_layout(values, layout, assert_trivial=True))
+
+
+@gluon.jit
+def load_shared_part(part, acc_layout: gl.constexpr):
+    """What another consumer of the program stored with `share_part`."""
+    M: gl.constexpr = part.shape[0] * 8
+    layout: gl.constexpr = gl.BlockedLayout([M // 8, 1, 4], [1, 32, 1], [1, 4, 1], [2, 0, 1])
+    values = part.load(layout).reshape(M // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, M)
+    return gl.convert_layout(values, acc_layout, assert_trivial=True)
+
+
+@gluon.jit
 def columns_of(acc, SLICE: gl.constexpr, NUMBER: gl.constexpr, layout: gl.constexpr):
     """Columns NUMBER * SLICE and following of acc [N, M], SLICE of them: registers that each thread has."""
     PARTS: gl.constexpr = acc.shape[1] // SLICE

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 # The large kernel's tiles, whole, cut at the end, and shared by programs; and cuBLAS with the weight in memory,
 # so many values at a time.
 CONFIGS = [
-    (256, 128), (256, 128, 1), (256, 128, 0), (128, 128, 2, 3), (256, 128, 2, 4), (128, 256), (192, 128, 0),
-    (320, 128, 0, 4), {"values": 2**26},
+    (256, 128), (256, 128, 1), (256, 128, 0), (128, 128, 2, 3), (256, 128, 2, 4), (128, 256), (256, 64, 0),
+    (192, 128, 0), (320, 128, 0, 4), {"values": 2**26},
 ]  # fmt: skip
 
 

@@ -26,12 +26,23 @@ def python(*functions: str, programs: int = 0, program: int = 0) -> list[Callabl
         num_programs=lambda axis: programs,
         program_id=lambda axis: program,
         constexpr=int,
+        static_range=range,
     )
     names: dict[str, Any] = {"gl": gl}
     for name in functions:
         function = next(getattr(module, name) for module in modules if hasattr(module, name))
         exec(textwrap.dedent(inspect.getsource(function.fn)).replace("@gluon.jit\n", ""), names)
     return [names[name] for name in functions]
+
+
+@pytest.mark.parametrize("stages", [3, 4, 6])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_ring_goes_on_and_back(stages: int, steps: int) -> None:
+    advance, behind = python("advance", "behind")
+    places = [(step % stages, step // stages & 1) for step in range(5 * stages)]
+    for here, there in zip(places, places[steps:], strict=False):
+        assert advance(*here, stages, steps) == there
+        assert behind(there[0], stages, steps) == here[0]
 
 
 @pytest.mark.parametrize("tiles_n", [1, 2, 17, 33])
@@ -205,5 +216,6 @@ def test_batch_invariant_sums_have_no_parts() -> None:
     few, many = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
+    assert batch_invariant(many(256, 64, 0)) == many(256, 128, 0)
     assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
     assert batch_invariant(nvfp4_wgmma_split.Config(96, 2)) == few(128, 64, 128, programs=0, stages=2)
