@@ -34,60 +34,60 @@ SLOWING = 1.05
 
 # Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
-    ("expanded", 0, 0, "whole"): (2.96, 0.294, 0.995, 0.0),
-    ("fp8", 192, 128, "shares"): (4.045, 2.213, 3.188, 0.066),
-    ("fp8", 192, 128, "whole"): (1.88, 2.148, 2.545, 0.0),
-    ("fp8", 256, 64, "whole"): (1.947, 1.4, 1.4, 0.0),
-    ("fp8", 256, 128, "cut"): (8.786, 2.64, 1.396, 0.99),
-    ("fp8", 256, 128, "shares"): (4.384, 2.527, 3.76, 0.098),
-    ("fp8", 256, 128, "whole"): (1.947, 2.403, 2.623, 0.0),
-    ("fp8", 320, 128, "shares"): (4.074, 3.021, 7.032, 0.0),
-    ("fp8", 320, 128, "whole"): (1.344, 3.111, 3.138, 0.0),
-    ("large", 64, 128, "cut"): (4.385, 0.977, 0.0, 0.491),
-    ("large", 64, 128, "shares"): (2.612, 0.903, 1.852, 0.171),
-    ("large", 64, 128, "whole"): (1.399, 0.917, 1.382, 0.0),
-    ("large", 64, 256, "cut"): (4.846, 1.845, 0.0, 0.791),
-    ("large", 64, 256, "shares"): (0.0, 1.538, 5.993, 0.2),
-    ("large", 64, 256, "whole"): (0.0, 1.425, 4.936, 0.0),
-    ("large", 128, 128, "cut"): (4.903, 1.235, 0.143, 0.701),
-    ("large", 128, 128, "shares"): (3.255, 1.157, 1.927, 0.188),
-    ("large", 128, 128, "whole"): (2.341, 1.176, 0.97, 0.0),
-    ("large", 128, 256, "cut"): (7.419, 2.29, 0.0, 2.516),
-    ("large", 128, 256, "shares"): (4.095, 2.005, 4.616, 0.067),
-    ("large", 128, 256, "whole"): (2.334, 1.903, 2.52, 0.0),
-    ("large", 192, 128, "shares"): (4.148, 1.559, 2.714, 0.028),
-    ("large", 192, 128, "whole"): (1.49, 1.527, 1.665, 0.0),
-    ("large", 256, 64, "whole"): (2.013, 1.2, 1.4, 0.0),
-    ("large", 256, 128, "cut"): (6.182, 2.132, 0.604, 1.235),
-    ("large", 256, 128, "shares"): (3.773, 1.991, 3.218, 0.259),
-    ("large", 256, 128, "whole"): (2.013, 1.983, 1.619, 0.0),
-    ("large", 320, 128, "shares"): (4.595, 2.513, 5.291, 0.103),
-    ("large", 320, 128, "whole"): (1.205, 2.481, 2.554, 0.0),
-    ("split", 8, 64, "shared"): (1.779, 0.181, 0.466, 0.415),
-    ("split", 8, 64, "whole"): (1.241, 0.148, 1.066, 0.0),
-    ("split", 8, 128, "shared"): (1.281, 0.367, 0.905, 0.636),
-    ("split", 8, 128, "whole"): (0.816, 0.261, 1.804, 0.0),
-    ("split", 16, 64, "shared"): (1.758, 0.179, 0.612, 0.446),
-    ("split", 16, 64, "whole"): (0.966, 0.154, 1.373, 0.0),
-    ("split", 16, 128, "shared"): (1.79, 0.373, 1.283, 0.433),
-    ("split", 16, 128, "whole"): (0.629, 0.279, 2.096, 0.0),
-    ("split", 32, 64, "shared"): (2.406, 0.186, 0.886, 0.381),
-    ("split", 32, 64, "whole"): (0.805, 0.164, 1.637, 0.0),
-    ("split", 32, 128, "shared"): (1.6, 0.366, 1.574, 0.418),
-    ("split", 32, 128, "whole"): (0.647, 0.296, 1.922, 0.0),
-    ("split", 64, 64, "shared"): (1.44, 0.235, 1.228, 0.59),
-    ("split", 64, 64, "whole"): (0.712, 0.2, 2.058, 0.0),
-    ("split", 64, 128, "shared"): (2.054, 0.424, 1.172, 0.562),
-    ("split", 64, 128, "whole"): (0.711, 0.358, 2.257, 0.0),
-    ("split", 96, 64, "whole"): (0.927, 0.274, 2.138, 0.0),
-    ("split", 96, 128, "whole"): (0.748, 0.505, 2.239, 0.0),
-    ("split", 128, 64, "shared"): (0.947, 0.474, 1.793, 0.623),
-    ("split", 128, 64, "whole"): (0.975, 0.299, 2.286, 0.0),
-    ("split", 128, 128, "shared"): (2.02, 0.596, 1.939, 0.755),
-    ("split", 128, 128, "whole"): (0.0, 0.519, 3.333, 0.0),
+    ("expanded", 0, 0, "whole"): (3.236, 0.288, 0.0, 0.0),
+    ("fp8", 192, 128, "shares"): (4.871, 2.198, 2.835, 0.049),
+    ("fp8", 192, 128, "whole"): (1.802, 2.219, 1.958, 0.0),
+    ("fp8", 256, 64, "whole"): (1.844, 1.381, 2.183, 0.0),
+    ("fp8", 256, 128, "cut"): (8.696, 2.631, 0.987, 1.038),
+    ("fp8", 256, 128, "shares"): (4.828, 2.5, 3.573, 0.068),
+    ("fp8", 256, 128, "whole"): (2.1, 2.415, 2.102, 0.0),
+    ("fp8", 320, 128, "shares"): (4.89, 2.989, 6.565, 0.0),
+    ("fp8", 320, 128, "whole"): (1.39, 3.052, 2.778, 0.0),
+    ("large", 64, 128, "cut"): (4.841, 0.977, 0.0, 0.464),
+    ("large", 64, 128, "shares"): (2.97, 0.918, 1.78, 0.151),
+    ("large", 64, 128, "whole"): (1.303, 0.884, 1.648, 0.0),
+    ("large", 64, 256, "cut"): (5.152, 1.824, 0.0, 0.767),
+    ("large", 64, 256, "shares"): (0.0, 1.567, 6.156, 0.17),
+    ("large", 64, 256, "whole"): (0.0, 1.437, 5.05, 0.0),
+    ("large", 128, 128, "cut"): (5.167, 1.241, 0.115, 0.714),
+    ("large", 128, 128, "shares"): (4.006, 1.153, 1.576, 0.168),
+    ("large", 128, 128, "whole"): (2.454, 1.173, 0.94, 0.0),
+    ("large", 128, 256, "cut"): (7.554, 2.284, 0.0, 2.804),
+    ("large", 128, 256, "shares"): (4.824, 1.991, 4.181, 0.049),
+    ("large", 128, 256, "whole"): (2.444, 1.906, 2.436, 0.0),
+    ("large", 192, 128, "shares"): (4.329, 1.573, 2.405, 0.078),
+    ("large", 192, 128, "whole"): (1.564, 1.538, 1.715, 0.0),
+    ("large", 256, 64, "whole"): (2.005, 1.139, 1.823, 0.0),
+    ("large", 256, 128, "cut"): (6.14, 2.127, 0.42, 1.236),
+    ("large", 256, 128, "shares"): (4.073, 1.977, 3.063, 0.235),
+    ("large", 256, 128, "whole"): (2.157, 1.972, 1.607, 0.0),
+    ("large", 320, 128, "shares"): (4.866, 2.513, 4.875, 0.14),
+    ("large", 320, 128, "whole"): (1.67, 2.476, 2.354, 0.0),
+    ("split", 8, 64, "shared"): (1.604, 0.179, 0.491, 0.475),
+    ("split", 8, 64, "whole"): (1.24, 0.148, 1.069, 0.0),
+    ("split", 8, 128, "shared"): (1.372, 0.366, 0.962, 0.507),
+    ("split", 8, 128, "whole"): (0.727, 0.261, 1.839, 0.0),
+    ("split", 16, 64, "shared"): (1.692, 0.181, 0.595, 0.485),
+    ("split", 16, 64, "whole"): (1.045, 0.154, 1.337, 0.0),
+    ("split", 16, 128, "shared"): (1.446, 0.376, 1.348, 0.523),
+    ("split", 16, 128, "whole"): (0.592, 0.28, 2.091, 0.0),
+    ("split", 32, 64, "shared"): (2.329, 0.189, 0.933, 0.369),
+    ("split", 32, 64, "whole"): (0.838, 0.163, 1.678, 0.0),
+    ("split", 32, 128, "shared"): (1.624, 0.368, 1.69, 0.362),
+    ("split", 32, 128, "whole"): (0.711, 0.295, 1.967, 0.0),
+    ("split", 64, 64, "shared"): (1.626, 0.233, 1.179, 0.569),
+    ("split", 64, 64, "whole"): (0.711, 0.199, 2.079, 0.0),
+    ("split", 64, 128, "shared"): (2.558, 0.421, 1.043, 0.485),
+    ("split", 64, 128, "whole"): (0.739, 0.358, 2.252, 0.0),
+    ("split", 96, 64, "whole"): (0.931, 0.273, 2.302, 0.0),
+    ("split", 96, 128, "whole"): (0.937, 0.504, 2.286, 0.0),
+    ("split", 128, 64, "shared"): (1.048, 0.472, 1.74, 0.654),
+    ("split", 128, 64, "whole"): (1.144, 0.298, 2.274, 0.0),
+    ("split", 128, 128, "shared"): (2.153, 0.592, 1.768, 0.823),
+    ("split", 128, 128, "whole"): (0.0, 0.514, 3.501, 0.0),
 }
 
-# Bytes a microsecond of quantizing x and of expanding a weight, and microseconds of a launch more.
+# Bytes a microsecond of quantizing x, of expanding a weight and of storing a result, and microseconds of a launch more.
 _COPY, _LAUNCH = 2.9e6, 2.5
 
 
@@ -98,7 +98,7 @@ class Load(NamedTuple):
         kind: kernel ("fp8" is the large one in FP8, "expanded" cuBLAS in FP8), rows of x and of the weight in a tile,
             and how tiles are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
-        tiles: tiles of which it computes something.
+        tiles: tiles of which it computes something; 0 for cuBLAS, whose results `beside_fp8` counts.
         parts: programs that compute one tile; 0 where none is cut.
     """
 
@@ -112,7 +112,7 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     """What `config` gives the busiest program to do, on 132 multiprocessors."""
     if isinstance(config, Expanded):
         waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
-        return Load(("expanded", 0, 0, "whole"), waves * k / 128, waves, 0)
+        return Load(("expanded", 0, 0, "whole"), waves * k / 128, 0, 0)
     if isinstance(config, nvfp4_wgmma_split.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
         if config.programs:
@@ -156,14 +156,17 @@ def microseconds(config: Config, m: int, n: int, k: int) -> float:
 
 def microseconds_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
     """Of the product in FP8, with the quantization of x before it."""
-    return before_fp8(config, m, n, k) + _microseconds(load_of(config, m, n, k, fp8=True))
+    return beside_fp8(config, m, n, k) + _microseconds(load_of(config, m, n, k, fp8=True))
 
 
-def before_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
-    """Microseconds before the product in FP8: those of quantizing x, and of expanding the weight for cuBLAS, of which
-    9/16 of a byte of each value are read and one is written."""
-    expanding = n * k * 25 / 16 / _COPY + _LAUNCH if isinstance(config, Expanded) else 0
-    return 3 * m * k / _COPY + _LAUNCH + expanding
+def beside_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
+    """Microseconds beside those of the steps in FP8: of quantizing x and, for cuBLAS, of expanding the weight, of which
+    9/16 of a byte of each value are read and one is written, and of storing the result, which it does after a tile's
+    steps, not meanwhile: with few columns in K that takes longer than they do."""
+    quantizing = 3 * m * k / _COPY + _LAUNCH
+    if not isinstance(config, Expanded):
+        return quantizing
+    return quantizing + (n * k * 25 / 16 + 2 * m * n) / _COPY + _LAUNCH
 
 
 def _microseconds(load: Load) -> float:
