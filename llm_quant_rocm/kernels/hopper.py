@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from llm_quant_rocm.kernels.sizes import cdiv
+
 # Renamed after Triton 3.6.
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -38,6 +40,23 @@ def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
     rest = tile - group * (GROUP * tiles_n)
     rows = gl.minimum(tiles_m - group * GROUP, GROUP)
     return group * GROUP + rest % rows, rest // rows
+
+
+@gluon.jit
+def place_after(tile_m, tile_n, tiles_m, tiles_n, GROUP: gl.constexpr = 4):
+    """What `place` gives for the tile after the one at tile_m and tile_n, without its divisions."""
+    first = tile_m // GROUP * GROUP
+    row_ends = tile_m + 1 == gl.minimum(first + GROUP, tiles_m)
+    group_ends = row_ends & (tile_n + 1 == tiles_n)
+    next_n = gl.where(row_ends, gl.where(group_ends, 0, tile_n + 1), tile_n)
+    return gl.where(row_ends, gl.where(group_ends, first + GROUP, first), tile_m + 1), next_n
+
+
+def grid_of_tiles(tiles_m: int, tiles_n: int, group: int = 4) -> tuple[int, int, int]:
+    """A grid with a program for each tile, in the order of `place` without its divisions: its dimensions are tiles of M
+    that go together, `group` or fewer, tiles of N, and such groups. A few of the last one may be beyond M."""
+    groups = cdiv(tiles_m, group)
+    return cdiv(tiles_m, groups), tiles_n, groups
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
 from llm_quant_rocm.kernels.flags import FLAGS, flags_of
-from llm_quant_rocm.kernels.hopper import cta_barrier, descriptor, load_tile, place
+from llm_quant_rocm.kernels.hopper import cta_barrier, descriptor, grid_of_tiles, load_tile, place, place_after
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.wgmma_parts import begin_of
@@ -225,22 +225,61 @@ def first_piece_of(expert, K):
 
 
 @gluon.jit
-def _locate(tile, tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N: gl.constexpr, wanted):
-    """tile_m and tile_n of the tile number `tile`, and where its expert's pieces of the weight begin (0 without one).
+def _own_tile():
+    """The place of the tile of a program that has one, in a `grid_of_tiles`."""
+    return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0), gl.program_id(1)
 
-    The global scales of an expert's rows, which nobody else reads, are asked for meanwhile: the epilogue would wait for
-    memory.
-    """
+
+@gluon.jit
+def _share(tiles_m, tiles_n, tile_groups):
+    """Where a program's share of the groups of steps of all tiles begins and ends; and its first group, by its number
+    in its tile and that tile's place."""
+    # Every program begins with these divisions. They take fewer instructions of unsigned numbers.
+    program, programs = gl.cast(gl.program_id(0), gl.uint32), gl.cast(gl.num_programs(0), gl.uint32)
+    tiles_m, tiles_n = gl.cast(tiles_m, gl.uint32), gl.cast(tiles_n, gl.uint32)
+    tile_groups = gl.cast(tile_groups, gl.uint32)
+    groups = tiles_m * tiles_n * tile_groups
+    begin, end = begin_of(program, groups, programs), begin_of(program + 1, groups, programs)
+    tile = begin // tile_groups
+    group = begin - tile * tile_groups
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    begin, end, group = gl.cast(begin, gl.int32), gl.cast(end, gl.int32), gl.cast(group, gl.int32)
+    return begin, end, group, gl.cast(tile_m, gl.int32), gl.cast(tile_n, gl.int32)
+
+
+@gluon.jit
+def _expert_of(tile_expert, tile_m, inside):
+    """The expert of a tile, or 0 where there are no experts; -1 of a tile without work, or not `inside`."""
     if tile_expert is None:
-        return tile_m, tile_n, gl.to_tensor(0)
+        return gl.where(inside, 0, -1)
     else:
-        expert = gl.load(tile_expert + tile_m, mask=wanted, other=0)
-        row = tile_n * BLOCK_N
-        # Nothing for a tile beyond the last: all programs of short tiles would ask one line of the cache at once.
-        size = gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0)
-        prefetch(global_scale + expert * N + row, size)
-        return tile_m, tile_n, first_piece_of(expert, K)
+        return gl.load(tile_expert + tile_m, mask=inside, other=-1)
+
+
+@gluon.jit
+def _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N: gl.constexpr, wanted):
+    """Brings a tile's global scales to the L2 cache: those of an expert's rows nobody else reads, and the epilogue
+    would wait for memory. Nothing where they are not wanted: all programs of short tiles would ask one line at once."""
+    row = tile_n * BLOCK_N
+    prefetch(global_scale + expert * N + row, gl.where(wanted, gl.minimum(N - row, BLOCK_N) * 4, 0))
+
+
+@gluon.jit
+def _next_group(
+    group, tile_m, tile_n, expert, tiles_m, tiles_n, tile_groups, tile_expert, global_scale, N,
+    BLOCK_N: gl.constexpr, SHARED: gl.constexpr, wanted
+):  # fmt: skip
+    """The group of steps after this one, by its number in its tile, and the place and the expert of that tile: the same
+    one or, if programs share tiles, the next. Not `wanted` beyond the program's last."""
+    group += 1
+    if SHARED:  # noqa: SIM102  # constants decide what is compiled
+        if group == tile_groups:
+            group = 0
+            tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
+            if tile_expert is not None:
+                expert = _expert_of(tile_expert, tile_m, wanted)
+                _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, wanted)
+    return group, tile_m, tile_n, expert
 
 
 @gluon.jit
@@ -259,7 +298,7 @@ def nvfp4_wgmma_kernel(
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """One tile of out or, with `parts`, a program's share of the steps of all tiles.
+    """One tile of out, in a `grid_of_tiles`, or, with `parts`, a program's share of the steps of all tiles.
 
     x, words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of K, row tiles, 32].
     N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
@@ -281,53 +320,64 @@ def nvfp4_wgmma_kernel(
     whole_lines: gl.constexpr = parts is not None and ACTIVATION is None
     store: gl.constexpr = store_layout(BLOCK_N, num_warps) if whole_lines else acc_layout
 
-    program = gl.program_id(0)
+    SHARED: gl.constexpr = parts is not None
     tiles_m = gl.cdiv(M, BLOCK_M)
-    if parts is not None and tile_expert is not None:
-        tiles_m = gl.load(tile_count)
     tiles_n = gl.cdiv(N, BLOCK_N)
     # Steps beyond K multiply zeros: the accelerator reads x as zero there.
     tile_groups = gl.cdiv(K, GROUP_K)
-    groups = tiles_m * tiles_n * tile_groups
-    begin = begin_of(program, groups)
-    end = begin_of(program + 1, groups)
-    tile = begin // tile_groups
-    group = begin - tile * tile_groups
-    tile_m, tile_n = place(tile, tiles_m, tiles_n)
-    if tile_expert is not None:
-        expert = gl.load(tile_expert + tile_m, mask=begin < end, other=-1)
-        if expert < 0:
-            if PDL:
-                gdc_wait()  # else a rank without a slot would end, and let the next one end, before those before it
-            return
+    if SHARED:
+        if tile_count is not None:
+            tiles_m = gl.load(tile_count)
+        idle = gl.program_id(0) >= tiles_m * tiles_n * tile_groups
+    else:
+        tile_m, tile_n = _own_tile()
+        expert = _expert_of(tile_expert, tile_m, tile_m < tiles_m)
+        idle = expert < 0
 
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, UNROLL * DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, UNROLL * DEPTH, NT, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # While memory answers: after each of these Triton has all warps wait for each other. Hence none depends on the
+    # answer. Of a stage that is not filled something is expected, too, but nobody waits for it.
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(ready.index(stage), STAGE_BYTES)
+    # Each of the programs that share tiles without experts has something.
+    if tile_expert is not None or not SHARED:  # noqa: SIM102
+        if idle:
+            if PDL:
+                gdc_wait()  # else a rank without a slot would end, and let the next one end, before those before it
+            return
+    if SHARED:
+        begin, end, group, tile_m, tile_n = _share(tiles_m, tiles_n, tile_groups)
+        expert = _expert_of(tile_expert, tile_m, True)
+    else:
+        begin, end, group = 0, tile_groups, 0
+
     # The weight does not depend on the kernels before this one, nor do the experts of tiles on the one just before it.
     weight = (words, scale_pairs, codes, pairs, ready)
-    tiles = (tiles_m, tiles_n, tile_expert, global_scale, N, K, BLOCK_N)
+    tiles = (tiles_m, tiles_n, tile_groups, tile_expert, global_scale, N, BLOCK_N, SHARED)
+    fetched_group, fetched_m, fetched_n, fetched_expert = group, tile_m, tile_n, expert
+    corners = ()
     for stage in gl.static_range(STAGES):
-        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
-    for stage in gl.static_range(STAGES):
-        wanted = begin + stage < end
-        _, n, first_piece = _locate((begin + stage) // tile_groups, *tiles, wanted)
-        fetch_weight(*weight, stage, n, (begin + stage) % tile_groups, first_piece, wanted)
+        corners += ((fetched_m * BLOCK_M, fetched_group * GROUP_K),)
+        first_piece = first_piece_of(fetched_expert, K)
+        fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, begin + stage < end)
+        fetched_group, fetched_m, fetched_n, fetched_expert = _next_group(
+            fetched_group, fetched_m, fetched_n, fetched_expert, *tiles, begin + stage + 1 < end
+        )
+    if tile_expert is not None:
+        _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, True)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
-        m, _ = place((begin + stage) // tile_groups, tiles_m, tiles_n)
-        corner = [m * BLOCK_M, (begin + stage) % tile_groups * GROUP_K]
-        load_tile(x, corner, ready.index(stage), ring.index(stage), pred=begin + stage < end)
-    fetched = (begin + STAGES) // tile_groups
-    fetched_group = (begin + STAGES) % tile_groups
-    fetched_m, fetched_n, first_piece = _locate(fetched, *tiles, begin + STAGES < end)
+        load_tile(x, corners[stage], ready.index(stage), ring.index(stage), pred=begin + stage < end)
 
+    result = (bias, out, row_map, row_weight, M, N)
     mbarrier.wait(ready.index(0), 0)
     operand = load_operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
@@ -355,43 +405,46 @@ def nvfp4_wgmma_kernel(
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=wanted)
         # Past this barrier every warp has finished the group, so its stage can be filled again.
         cta_barrier()
-        fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece, wanted)
+        fetch_weight(*weight, stage, fetched_n, fetched_group, first_piece_of(fetched_expert, K), wanted)
         corner = [fetched_m * BLOCK_M, fetched_group * GROUP_K]
         load_tile(x, corner, ready.index(stage), ring.index(stage), pred=wanted)
         stage = following
         phase = following_phase
-        fetched_group += 1
-        if fetched_group == tile_groups:
-            fetched += 1
-            fetched_group = 0
-            fetched_m, fetched_n, first_piece = _locate(fetched, *tiles, fetched * tile_groups < end)
-        group += 1
-        if (group == tile_groups) | (index + 1 == end):
-            total = gl.convert_layout(acc, store)
-            complete = True
-            if parts is not None:
-                begins = tile * tile_groups
+        fetched_group, fetched_m, fetched_n, fetched_expert = _next_group(
+            fetched_group, fetched_m, fetched_n, fetched_expert, *tiles, index + STAGES + 1 < end
+        )
+        if SHARED:
+            group += 1
+            if (group == tile_groups) | (index + 1 == end):
+                total = gl.convert_layout(acc, store)
+                begins = index + 1 - group
                 complete = (group == tile_groups) & (begin <= begins)
                 if not complete:
+                    groups = tiles_m * tiles_n * tile_groups
                     complete, total = _add_parts(
-                        total, parts, flags, program, _program_at(begins, groups),
+                        total, parts, flags, gl.program_id(0), _program_at(begins, groups),
                         _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M,
                     )  # fmt: skip
-            if complete:
-                scale = global_scale
+                if complete:
+                    scales = load_scales(global_scale + expert * N, tile_n * BLOCK_N, N, store, BLOCK_N)
+                    epilogue(
+                        total, scales, tile_m * BLOCK_M, 0, tile_n, *result, BLOCK_M, BLOCK_N, dtype, UNSCALE,
+                        ACTIVATION, store, num_warps,
+                    )  # fmt: skip
+                acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
+                group = 0
+                tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
                 if tile_expert is not None:
-                    scale += gl.load(tile_expert + tile_m) * N
-                scales = load_scales(scale, tile_n * BLOCK_N, N, store, BLOCK_N)
-                epilogue(
-                    total, scales, tile_m * BLOCK_M, 0, tile_n, bias, out, row_map, row_weight, M, N,
-                    BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store, num_warps,
-                )  # fmt: skip
-            acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
-            tile += 1
-            group = 0
-            tile_m, tile_n = place(tile, tiles_m, tiles_n)
-    for stage in gl.static_range(STAGES):
-        mbarrier.invalidate(ready.index(stage))
+                    expert = _expert_of(tile_expert, tile_m, index + 1 < end)
+    if not SHARED:
+        scales = load_scales(global_scale + expert * N, tile_n * BLOCK_N, N, store, BLOCK_N)
+        # While memory answers: the epilogue may have the barriers' room.
+        for stage in gl.static_range(STAGES):
+            mbarrier.invalidate(ready.index(stage))
+        epilogue(
+            acc, scales, tile_m * BLOCK_M, 0, tile_n, *result, BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store,
+            num_warps,
+        )  # fmt: skip
 
 
 def lines_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -428,21 +481,19 @@ def gemm(
     if out is None:
         out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     depth = config.block_k // COLUMNS
-    tiles_m = cdiv(m, config.block_m)
-    tiles = tiles_m * cdiv(n, config.block_n)
-    groups = tiles * cdiv(k, config.block_k * config.unroll)
-    programs = min(config.programs, groups, FLAGS)
+    tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
+    programs = min(config.programs, tiles_m * tiles_n * cdiv(k, config.block_k * config.unroll), FLAGS)
     parts = flags = None
+    grid = grid_of_tiles(tiles_m, tiles_n)
     if programs:
         parts = torch.empty((programs, 2, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
-    else:
-        programs = tiles
+        grid = (programs, 1, 1)
     fp16 = x.dtype == torch.float16
     # So that two programs of 8 warps, or four of 4, are on a multiprocessor together.
     registers = 128 if config.block_m <= 32 or (config.block_m == 64 and config.warps == 8) else None
     pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
-    nvfp4_wgmma_kernel[(programs,)](
+    nvfp4_wgmma_kernel[grid](
         descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
         descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),

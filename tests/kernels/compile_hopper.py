@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +146,10 @@ def norm(columns: int) -> None:
 FEW, SPLIT, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_split.Config, nvfp4_wgmma_large.Config
 CASES: dict[str, Callable[[], None]] = {
     "few rows": lambda: dense(FEW(16, 64, 128, programs=528), torch.bfloat16),
+    "few rows, a tile a program": lambda: dense(FEW(16, 64, 128), torch.bfloat16),
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
+    "few rows of experts, a tile a program": lambda: routed(FEW(8, 64, 64, unroll=4, stages=2), activation="silu"),
+    "few rows of experts to their slots": lambda: routed(FEW(64, 128, 64, warps=8)),
     "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
     "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
@@ -223,12 +227,14 @@ def output(*command: str | Path) -> str:
 def spills_in_loops(sass: str) -> int:
     """How many instructions read or write local memory in loops with products that contain no other such loop.
 
-    A loop ends with a conditional branch back; the others come from waits that stand behind the kernel.
+    A loop ends with a branch back, but not with one right behind another branch: such ones come from waits that stand
+    behind the kernel.
     """
     code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", sass)]
     products = [at for at, what in code if "GMMA" in what]
-    branches = [(at, re.match(r"@.*\bBRA\b.* 0x([0-9a-f]+)", what)) for at, what in code]
-    loops = [range(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) < at]
+    branches = [(at, re.match(r"(@.*)?\bBRA\b.* 0x([0-9a-f]+)", what)) for at, what in code]
+    ends = [(at, to) for (_, before), (at, to) in pairwise(branches) if to and (to[1] or not before)]
+    loops = [range(int(to[2], 16), at) for at, to in ends if int(to[2], 16) < at]
     loops = [loop for loop in loops if any(at in loop for at in products)]
     inner = [loop for loop in loops if not any(o != loop and o[0] in loop and o[-1] in loop for o in loops)]
     assert inner or not products, "the loops of products are not recognized"

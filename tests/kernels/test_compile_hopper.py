@@ -14,7 +14,7 @@ ORDERS = {
     "PTPC, few rows": ["prefetch", "wait", "launch", "load"],
     "PTPC, few rows, tiles of two accumulators": ["prefetch", "wait", "launch", "load"],
     "PTPC, few rows, on Blackwell": ["wait", "launch", "load"],
-    "few rows": ["load", "wait", "launch"],
+    **dict.fromkeys((case for case in CASES if case.startswith("few rows")), ["load", "wait", "launch"]),
     "K split in four": ["load", "wait", "launch"],
 }
 

@@ -4,7 +4,7 @@
 import inspect
 import textwrap
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +13,30 @@ import pytest
 pytest.importorskip("triton")
 
 
-def python(*functions: str, programs: int = 0, program: int = 0) -> list[Callable[..., Any]]:
-    """Functions of the kernels, as one of so many programs runs them."""
+def python(
+    *functions: str, programs: int | tuple[int, ...] = 0, program: int | tuple[int, ...] = 0,
+    load: Callable[..., int] | None = None, prefetch: Callable[..., None] | None = None
+) -> list[Callable[..., Any]]:  # fmt: skip
+    """Functions of the kernels, as one of so many programs runs them, in a grid of one dimension or of several."""
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
     modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma)
+    grid, at = ((each,) if isinstance(each, int) else each for each in (programs, program))
     gl = SimpleNamespace(
         minimum=min,
         maximum=max,
         where=lambda here, a, b: a if here else b,
         cdiv=lambda a, b: -(-a // b),
-        num_programs=lambda axis: programs,
-        program_id=lambda axis: program,
+        num_programs=lambda axis: grid[axis],
+        program_id=lambda axis: at[axis],
+        cast=lambda number, dtype: number,
+        uint32=None,
+        int32=None,
+        load=load,
         constexpr=int,
         static_range=range,
     )
-    names: dict[str, Any] = {"gl": gl}
+    names: dict[str, Any] = {"gl": gl, "prefetch": prefetch}
     for name in functions:
         function = next(getattr(module, name) for module in modules if hasattr(module, name))
         exec(textwrap.dedent(inspect.getsource(function.fn)).replace("@gluon.jit\n", ""), names)
@@ -57,6 +65,67 @@ def test_every_tile_once_and_a_few_tiles_of_m_at_a_time(size: int, tiles_m: int,
     for group in set(groups):
         columns = [n for m, n in placed if m // size == group]
         assert columns == sorted(columns), "programs that run together share a tile of the weight"
+
+
+@pytest.mark.parametrize("tiles_n", [1, 2, 17])
+@pytest.mark.parametrize("tiles_m", [1, 3, 4, 5, 8, 10, 11])
+@pytest.mark.parametrize("size", [4, 1, 8], ids=lambda size: f"group_of_{size}")
+def test_a_tiles_place_is_found_without_divisions(size: int, tiles_m: int, tiles_n: int) -> None:
+    """From the place of the tile before, or by the grid: in the same order where groups are whole."""
+    from llm_quant_rocm.kernels.hopper import grid_of_tiles
+
+    place, place_after = python("place", "place_after")
+    placed = [place(tile, tiles_m, tiles_n, size) for tile in range(tiles_m * tiles_n)]
+    for before, after in pairwise(placed):
+        assert place_after(*before, tiles_m, tiles_n, size) == after
+    grid = grid_of_tiles(tiles_m, tiles_n, size)
+    # As a GPU begins them, the first dimension fastest.
+    programs = [tuple(reversed(program)) for program in product(*map(range, reversed(grid)))]
+    found = [python("_own_tile", programs=grid, program=program)[0]() for program in programs]
+    inside = [(tile_m, tile_n) for tile_m, tile_n in found if tile_m < tiles_m]
+    assert sorted(inside) == sorted(placed)
+    assert grid[0] <= size and len(found) - len(inside) < grid[2] * tiles_n
+    if tiles_m <= size or tiles_m % size == 0:
+        assert found == placed
+
+
+@pytest.mark.parametrize("experts", [True, False], ids=["experts", "dense"])
+@pytest.mark.parametrize("programs", [1, 3, 8, 64])
+@pytest.mark.parametrize(
+    ("tiles_m", "tiles_n", "tile_groups"), [(1, 1, 5), (1, 7, 1), (3, 2, 2), (8, 3, 3), (11, 2, 1)], ids=str
+)
+def test_programs_go_through_all_groups_of_steps_in_order(
+    tiles_m: int, tiles_n: int, tile_groups: int, programs: int, experts: bool
+) -> None:
+    groups = tiles_m * tiles_n * tile_groups
+    n = 100 * tiles_n - 1
+    tile_expert = [10 + tile_m for tile_m in range(tiles_m)]
+    (place,) = python("place")
+    taken = []
+    for program in range(min(programs, groups)):
+        asked: list[tuple[int, int]] = []
+        names = ("begin_of", "place", "place_after", "_share", "_expert_of", "_ask_for_scales", "_next_group")
+        *_, share, expert_of, ask_for_scales, next_group = python(
+            *names, programs=programs, program=program, prefetch=lambda *scales, asked=asked: asked.append(scales),
+            load=lambda at, mask, other: tile_expert[at] if mask else other,
+        )  # fmt: skip
+        begin, end, group, tile_m, tile_n = share(tiles_m, tiles_n, tile_groups)
+        expert = expert_of(0 if experts else None, tile_m, True)
+        if experts:
+            ask_for_scales(0, expert, tile_n, n, 100, True)
+        at = (group, tile_m, tile_n, expert)
+        mine = []
+        for index in range(begin, end):
+            mine.append(at)
+            sizes = (tiles_m, tiles_n, tile_groups, 0 if experts else None, 0, n, 100)
+            assert next_group(*at, *sizes, False, True) == (at[0] + 1, *at[1:]), "of its own tile alone"
+            at = next_group(*at, *sizes, True, index + 1 < end)
+        places = dict.fromkeys((tile_m, tile_n) for _, tile_m, tile_n, _ in mine)
+        scales = [(tile_expert[m] * n + tile_n * 100, min(n - tile_n * 100, 100) * 4) for m, tile_n in places]
+        assert [each for each in asked if each[1]] == (scales if experts else [])
+        taken += mine
+    expected = [(index % tile_groups, *place(index // tile_groups, tiles_m, tiles_n)) for index in range(groups)]
+    assert taken == [(group, m, tile_n, tile_expert[m] if experts else 0) for group, m, tile_n in expected]
 
 
 @pytest.mark.parametrize("tile_groups", [1, 3, 28])
@@ -139,17 +208,41 @@ def test_consumers_take_every_step_once_in_the_producers_order(
 
 
 def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """What a module's kernel is launched with from now on, on an H100's multiprocessors: arguments and options."""
+    """What a module's kernel is launched with from now on, on an H100's multiprocessors: arguments, and options with
+    the grid."""
     launches: list[tuple[Any, dict[str, Any]]] = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *arguments, **options: launches.append((arguments, options))
+            return lambda *arguments, **options: launches.append((arguments, options | {"grid": grid}))
 
     monkeypatch.setattr(module, f"{module.__name__.rpartition('.')[2]}_kernel", Kernel())
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132, raising=False)
     monkeypatch.setattr(module, "flags_of", lambda device: None)
     return launches
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 100])
+def test_a_program_for_each_tile_or_no_more_than_share_their_groups(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma
+
+    launches = launches_of(nvfp4_wgmma, monkeypatch)
+    x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
+    words = torch.zeros(16, 32, 128, dtype=torch.int32, device="cpu")
+    scales = torch.zeros(16, 32, 64, dtype=torch.uint8, device="cpu")
+    tiles_m, tiles_n, groups = -(-m // 8), 8, 4
+    for programs in (0, 5, 528):
+        config = nvfp4_wgmma.Config(8, 64, 128, programs)
+        nvfp4_wgmma.gemm(x, words, scales, x, None, 500, hardware.nvidia(9, 0), config)
+        arguments, options = launches.pop()
+        parts, grid = arguments[6], options["grid"]
+        if programs:
+            assert grid == (min(programs, tiles_m * tiles_n * groups), 1, 1) and parts.shape == (grid[0], 2, 8, 64)
+        else:
+            assert grid[0] * grid[2] >= tiles_m and grid[1] == tiles_n and parts is None
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64, 80, 128])
