@@ -105,7 +105,8 @@ def grouped_gemm(
     operands = (x, *weight, None, n, hardware)
     if isinstance(config, nvfp4_wgmma.Config):
         return nvfp4_wgmma.gemm(*operands, config, **epilogue)
-    assert isinstance(config, nvfp4_wgmma_large.Config), "routed experts do not split K within a program"
+    if isinstance(config, nvfp4_wgmma_split.Config):
+        return nvfp4_wgmma_split.gemm_split(*operands, config, **epilogue)
     return nvfp4_wgmma_large.gemm_large(*operands, config, **epilogue)
 
 
@@ -159,17 +160,17 @@ def gemm_fp8(
 
 
 # By the rows that an expert has on average, up to so many: what an H100 took least with, on average over the experts of
-# seven models. Tiles are a little higher than the average, so that few experts have two.
+# seven models or, up to 14 rows, of three. Tiles are a little higher than the average, so that few experts have two.
 _EXPERTS = (
-    (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
-    (14, PairConfig(nvfp4_wgmma.Config(16, 64, 64, 0, 4, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
+    (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
+    (14, PairConfig(nvfp4_wgmma.Config(16, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
     (27, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
     (60, PairConfig(nvfp4_wgmma_large.Config(64, 128, 0), nvfp4_wgmma_large.Config(64, 256, 0))),
     (inf, PairConfig(nvfp4_wgmma_large.Config(128, 256, 0), nvfp4_wgmma_large.Config(128, 128, 0))),
 )
 # Where no more experts than that have rows, and few each, their tiles alone would leave multiprocessors idle.
 _FEW_EXPERTS = 32
-_FEW = PairConfig(*2 * [nvfp4_wgmma.Config(8, 128, 64, 264, 4, 4)])
+_FEW = PairConfig(nvfp4_wgmma_split.Config(8, 4, 132), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))
 
 
 def moe_config(slots: int, experts: int) -> PairConfig:

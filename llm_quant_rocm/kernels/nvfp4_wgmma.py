@@ -209,9 +209,9 @@ def _add_parts(acc, parts, flags, program, first, last, rows):
 
 @gluon.jit
 def prefetch(pointer, size):
-    """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of the first warp."""
+    """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of a warp."""
     ASSEMBLY: gl.constexpr = (
-        "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %tid.x; shl.b32 at, at, 5; "
+        "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %laneid; shl.b32 at, at, 5; "
         "setp.lt.u32 inside, at, $2; cvt.u64.u32 place, at; add.u64 place, place, $1; "
         "@inside prefetch.global.L2 [place]; mov.b32 $0, 0; }"
     )
@@ -248,7 +248,7 @@ def _share(tiles_m, tiles_n, tile_groups):
 
 
 @gluon.jit
-def _expert_of(tile_expert, tile_m, inside):
+def expert_of(tile_expert, tile_m, inside):
     """The expert of a tile, or 0 where there are no experts; -1 of a tile without work, or not `inside`."""
     if tile_expert is None:
         return gl.where(inside, 0, -1)
@@ -277,7 +277,7 @@ def _next_group(
             group = 0
             tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
             if tile_expert is not None:
-                expert = _expert_of(tile_expert, tile_m, wanted)
+                expert = expert_of(tile_expert, tile_m, wanted)
                 _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, wanted)
     return group, tile_m, tile_n, expert
 
@@ -331,7 +331,7 @@ def nvfp4_wgmma_kernel(
         idle = gl.program_id(0) >= tiles_m * tiles_n * tile_groups
     else:
         tile_m, tile_n = _own_tile()
-        expert = _expert_of(tile_expert, tile_m, tile_m < tiles_m)
+        expert = expert_of(tile_expert, tile_m, tile_m < tiles_m)
         idle = expert < 0
 
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
@@ -353,7 +353,7 @@ def nvfp4_wgmma_kernel(
             return
     if SHARED:
         begin, end, group, tile_m, tile_n = _share(tiles_m, tiles_n, tile_groups)
-        expert = _expert_of(tile_expert, tile_m, True)
+        expert = expert_of(tile_expert, tile_m, True)
     else:
         begin, end, group = 0, tile_groups, 0
 
@@ -435,7 +435,7 @@ def nvfp4_wgmma_kernel(
                 group = 0
                 tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
                 if tile_expert is not None:
-                    expert = _expert_of(tile_expert, tile_m, index + 1 < end)
+                    expert = expert_of(tile_expert, tile_m, index + 1 < end)
     if not SHARED:
         scales = load_scales(global_scale + expert * N, tile_n * BLOCK_N, N, store, BLOCK_N)
         # While memory answers: the epilogue may have the barriers' room.

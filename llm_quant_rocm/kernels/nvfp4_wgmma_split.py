@@ -11,8 +11,8 @@ and x. A short product takes as long as its first steps take to come, so these a
 prepared.
 
 A program has one tile, or its share of the steps of all tiles (`wgmma_parts`): then the consumers' sums have room of
-their own beside the ring, which stays full from one tile to the next. Tiles of 96 rows have two accumulators, of 64
-and of 32.
+their own beside the ring, which stays full from one tile to the next. Of routed experts, each tile of rows has its
+own expert's weight, and programs always share. Tiles of 96 rows have two accumulators, of 64 and of 32.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,9 @@ from llm_quant_rocm.kernels.hopper import (
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     epilogue,
+    expert_of,
     fetch_weight,
+    first_piece_of,
     lines_of_16_bytes,
     load_operand,
     load_scales,
@@ -94,8 +96,8 @@ class Config:
         block_m: rows of x in a tile, 8 to 128, a power of two or 96.
         split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
             where it has 128.
-        programs: programs that share the steps of all tiles evenly; 0: one for each tile, and always with tiles of 96
-            rows.
+        programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
+            and never with routed experts.
     """
 
     block_m: int
@@ -156,24 +158,49 @@ def _place(tile, tiles_m, tiles_n):
 
 
 @gluon.jit
-def _stretch(M, N, K, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
-    """Tiles of M and of N, steps in each, where the program's stretch of the steps of all begins and ends, and the tile
-    in which it begins."""
+def _tiles_m(tile_count, M, BLOCK_M: gl.constexpr):
+    """How many tiles of rows there are."""
+    if tile_count is None:
+        return gl.cdiv(M, BLOCK_M)
+    else:
+        return gl.load(tile_count)
+
+
+@gluon.jit
+def _stretch(tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
+    """Tiles of N, steps in each tile, where the program's stretch of the steps of all begins and ends, and the tile in
+    which it begins."""
     program = gl.program_id(0)
-    tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     tile_steps = gl.cdiv(K, BLOCK_K)
     if SHARED:
         steps = tiles_m * tiles_n * tile_steps
         begin = begin_of(program, steps)
-        return tiles_m, tiles_n, tile_steps, begin, begin_of(program + 1, steps), begin // tile_steps
+        return tiles_n, tile_steps, begin, begin_of(program + 1, steps), begin // tile_steps
     else:
         begin = program * tile_steps
-        return tiles_m, tiles_n, tile_steps, begin, begin + tile_steps, program
+        return tiles_n, tile_steps, begin, begin + tile_steps, program
 
 
 @gluon.jit
-def _next(step, tile_m, tile_n, tile, tile_steps, tiles_m, tiles_n, SHARED: gl.constexpr):
+def _first_experts(tile_expert, M, BLOCK_M: gl.constexpr):
+    """The experts of the first 32 tiles of rows, a lane each. A program with one of these does not have to wait twice
+    for memory, for how many tiles there are and then for its own tile's expert."""
+    tile_m = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.load(tile_expert + tile_m, mask=tile_m < M // BLOCK_M, other=0)
+
+
+@gluon.jit
+def _first_expert(tile_m, first_experts, tile_expert, wanted):
+    """The expert of a tile of rows, of which `first_experts` may know."""
+    expert = gl.sum(gl.where(gl.arange(0, 32, layout=first_experts.type.layout) == tile_m, first_experts, 0), 0)
+    if tile_m >= 32:
+        expert = expert_of(tile_expert, tile_m, wanted)
+    return expert
+
+
+@gluon.jit
+def _next(step, tile_m, tile_n, tile, piece, tile_steps, tiles_m, tiles_n, tile_expert, K, SHARED: gl.constexpr):
     """The step after this one, and its tile. To place a tile takes divisions, too long for every step."""
     step += 1
     if SHARED:  # noqa: SIM102  # constants decide what is compiled
@@ -181,7 +208,9 @@ def _next(step, tile_m, tile_n, tile, tile_steps, tiles_m, tiles_n, SHARED: gl.c
             step = 0
             tile += 1
             tile_m, tile_n = _place(tile, tiles_m, tiles_n)
-    return step, tile_m, tile_n, tile
+            if tile_expert is not None:
+                piece = first_piece_of(expert_of(tile_expert, tile_m, tile < tiles_m * tiles_n), K)
+    return step, tile_m, tile_n, tile, piece
 
 
 @gluon.jit
@@ -197,66 +226,87 @@ def _turns(tile, tile_steps, begin, end, MINE: gl.constexpr, SPLIT_K: gl.constex
 
 @gluon.jit
 def _init(
-    ready, empty, added, taken, started, GROUPS: gl.constexpr, SPLIT_K: gl.constexpr, EAGER: gl.constexpr
+    routing, global_scale, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr,
+    SPLIT_K: gl.constexpr, EAGER: gl.constexpr
 ):  # fmt: skip
     """Initializes all barriers but those of the first stages, which the producer does: in a warp of its own, because it
-    takes about as long as memory does to answer."""
+    takes about as long as memory does to answer. Of experts it then asks the L2 cache for the global scales of the
+    program's tiles: nobody else reads them, and the epilogue would wait for memory."""
+    tile_expert, tile_count, row_map, row_weight = routing
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
+    M, N, K = sizes
+    BLOCK_N: gl.constexpr = GROUPS * 64
     mbarrier.init(added, count=GROUPS * SPLIT_K)
     mbarrier.init(taken, count=GROUPS * SPLIT_K)
     init_ring(ready, empty, started, GROUPS, EAGER)
+    if tile_expert is not None:
+        tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+        tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
+        for tile in range(first_tile, gl.cdiv(end, tile_steps)):
+            tile_m, tile_n = _place(tile, tiles_m, tiles_n)
+            row = gl.load(tile_expert + tile_m) * N + tile_n * BLOCK_N
+            prefetch(global_scale + row, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
     leave(EAGER)
 
 
 @gluon.jit
 def _producer(
-    x, words, scale_pairs, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
+    # Asked for before it is needed.
+    tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+    if tile_expert is not None:
+        first_experts = _first_experts(tile_expert, M, BLOCK_M)
     # No more than the first requests need: the weight, unlike x, does not depend on the kernels before this one.
     for stage in range(0, EAGER):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     mbarrier.arrive(started, count=1)
-    tiles_m, tiles_n, tile_steps, begin, end, tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, SHARED)
+    tiles_n, tile_steps, begin, end, tile = _stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED)
     tile_m, tile_n = _place(tile, tiles_m, tiles_n)
-    first = (begin - tile * tile_steps, tile_m, tile_n, tile)
+    piece = 0
+    if tile_expert is not None:
+        piece = first_piece_of(_first_expert(tile_m, first_experts, tile_expert, begin < end), K)
+    first = (begin - tile * tile_steps, tile_m, tile_n, tile, piece)
     weight = (words, scale_pairs, codes, pairs, ready)
-    tiles = (tile_steps, tiles_m, tiles_n, SHARED)
-    step, tile_m, tile_n, tile = first
+    tiles = (tile_steps, tiles_m, tiles_n, tile_expert, K, SHARED)
+    step, tile_m, tile_n, tile, piece = first
     for stage in range(0, EAGER):
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
-        fetch_weight(*weight, stage, tile_n, step, 0, begin + stage < end)
-        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
+        fetch_weight(*weight, stage, tile_n, step, piece, begin + stage < end)
+        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    step, tile_m, tile_n, tile = first
+    step, tile_m, tile_n, tile, piece = first
     for stage in range(0, EAGER):
         row = first_row(tile_m, M, BLOCK_M)
         load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
         if MAIN < BLOCK_M:
             row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
             load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage), begin + stage < end)
-        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
+        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
     mbarrier.wait(started, 0)
     stage = EAGER % STAGES
     phase = 1 if EAGER < STAGES else 0
     for _ in range(begin + EAGER, end):
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
-        fetch_weight(*weight, stage, tile_n, step, 0, True)
+        fetch_weight(*weight, stage, tile_n, step, piece, True)
         load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
         if MAIN < BLOCK_M:
             row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
             load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
-        step, tile_m, tile_n, tile = _next(step, tile_m, tile_n, tile, *tiles)
+        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     leave(stage)
 
@@ -297,11 +347,13 @@ def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.cons
 
 @gluon.jit
 def _consumer(
-    NUMBER: gl.constexpr, operands, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    NUMBER: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_K: gl.constexpr, SHARED: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     global_scale, bias, out, parts, flags = operands
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
@@ -316,15 +368,19 @@ def _consumer(
     acc_layout: gl.constexpr = acc_layout_of(MAIN)
     slice_layout: gl.constexpr = acc_layout_of(SLICE)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    tiles_m, tiles_n, tile_steps, begin, end, first_tile = _stretch(M, N, K, BLOCK_M, BLOCK_N, DEPTH * 64, SHARED)
+    tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+    tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = gl.to_tensor(MINE)
     phase = gl.to_tensor(0)
-    last_tile = (end - 1) // tile_steps if SHARED else first_tile
-    for tile in range(first_tile, last_tile + 1):
+    end_tile = gl.cdiv(end, tile_steps) if SHARED else first_tile + 1
+    for tile in range(first_tile, end_tile):
         tile_m, tile_n = _place(tile, tiles_m, tiles_n)
-        if NUMBER == 0:
-            prefetch(global_scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+        scale = global_scale
+        if tile_expert is not None:
+            scale += gl.load(tile_expert + tile_m) * N
+        elif NUMBER == 0:
+            prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
         if REST:
             rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
@@ -348,7 +404,7 @@ def _consumer(
             phase = gl.where(wrapped, phase ^ 1, phase)
 
         # Asked for before the sums are exchanged: the epilogue would wait for them.
-        scales = load_scales(global_scale, (tile_n * GROUPS + GROUP) * 64, N, acc_layout, 64)
+        scales = load_scales(scale, (tile_n * GROUPS + GROUP) * 64, N, acc_layout, 64)
         parity = (tile - first_tile) & 1
         if SHARED:
             # Until the sums of the tile before are read.
@@ -382,8 +438,8 @@ def _consumer(
             if whole:
                 row = row_in_tile(tile_m, MINE * SLICE, M, BLOCK_M)
                 epilogue(
-                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, None, M, N,
-                    SLICE, 64, dtype, UNSCALE, None, slice_layout, 4,
+                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_map, row_weight, M, N,
+                    SLICE, 64, dtype, UNSCALE, ACTIVATION, slice_layout, 4,
                 )  # fmt: skip
             if REST:
                 total = _add_up(rest, rest_sums, GROUP, MINE, SPLIT_K)
@@ -401,10 +457,10 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_split_kernel(
-    x, words, scale_pairs, global_scale, bias, out, parts, flags, M, N, K,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
     EAGER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr,
-    UNSCALE: gl.constexpr, PDL: gl.constexpr
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns, or with `parts` a program's share of the
     steps of all tiles.
@@ -412,7 +468,7 @@ def nvfp4_wgmma_split_kernel(
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
     K, row tiles, 32]. N is the number of rows of the weight that are stored; the packed weight has them padded. `parts`
     fp32 [programs, 4, 64 * max(BLOCK_M / SPLIT_K, 8)] has room for a part of each consumer, and `flags`, a zero for
-    each, say which are there.
+    each, say which are there. The rest is that of `nvfp4_wgmma_kernel`; with `tile_expert` there are `parts`.
     """
     NT: gl.constexpr = BLOCK_N // 16
     SHARED: gl.constexpr = parts is not None
@@ -441,24 +497,31 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=2)
     operands = (global_scale, bias, out, parts, flags)
     shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken)
+    routing = (tile_expert, tile_count, row_map, row_weight)
     sizes = (M, N, K)
     # The last one is the rest of the producer's four warps.
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
+                UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
+                UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(2), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+                gl.constexpr(2), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
+                UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(3), operands, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16, UNSCALE,
+                gl.constexpr(3), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
+                UNSCALE, ACTIVATION,
             )),
-            (_producer, (x, words, scale_pairs, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, PDL)),
-            (_init, (ready, empty, added, taken, started, BLOCK_N // 64, SPLIT_K, EAGER)),
+            (_producer, (
+                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, PDL,
+            )),
+            (_init, (routing, global_scale, shared, sizes, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER)),
             (leave, (M,)),
         ],
         [4, 4, 4, 1, 1, 2],
@@ -475,17 +538,26 @@ def gemm_split(
     n: int,
     hardware: Hardware,
     config: Config,
+    *,
+    out: torch.Tensor | None = None,
+    tile_expert: torch.Tensor | None = None,
+    tile_count: torch.Tensor | None = None,
+    row_map: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    activation: str | None = None,
 ) -> torch.Tensor:
-    """`nvfp4_wgmma.gemm` by this kernel."""
+    """`nvfp4_wgmma.gemm` by this kernel; for routed experts programs share the steps of all tiles."""
     x = lines_of_16_bytes(x)
     m, k = x.shape
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_n = config.block_n
     block_m, rest = tile_and_rest(config.block_m, m)
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if block_m <= 64 else 1
     tiles = config.tiles(m, n)
     programs, parts, flags, sum_bytes = tiles, None, None, 0
+    assert config.programs or tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
         programs = min(config.programs, multiprocessors(x.device), tiles * cdiv(k, depth * COLUMNS))
@@ -503,9 +575,9 @@ def gemm_split(
         row_descriptor(x, rest or block_m),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, out, parts, flags, m, n, k,
+        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
         EAGER=min(_eager(block_m), stages), REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE[fp16], PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        UNSCALE=UNSCALE[fp16], ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

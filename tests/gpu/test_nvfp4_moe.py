@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 experts on a GPU whose kernel reads packed weights, against float64 and the reference."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -50,8 +50,16 @@ def test_against_the_reference(tokens: int) -> None:
     assert relative_error(found.cpu(), ops.nvfp4_moe(**arguments).double()) < TOLERANCE[torch.bfloat16]
 
 
-# Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared; and
-# of the kernel for many rows.
+class Split(NamedTuple):
+    """Of the kernel that splits K within a program."""
+
+    block_m: int
+    split_k: int
+    programs: int
+
+
+# Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared; of
+# the kernel that splits K; and of that for many rows.
 PAIRS = [
     ((8, 64, 128, 528, 2, 4), (8, 128, 64, 528, 2, 4)),
     ((8, 128, 64, 396, 4, 3), (8, 64, 64, 528, 4, 4)),
@@ -61,6 +69,10 @@ PAIRS = [
     ((16, 128, 64, 528, 2, 3), (16, 128, 64, 264, 4, 4)),
     ((16, 64, 128, 5, 2, 3), (16, 128, 64, 1, 2, 3)),
     ((32, 64, 128, 264, 2, 2), (32, 64, 128, 528, 2, 2)),
+    (Split(8, 4, 132), Split(8, 2, 132)),
+    (Split(16, 2, 7), Split(16, 4, 1)),
+    (Split(8, 4, 132), (8, 64, 64, 0, 4, 3)),
+    ((32, 64, 128, 0, 2, 2), Split(32, 4, 100)),
     ((64, 256, 0), (64, 128, 0)),
     ((128, 256, 0), (128, 128, 0)),
     ((128, 128, 0), (128, 256, 0)),
@@ -69,7 +81,7 @@ PAIRS = [
 
 def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **changes: Any) -> torch.Tensor:
     """What the kernels give with these configurations, of tensors on the GPU."""
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
     from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
     from llm_quant_rocm.kernels.pair_config import PairConfig
 
@@ -77,7 +89,8 @@ def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **c
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
     routing = given["topk_weights"], given["topk_ids"], given.get("expert_map"), given.get("padding")
     device = hardware.detect(torch.device("cuda"))
-    kinds = [nvfp4_wgmma_large if len(one) == 3 else nvfp4_wgmma for one in fields]
+    by_fields = {3: nvfp4_wgmma_large, 6: nvfp4_wgmma}
+    kinds = [nvfp4_wgmma_split if isinstance(one, Split) else by_fields[len(one)] for one in fields]
     config = PairConfig(*(kind.Config(*one) for kind, one in zip(kinds, fields, strict=True)))
     gemm = kernels_of(device.arch).grouped_gemm
     return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, gemm, config)

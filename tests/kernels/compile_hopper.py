@@ -154,6 +154,8 @@ CASES: dict[str, Callable[[], None]] = {
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
     "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
+    "K split, experts": lambda: routed(SPLIT(8, 4, programs=132), activation="silu"),
+    "K split, experts' rows to their slots": lambda: routed(SPLIT(16, 2, programs=132)),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "whole tiles": lambda: dense(MANY(256, 128, 0), torch.bfloat16, k=512, m=4096),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),

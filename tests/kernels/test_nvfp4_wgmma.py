@@ -104,7 +104,7 @@ def test_programs_go_through_all_groups_of_steps_in_order(
     taken = []
     for program in range(min(programs, groups)):
         asked: list[tuple[int, int]] = []
-        names = ("begin_of", "place", "place_after", "_share", "_expert_of", "_ask_for_scales", "_next_group")
+        names = ("begin_of", "place", "place_after", "_share", "expert_of", "_ask_for_scales", "_next_group")
         *_, share, expert_of, ask_for_scales, next_group = python(
             *names, programs=programs, program=program, prefetch=lambda *scales, asked=asked: asked.append(scales),
             load=lambda at, mask, other: tile_expert[at] if mask else other,
@@ -173,30 +173,45 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
 
 @pytest.mark.parametrize("split_k", [4, 2])
 @pytest.mark.parametrize("programs", [1, 3, 8, 20])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 128), (5, 640, 1000), (40, 333, 768), (17, 2000, 130)], ids=str)
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(0, 640, 1000), (1, 64, 128), (5, 640, 1000), (40, 333, 768), (17, 2000, 130)], ids=str
+)
 def test_consumers_take_every_step_once_in_the_producers_order(
-    m: int, n: int, k: int, programs: int, split_k: int
+    m: int, n: int, k: int, experts: bool, programs: int, split_k: int
 ) -> None:
+    """Also where no expert has a row."""
     block_m, block_n = 8, 256 // split_k
     tiles_m, tiles_n, tile_steps = -(-m // block_m), -(-n // block_n), -(-k // 128)
+    tile_expert = [10 + tile_m for tile_m in range(tiles_m)]
     everything = []
-    for program in range(min(programs, tiles_m * tiles_n * tile_steps)):
-        names = ("place", "begin_of", "_place", "_stretch", "_next", "_turns")
-        place, _, _, stretch, next_step, turns = python(*names, programs=programs, program=program)
-        found = stretch(m, n, k, block_m, block_n, 128, True)
-        assert found[:3] == (tiles_m, tiles_n, tile_steps)
-        begin, end, first_tile = found[3:]
-        step, tile = begin - first_tile * tile_steps, first_tile
-        at = (step, *place(tile, tiles_m, tiles_n), tile)
+    for program in range(min(programs, max(tiles_m, 1) * tiles_n * tile_steps)):
+        names = (
+            "place", "begin_of", "_place", "_stretch", "expert_of", "first_piece_of", "_next", "_turns"
+        )  # fmt: skip
+        place, _, _, stretch, _, piece_of, next_step, turns = python(
+            *names, programs=programs, program=program, load=lambda at, mask, other: tile_expert[at] if mask else other
+        )
+        found = stretch(tiles_m, n, k, block_n, 128, True)
+        assert found[:2] == (tiles_n, tile_steps)
+        begin, end, first_tile = found[2:]
+        at = ()
+        if begin < end:
+            tile_m, tile_n = place(first_tile, tiles_m, tiles_n)
+            piece = piece_of(tile_expert[tile_m], k) if experts else 0
+            at = (begin - first_tile * tile_steps, tile_m, tile_n, first_tile, piece)
         filled = []
         for _ in range(begin, end):
             filled.append(at)
-            at = next_step(*at, tile_steps, tiles_m, tiles_n, True)
-        assert all((tile_m, tile_n) == place(tile, tiles_m, tiles_n) for _, tile_m, tile_n, tile in filled)
-        assert [tile * tile_steps + step for step, _, _, tile in filled] == list(range(begin, end))
+            at = next_step(*at, tile_steps, tiles_m, tiles_n, 0 if experts else None, k, True)
+        assert all((tile_m, tile_n) == place(tile, tiles_m, tiles_n) for _, tile_m, tile_n, tile, _ in filled)
+        assert [tile * tile_steps + step for step, _, _, tile, _ in filled] == list(range(begin, end))
+        assert all(
+            piece == (tile_expert[tile_m] * -(-k // 128) * 2 if experts else 0) for _, tile_m, *_, piece in filled
+        )
         for mine in range(split_k):
             taken = 0
-            for tile in range(first_tile, (end - 1) // tile_steps + 1):
+            for tile in range(first_tile, -(-end // tile_steps)):
                 first, last = turns(tile, tile_steps, begin, end, mine, split_k)
                 assert first == taken, "a consumer's turns go on from tile to tile, as its stages of the ring do"
                 taken = last
