@@ -25,14 +25,12 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     default = kernels_of(device.arch).moe_config(slots, experts)
     if device.arch != "sm_90":
         return list(dict.fromkeys([default, *(PairConfig(config, config) for config in _cdna(heights))]))
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
-
     found = [default, *(PairConfig(config, config) for config in _whole(heights))]
     found += [PairConfig(*pair) for height in heights for pair in product(_large(height), repeat=2)]
     # With few rows a product is as long as the weights are read, and programs that share it evenly read at full speed
     # to the end. Rows of padding are read, too: with up to eight, tiles are no higher.
     for block_m in [8, 16] if slots <= 8 * experts else [16] if heights[0] == 16 else []:
-        tried = [*_shared(block_m), Config(block_m, 64, 64, unroll=4, stages=2)]
+        tried = [*_shared(block_m), *_small(block_m)]
         found += [PairConfig(config, config) for config in tried]
         found += [PairConfig(*pair) for pair in product(tried, repeat=2)]
     return list(dict.fromkeys(found))
@@ -44,9 +42,9 @@ def _shared(block_m: int) -> list[Any]:
     from llm_quant_rocm.kernels.nvfp4_wgmma import Config
 
     found = []
-    for block_n, block_k, unroll, together in (
-        (64, 128, 2, 4), (64, 128, 2, 2), (64, 64, 4, 4), (128, 64, 2, 4), (128, 64, 4, 3), (128, 64, 4, 2)
-    ):  # fmt: skip
+    kinds = ((64, 128, 2, 4), (64, 128, 2, 2), (128, 64, 2, 4), (128, 64, 4, 3), (128, 64, 4, 2))
+    # With 16 rows none but the first has been the fastest.
+    for block_n, block_k, unroll, together in kinds if block_m == 8 else kinds[:1]:
         group_bytes = unroll * block_k * (block_m * 2 + block_n * 9 // 16)
         # The sums change their layout by way of shared memory; barriers take less than 64 bytes.
         sums_bytes = block_m * block_n * 4 + 64
@@ -55,6 +53,18 @@ def _shared(block_m: int) -> list[Any]:
             programs = together * _MULTIPROCESSORS
             found.append(Config(block_m, block_n, block_k, programs, unroll, min(stages, 6)))
     return found
+
+
+def _small(block_m: int) -> list[Any]:
+    """A small program for each tile, and one program on each multiprocessor whose consumers split K."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config as Split
+
+    steps = ((64, 4, 2), (64, 4, 3), (128, 2, 2), (128, 2, 3))
+    return [
+        *(Config(block_m, 64, block_k, unroll=unroll, stages=stages) for block_k, unroll, stages in steps),
+        *(Split(block_m, split_k, _MULTIPROCESSORS) for split_k in (4, 2)),
+    ]
 
 
 def _whole(heights: list[int]) -> list[Any]:
