@@ -494,8 +494,10 @@ def _consumer(
         row_scales, rest_scales = x_scale, x_scale  # None, where x has none
         if STORES and FP8:
             SLICE_ROWS: gl.constexpr = staging.shape[1]
+            # Of consumers that exchange sums each stores half of the rows.
             OWN: gl.constexpr = MAIN // APART
-            row_scales = _load_row_scales(x_scale, tile_m, (HALF - PART) * OWN, M, BLOCK_M, OWN, SLICE_ROWS)
+            FIRST: gl.constexpr = HALF * OWN if APART == 2 else 0
+            row_scales = _load_row_scales(x_scale, tile_m, FIRST, M, BLOCK_M, OWN, SLICE_ROWS)
             if REST:
                 rest_scales = _load_row_scales(x_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
         if REST:

@@ -4,7 +4,8 @@ beginning.
 
 The steps of all tiles are shared out evenly, each program a stretch (`begin_of`). A program gives away its part of the
 tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are there by
-then, and no two programs wait for each other. A part is one consumer's, four warps.
+then, and no two programs wait for each other. A part is one consumer's, four warps. Consumers of one program that take
+the steps of a tile in turns leave their parts to each other in shared memory (`share_part`).
 """
 
 from triton.experimental import gluon
