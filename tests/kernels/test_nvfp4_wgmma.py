@@ -292,7 +292,7 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     words = torch.zeros(32, 320, 128, dtype=torch.int32)
     scales = torch.zeros(32, 320, 64, dtype=torch.uint8)
-    for config in nvfp4_wgmma_large.configs(m, n, 2048):
+    for config in {*nvfp4_wgmma_large.configs(m, n, 2048), nvfp4_wgmma_large.Config(256, 64, 0)}:
         nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
     for arguments, options in launches:
         (out, parts), block_m = arguments[6:8], options["BLOCK_M"]
@@ -304,6 +304,7 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
             assert block_m % rows == 0 and 2 * rows <= nvfp4_wgmma_large.main_part(block_m)
             used += 2 * options["STORES"] * rows * columns * 2
         else:
+            assert options["BLOCK_N"] > 64, "nobody else stores what two consumers add up"
             assert parts is not None or n == 1001
         assert nvfp4_wgmma_large.RING_BYTES - stage < used <= nvfp4_wgmma_large.RING_BYTES
     assert len({options["STORES"] for _, options in launches}) == (2 if n == 5120 else 1)
