@@ -2,7 +2,7 @@
 """The NVFP4 GEMM on Hopper: which of its three kernels multiplies, and how."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from operator import itemgetter
@@ -68,6 +68,13 @@ def batch_invariant(config: Config) -> Config:
     return replace(config, block_n=max(config.block_n, 128), cut=0, shares=0)
 
 
+def _kernel_of(config: Config) -> Callable[..., torch.Tensor]:
+    """What multiplies as `config` has it."""
+    if isinstance(config, nvfp4_wgmma_split.Config):
+        return nvfp4_wgmma_split.gemm_split
+    return nvfp4_wgmma.gemm if isinstance(config, nvfp4_wgmma.Config) else nvfp4_wgmma_large.gemm_large
+
+
 def gemm(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -82,12 +89,7 @@ def gemm(
 
     words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
     """
-    operands = (x, words, scale_bytes, global_scale, bias, n, hardware)
-    if isinstance(config, nvfp4_wgmma_split.Config):
-        return nvfp4_wgmma_split.gemm_split(*operands, config)
-    if isinstance(config, nvfp4_wgmma.Config):
-        return nvfp4_wgmma.gemm(*operands, config)
-    return nvfp4_wgmma_large.gemm_large(*operands, config)
+    return _kernel_of(config)(x, words, scale_bytes, global_scale, bias, n, hardware, config)
 
 
 def grouped_gemm(
@@ -97,17 +99,14 @@ def grouped_gemm(
     hardware: Hardware,
     config: Config,
     routing: Schedule,
+    *,
+    out: torch.Tensor | None = None,
     **epilogue: Any,
 ) -> torch.Tensor:
     """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
-    arguments of `nvfp4_wgmma.gemm`."""
-    epilogue |= {"tile_expert": routing.tile_expert, "tile_count": routing.tile_count}
-    operands = (x, *weight, None, n, hardware)
-    if isinstance(config, nvfp4_wgmma.Config):
-        return nvfp4_wgmma.gemm(*operands, config, **epilogue)
-    if isinstance(config, nvfp4_wgmma_split.Config):
-        return nvfp4_wgmma_split.gemm_split(*operands, config, **epilogue)
-    return nvfp4_wgmma_large.gemm_large(*operands, config, **epilogue)
+    fields of `nvfp4_wgmma.Routed`."""
+    routed = nvfp4_wgmma.Routed(routing.tile_expert, routing.tile_count, **epilogue)
+    return _kernel_of(config)(x, *weight, None, n, hardware, config, routed, out)
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
@@ -160,7 +159,8 @@ def gemm_fp8(
 
 
 # By the rows that an expert has on average, up to so many: what an H100 took least with, on average over the experts of
-# seven models or, up to 14 rows, of three. Tiles are a little higher than the average, so that few experts have two.
+# seven models or, up to 14 rows, of three (by hand). Tiles are a little higher than the average, so that few experts
+# have two.
 _EXPERTS = (
     (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
     (14, PairConfig(nvfp4_wgmma.Config(16, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),

@@ -17,6 +17,7 @@ finds its share there.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -209,7 +210,8 @@ def _add_parts(acc, parts, flags, program, first, last, rows):
 
 @gluon.jit
 def prefetch(pointer, size):
-    """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of a warp."""
+    """Brings `size` bytes, up to 1024, to the L2 cache, a sector of 32 for each lane of a warp: of several
+    warps each asks for all of them."""
     ASSEMBLY: gl.constexpr = (
         "{ .reg .pred inside; .reg .b32 at; .reg .b64 place; mov.u32 at, %laneid; shl.b32 at, at, 5; "
         "setp.lt.u32 inside, at, $2; cvt.u64.u32 place, at; add.u64 place, place, $1; "
@@ -222,6 +224,15 @@ def prefetch(pointer, size):
 def first_piece_of(expert, K):
     """Where an expert's pieces of the weight begin: each has K padded to whole blocks of 128 columns, two pieces."""
     return expert * ((K + 127) // 128 * 2)
+
+
+@gluon.jit
+def tiles_of_rows(tile_count, M, BLOCK_M: gl.constexpr):
+    """How many tiles of rows there are: of routed experts only the GPU knows."""
+    if tile_count is None:
+        return gl.cdiv(M, BLOCK_M)
+    else:
+        return gl.load(tile_count)
 
 
 @gluon.jit
@@ -257,7 +268,7 @@ def expert_of(tile_expert, tile_m, inside):
 
 
 @gluon.jit
-def _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N: gl.constexpr, wanted):
+def ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N: gl.constexpr, wanted):
     """Brings a tile's global scales to the L2 cache: those of an expert's rows nobody else reads, and the epilogue
     would wait for memory. Nothing where they are not wanted: all programs of short tiles would ask one line at once."""
     row = tile_n * BLOCK_N
@@ -278,7 +289,7 @@ def _next_group(
             tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
             if tile_expert is not None:
                 expert = expert_of(tile_expert, tile_m, wanted)
-                _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, wanted)
+                ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, wanted)
     return group, tile_m, tile_n, expert
 
 
@@ -321,13 +332,11 @@ def nvfp4_wgmma_kernel(
     store: gl.constexpr = store_layout(BLOCK_N, num_warps) if whole_lines else acc_layout
 
     SHARED: gl.constexpr = parts is not None
-    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_m = tiles_of_rows(tile_count if SHARED else None, M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     # Steps beyond K multiply zeros: the accelerator reads x as zero there.
     tile_groups = gl.cdiv(K, GROUP_K)
     if SHARED:
-        if tile_count is not None:
-            tiles_m = gl.load(tile_count)
         idle = gl.program_id(0) >= tiles_m * tiles_n * tile_groups
     else:
         tile_m, tile_n = _own_tile()
@@ -370,7 +379,7 @@ def nvfp4_wgmma_kernel(
             fetched_group, fetched_m, fetched_n, fetched_expert, *tiles, begin + stage + 1 < end
         )
     if tile_expert is not None:
-        _ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, True)
+        ask_for_scales(global_scale, expert, tile_n, N, BLOCK_N, True)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -454,6 +463,28 @@ def lines_of_16_bytes(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+class Routed(NamedTuple):
+    """What the product of routed experts has beside a dense one, the arguments of the kernel."""
+
+    tile_expert: torch.Tensor | None = None
+    tile_count: torch.Tensor | None = None
+    row_map: torch.Tensor | None = None
+    row_weight: torch.Tensor | None = None
+    activation: str | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """As the kernels take them."""
+        return self[:4]
+
+    def result(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """Room for the product of x [M, K] and a weight [n, K]."""
+        return torch.empty((x.shape[0], n if self.activation is None else n // 2), dtype=x.dtype, device=x.device)
+
+
+DENSE = Routed()
+
+
 def gemm(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -463,23 +494,18 @@ def gemm(
     n: int,
     hardware: Hardware,
     config: Config,
-    *,
-    tile_expert: torch.Tensor | None = None,
-    tile_count: torch.Tensor | None = None,
-    row_map: torch.Tensor | None = None,
-    row_weight: torch.Tensor | None = None,
-    activation: str | None = None,
+    routed: Routed = DENSE,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
-    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n]. The other arguments are those of
-    the kernel; `out` is needed where `row_map` scatters rows.
+    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n]. `out` is needed where `row_map`
+    scatters rows.
     """
     x = lines_of_16_bytes(x)
     m, k = x.shape
     if out is None:
-        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
+        out = routed.result(x, n)
     depth = config.block_k // COLUMNS
     tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
     programs = min(config.programs, tiles_m * tiles_n * cdiv(k, config.block_k * config.unroll), FLAGS)
@@ -497,9 +523,9 @@ def gemm(
         descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
         descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
-        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k,
+        global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=activation,
+        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation,
         PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),
     )  # fmt: skip
     return out

@@ -25,7 +25,6 @@ FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -67,13 +66,16 @@ from llm_quant_rocm.kernels.hopper import (
     tile_descriptor,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
+    DENSE,
+    Routed,
+    ask_for_scales,
     decode_operand,
     epilogue,
     first_piece_of,
     lines_of_16_bytes,
     load_scales,
     load_words,
-    prefetch,
+    tiles_of_rows,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -146,14 +148,12 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     found = []
     for block_m, block_n in shapes:
         tiles = cdiv(m, block_m) * cdiv(n, block_n)
-        if block_n == 64:
-            found.append(Config(block_m, block_n, 0))
-            continue
-        two = main_part(block_m) < block_m
-        cuts = (0,) if two else (0, 2) if tiles < SMS else (0, 1, 2)
+        uncut = block_n == 64 or main_part(block_m) < block_m
+        cuts = (0,) if uncut else (0, 2) if tiles < SMS else (0, 1, 2)
         found += [Config(block_m, block_n, cut) for cut in cuts]
         last = tiles % SMS or SMS
-        found += [Config(block_m, block_n, cuts[-1], shares) for shares in (2, 3, 4, 6, 8) if last * shares <= SMS]
+        shared = () if block_n == 64 else (2, 3, 4, 6, 8)
+        found += [Config(block_m, block_n, cuts[-1], shares) for shares in shared if last * shares <= SMS]
     return found
 
 
@@ -161,11 +161,8 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
 def _tiles(tile_count, M, N, whole, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many tiles of rows of x and of the weight there are, and how many of all are not cut."""
     tiles_n = gl.cdiv(N, BLOCK_N)
-    if tile_count is None:
-        return gl.cdiv(M, BLOCK_M), tiles_n, whole
-    else:
-        tiles_m = gl.load(tile_count)
-        return tiles_m, tiles_n, tiles_m * tiles_n
+    tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
+    return tiles_m, tiles_n, whole if tile_count is None else tiles_m * tiles_n
 
 
 @gluon.jit
@@ -460,7 +457,7 @@ def _consumer(
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
         if EARLY_SCALES and HALF == 0:
-            prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+            ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
         if REST:
             rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
@@ -666,11 +663,12 @@ def gemm_large(
     n: int,
     hardware: Hardware,
     config: Config,
-    **routed: Any,
+    routed: Routed = DENSE,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`nvfp4_wgmma.gemm` by this kernel; `routed` are that function's other arguments, for routed experts."""
+    """`nvfp4_wgmma.gemm` by this kernel."""
     x = lines_of_16_bytes(x)
-    return _launch(x, None, words, scale_bytes, global_scale, bias, n, hardware, config, **routed)
+    return _launch(x, None, words, scale_bytes, global_scale, bias, n, hardware, config, routed, out)
 
 
 def gemm_large_fp8(
@@ -687,7 +685,7 @@ def gemm_large_fp8(
     """The product with x in E4M3, `codes` and `x_scale` of `per_token_quant_fp8(interleave=True)`, in `out` [M, n]
     (bf16 or fp16, contiguous). The weight, on its way to the matrix unit, becomes what `formats.nvfp4.to_fp8` makes of
     it."""
-    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out.shape[1], hardware, config, out=out)
+    return _launch(codes, x_scale, words, scale_bytes, global_scale, bias, out.shape[1], hardware, config, DENSE, out)
 
 
 def _launch(
@@ -700,17 +698,12 @@ def _launch(
     n: int,
     hardware: Hardware,
     config: Config,
-    *,
+    routed: Routed = DENSE,
     out: torch.Tensor | None = None,
-    tile_expert: torch.Tensor | None = None,
-    tile_count: torch.Tensor | None = None,
-    row_map: torch.Tensor | None = None,
-    row_weight: torch.Tensor | None = None,
-    activation: str | None = None,
 ) -> torch.Tensor:
     m, k = x.shape
     if out is None:
-        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
+        out = routed.result(x, n)
     block_k = STEP_BYTES // x.element_size()
     block_m, rest = tile_and_rest(config.block_m, m)
     # Of tiles with 64 rows of the weight only the accelerator stores results.
@@ -720,7 +713,7 @@ def _launch(
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
-    if tile_expert is not None:
+    if routed.tile_expert is not None:
         shares, whole = 0, tiles
     elif shares:
         whole = tiles // programs * programs
@@ -737,7 +730,7 @@ def _launch(
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, block_n // ROWS
     stores, ring_bytes, target = 0, RING_BYTES, out
-    if parts is None and tile_expert is None and n % 8 == 0:
+    if parts is None and routed.tile_expert is None and n % 8 == 0:
         rows = min(STORE[0], main_part(block_m) // 2)
         stores, target = STORES, tile_descriptor(out, rows, STORE[1])
         ring_bytes -= 2 * stores * rows * STORE[1] * out.element_size()
@@ -745,11 +738,11 @@ def _launch(
         row_descriptor(x, rest or block_m), x_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, target, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k, whole,
+        global_scale, bias, target, parts, flags, *routed.tensors, m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
-        ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

@@ -52,6 +52,9 @@ from llm_quant_rocm.kernels.hopper import (
     tile_and_rest,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
+    DENSE,
+    Routed,
+    ask_for_scales,
     epilogue,
     expert_of,
     fetch_weight,
@@ -59,7 +62,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     lines_of_16_bytes,
     load_operand,
     load_scales,
-    prefetch,
+    tiles_of_rows,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -158,15 +161,6 @@ def _place(tile, tiles_m, tiles_n):
 
 
 @gluon.jit
-def _tiles_m(tile_count, M, BLOCK_M: gl.constexpr):
-    """How many tiles of rows there are."""
-    if tile_count is None:
-        return gl.cdiv(M, BLOCK_M)
-    else:
-        return gl.load(tile_count)
-
-
-@gluon.jit
 def _stretch(tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
     """Tiles of N, steps in each tile, where the program's stretch of the steps of all begins and ends, and the tile in
     which it begins."""
@@ -240,12 +234,11 @@ def _init(
     mbarrier.init(taken, count=GROUPS * SPLIT_K)
     init_ring(ready, empty, started, GROUPS, EAGER)
     if tile_expert is not None:
-        tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+        tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
         tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
         for tile in range(first_tile, gl.cdiv(end, tile_steps)):
             tile_m, tile_n = _place(tile, tiles_m, tiles_n)
-            row = gl.load(tile_expert + tile_m) * N + tile_n * BLOCK_N
-            prefetch(global_scale + row, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+            ask_for_scales(global_scale, gl.load(tile_expert + tile_m), tile_n, N, BLOCK_N, True)
     leave(EAGER)
 
 
@@ -263,7 +256,7 @@ def _producer(
     BLOCK_K: gl.constexpr = DEPTH * 64
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
     # Asked for before it is needed.
-    tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+    tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
     if tile_expert is not None:
         first_experts = _first_experts(tile_expert, M, BLOCK_M)
     # No more than the first requests need: the weight, unlike x, does not depend on the kernels before this one.
@@ -368,7 +361,7 @@ def _consumer(
     acc_layout: gl.constexpr = acc_layout_of(MAIN)
     slice_layout: gl.constexpr = acc_layout_of(SLICE)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    tiles_m = _tiles_m(tile_count, M, BLOCK_M)
+    tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
     tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = gl.to_tensor(MINE)
@@ -380,7 +373,7 @@ def _consumer(
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
         elif NUMBER == 0:
-            prefetch(scale + tile_n * BLOCK_N, gl.minimum(N - tile_n * BLOCK_N, BLOCK_N) * 4)
+            ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
         if REST:
             rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
@@ -538,26 +531,21 @@ def gemm_split(
     n: int,
     hardware: Hardware,
     config: Config,
-    *,
+    routed: Routed = DENSE,
     out: torch.Tensor | None = None,
-    tile_expert: torch.Tensor | None = None,
-    tile_count: torch.Tensor | None = None,
-    row_map: torch.Tensor | None = None,
-    row_weight: torch.Tensor | None = None,
-    activation: str | None = None,
 ) -> torch.Tensor:
     """`nvfp4_wgmma.gemm` by this kernel; for routed experts programs share the steps of all tiles."""
     x = lines_of_16_bytes(x)
     m, k = x.shape
     if out is None:
-        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
+        out = routed.result(x, n)
     block_n = config.block_n
     block_m, rest = tile_and_rest(config.block_m, m)
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if block_m <= 64 else 1
     tiles = config.tiles(m, n)
     programs, parts, flags, sum_bytes = tiles, None, None, 0
-    assert config.programs or tile_expert is None, "only the GPU knows how many tiles experts have"
+    assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
         programs = min(config.programs, multiprocessors(x.device), tiles * cdiv(k, depth * COLUMNS))
@@ -575,9 +563,9 @@ def gemm_split(
         row_descriptor(x, rest or block_m),
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, m, n, k,
+        global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
         EAGER=min(_eager(block_m), stages), REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE[fp16], ACTIVATION=activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

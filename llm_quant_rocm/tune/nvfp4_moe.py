@@ -56,15 +56,12 @@ def _shared(block_m: int) -> list[Any]:
 
 
 def _small(block_m: int) -> list[Any]:
-    """A small program for each tile, and one program on each multiprocessor whose consumers split K."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma import Config
+    """A small program for each tile, 256 columns at a time, and one program on each multiprocessor whose consumers
+    split K."""
     from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config as Split
 
-    steps = ((64, 4, 2), (64, 4, 3), (128, 2, 2), (128, 2, 3))
-    return [
-        *(Config(block_m, 64, block_k, unroll=unroll, stages=stages) for block_k, unroll, stages in steps),
-        *(Split(block_m, split_k, _MULTIPROCESSORS) for split_k in (4, 2)),
-    ]
+    found = [config for config in _whole([block_m]) if config.block_n == 64 and config.unroll * config.block_k == 256]
+    return [*found, *(Split(block_m, split_k, _MULTIPROCESSORS) for split_k in (4, 2))]
 
 
 def _whole(heights: list[int]) -> list[Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 experts on a GPU whose kernel reads packed weights, against float64 and the reference."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
+from tests.gpu.test_nvfp4_gemm import SharedTiles, config_of
 from tests.moe_inputs import relative_error
 from tests.nvfp4_inputs import experts, moe64
 
@@ -50,14 +51,6 @@ def test_against_the_reference(tokens: int) -> None:
     assert relative_error(found.cpu(), ops.nvfp4_moe(**arguments).double()) < TOLERANCE[torch.bfloat16]
 
 
-class Split(NamedTuple):
-    """Of the kernel that splits K within a program."""
-
-    block_m: int
-    split_k: int
-    programs: int
-
-
 # Fields of the configurations for w13 and w2: steps shared by more programs than there are, by few, and not shared; of
 # the kernel that splits K; and of that for many rows.
 PAIRS = [
@@ -69,10 +62,10 @@ PAIRS = [
     ((16, 128, 64, 528, 2, 3), (16, 128, 64, 264, 4, 4)),
     ((16, 64, 128, 5, 2, 3), (16, 128, 64, 1, 2, 3)),
     ((32, 64, 128, 264, 2, 2), (32, 64, 128, 528, 2, 2)),
-    (Split(8, 4, 132), Split(8, 2, 132)),
-    (Split(16, 2, 7), Split(16, 4, 1)),
-    (Split(8, 4, 132), (8, 64, 64, 0, 4, 3)),
-    ((32, 64, 128, 0, 2, 2), Split(32, 4, 100)),
+    (SharedTiles(8, 4, 132), SharedTiles(8, 2, 132)),
+    (SharedTiles(16, 2, 7), SharedTiles(16, 4, 1)),
+    (SharedTiles(8, 4, 132), (8, 64, 64, 0, 4, 3)),
+    ((32, 64, 128, 0, 2, 2), SharedTiles(32, 4, 100)),
     ((64, 256, 0), (64, 128, 0)),
     ((128, 256, 0), (128, 128, 0)),
     ((128, 128, 0), (128, 256, 0)),
@@ -81,7 +74,6 @@ PAIRS = [
 
 def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **changes: Any) -> torch.Tensor:
     """What the kernels give with these configurations, of tensors on the GPU."""
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
     from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
     from llm_quant_rocm.kernels.pair_config import PairConfig
 
@@ -89,9 +81,7 @@ def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **c
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
     routing = given["topk_weights"], given["topk_ids"], given.get("expert_map"), given.get("padding")
     device = hardware.detect(torch.device("cuda"))
-    by_fields = {3: nvfp4_wgmma_large, 6: nvfp4_wgmma}
-    kinds = [nvfp4_wgmma_split if isinstance(one, Split) else by_fields[len(one)] for one in fields]
-    config = PairConfig(*(kind.Config(*one) for kind, one in zip(kinds, fields, strict=True)))
+    config = PairConfig(*map(config_of, fields))
     gemm = kernels_of(device.arch).grouped_gemm
     return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, gemm, config)
 

@@ -104,7 +104,7 @@ def test_programs_go_through_all_groups_of_steps_in_order(
     taken = []
     for program in range(min(programs, groups)):
         asked: list[tuple[int, int]] = []
-        names = ("begin_of", "place", "place_after", "_share", "expert_of", "_ask_for_scales", "_next_group")
+        names = ("begin_of", "place", "place_after", "_share", "expert_of", "ask_for_scales", "_next_group")
         *_, share, expert_of, ask_for_scales, next_group = python(
             *names, programs=programs, program=program, prefetch=lambda *scales, asked=asked: asked.append(scales),
             load=lambda at, mask, other: tile_expert[at] if mask else other,
