@@ -310,6 +310,38 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     assert len({options["STORES"] for _, options in launches}) == (2 if n == 5120 else 1)
 
 
+@pytest.mark.parametrize("kind", ["nvfp4_wgmma", "nvfp4_wgmma_split", "nvfp4_wgmma_large"])
+def test_a_kernel_gets_what_routing_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_hopper
+    from llm_quant_rocm.kernels.routing import Schedule
+
+    module = getattr(nvfp4_hopper, kind)
+    config = {
+        "nvfp4_wgmma": nvfp4_hopper.nvfp4_wgmma.Config(8, 64, 128),
+        "nvfp4_wgmma_split": nvfp4_hopper.nvfp4_wgmma_split.Config(8, 4, 132),
+        "nvfp4_wgmma_large": nvfp4_hopper.nvfp4_wgmma_large.Config(64, 128, 0),
+    }[kind]
+    names = getattr(module, f"{kind}_kernel").arg_names
+    launches = launches_of(module, monkeypatch)
+    x = torch.zeros(128, 1024, dtype=torch.bfloat16)
+    words, scales = torch.zeros(4, 16, 32, 128, dtype=torch.int32), torch.zeros(4, 16, 32, 64, dtype=torch.uint8)
+    routing = Schedule(*(torch.zeros(2) for _ in range(5)))
+    weight, operands = (words, scales, torch.zeros(4, 512)), (512, hardware.nvidia(9, 0), config, routing)
+    half = nvfp4_hopper.grouped_gemm(x, weight, *operands, activation="gelu")
+    out = torch.zeros(7, 512, dtype=torch.bfloat16)
+    scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight}
+    assert nvfp4_hopper.grouped_gemm(x, weight, *operands, **scattered, out=out) is out
+    assert half.shape == (128, 256) and half.dtype == x.dtype
+    for (arguments, options), activation, more in zip(launches, ("gelu", None), ({}, scattered), strict=True):
+        given = dict(zip(names, arguments, strict=False))
+        assert given["tile_expert"] is routing.tile_expert and given["tile_count"] is routing.tile_count
+        assert {name: given[name] for name in scattered} == {name: more.get(name) for name in scattered}
+        assert options["ACTIVATION"] == activation
+
+
 def test_a_tile_has_a_rest_where_the_main_part_is_too_small() -> None:
     from llm_quant_rocm.kernels.hopper import tile_and_rest
 
