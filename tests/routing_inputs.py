@@ -106,6 +106,8 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
     assert found.tile_expert.tolist() == tile_expert
     assert found.tile_count.tolist() == [sum(expert >= 0 for expert in tile_expert)]
     assert found.row_map.tolist() == row_map
+    assert found.tile_rows.dtype == torch.int32
+    assert torch.equal(found.tile_rows, (found.row_map >= 0).view(len(tile_expert), routing.block_m).sum(1).int())
     assert found.row_weight is not None
     slots = found.row_map.long()
     row_weight = torch.where(slots < 0, 0, weights.flatten()[slots.clamp_min(0)])

@@ -163,8 +163,9 @@ def acc_layout_of(columns, fp8=False):
 
 
 @gluon.jit
-def multiply_rest(operand, x, acc):
-    """acc plus the product of `operand`, a part of the weight that multiplies the tile's main part, and x [REST, K]."""
+def multiply_part(operand, x, acc):
+    """acc plus the product of `operand`, a part of the weight as it multiplies all rows of x or the tile's main part,
+    and x [ROWS, K], any of its rows."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // x.dtype.primitive_bitwidth)
     operand = gl.convert_layout(operand, layout, assert_trivial=True)
     return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
@@ -188,6 +189,22 @@ def multiply_steps(acc, rows, columns, ready, empty, stage, phase, K, HALF: gl.c
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1)
     return acc, stage, phase
+
+
+@gluon.jit
+def rounded(values, dtype: gl.constexpr):
+    """fp32 values as `dtype` has them, still fp32. Two at a time: to convert one value alone takes eight times as long,
+    and Triton converts each alone where nothing stores the result."""
+    if dtype == gl.bfloat16:
+        ASSEMBLY: gl.constexpr = (
+            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+        )
+    else:
+        ASSEMBLY: gl.constexpr = (
+            "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.f32 both, $3, $2; mov.b32 {low, high}, both; "
+            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+        )
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -105,7 +105,7 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
     fields of `nvfp4_wgmma.Routed`."""
-    routed = nvfp4_wgmma.Routed(routing.tile_expert, routing.tile_count, **epilogue)
+    routed = nvfp4_wgmma.Routed(routing.tile_expert, routing.tile_rows, routing.tile_count, **epilogue)
     return _kernel_of(config)(x, *weight, None, n, hardware, config, routed, out)
 
 

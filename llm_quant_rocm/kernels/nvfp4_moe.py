@@ -2,8 +2,9 @@
 """Routed experts with 16-bit activations and NVFP4 weights: an architecture's GEMM kernel, with an expert to each tile.
 
 Five launches, six for many slots: the schedule of tiles, the gathered rows of x, the product with w13 whose epilogue
-applies the activation, the product with w2 whose epilogue applies the router's weight and puts each row at its slot,
-and the sum of each token's slots.
+applies the activation, the product with w2 whose epilogue applies the router's weight, and the sum of each token's
+slots. Everything between the first and the last is in the order of the schedule's rows, so that tiles are read and
+written whole.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,7 @@ def nvfp4_moe(
     (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
     rows = gather_rows(x, routing.row_map, topk, hardware)
-    rows = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
-    y = torch.empty((topk_ids.numel(), hidden), dtype=x.dtype, device=x.device)
-    scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": y}
-    gemm(rows, w2, hidden, hardware, config.w2, routing, **scattered)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)
+    h = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
+    # Nobody needs the gathered rows any more, and there is room for as many in their place.
+    gemm(h, w2, hidden, hardware, config.w2, routing, row_weight=routing.row_weight, out=rows)
+    return sum_rows(rows, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=routing.slot_row)

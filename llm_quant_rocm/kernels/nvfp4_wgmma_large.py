@@ -32,7 +32,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -56,7 +55,7 @@ from llm_quant_rocm.kernels.hopper import (
     load_tile,
     main_part,
     main_rows,
-    multiply_rest,
+    multiply_part,
     place,
     reinterpret,
     row_descriptor,
@@ -72,6 +71,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     decode_operand,
     epilogue,
     first_piece_of,
+    gated,
     lines_of_16_bytes,
     load_scales,
     load_words,
@@ -205,7 +205,7 @@ def _producer(
     STAGES: gl.constexpr, UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
-    tile_expert, tile_count, row_map, row_weight = routing
+    tile_expert, tile_rows, tile_count = routing
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
@@ -317,45 +317,67 @@ def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.co
 
 
 @gluon.jit
+def _finish(
+    acc, scales, row_scales, row, column, result, HALF: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
+    TURN: gl.constexpr
+):  # fmt: skip
+    """The epilogue of acc, as many rows of x as one box of the result has, from `row` on."""
+    bias, out, staging, M, N, tile_rows = result
+    ROWS: gl.constexpr = acc.shape[0]
+    SLICE: gl.constexpr = staging.shape[1]
+    WIDTH: gl.constexpr = staging.shape[2]
+    layout: gl.constexpr = acc_layout_of(SLICE)
+    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    if row_scales is not None:
+        acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
+    acc = acc * (UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True))[:, None]
+    if bias is not None:
+        columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+    if ACTIVATION is not None:
+        _store_slice(gated(acc, out.dtype, ACTIVATION), row, column // 2, out, staging, HALF, TURN)
+    elif ROWS > WIDTH:
+        upper, lower = acc.reshape(2, WIDTH, SLICE).permute(1, 2, 0).split()
+        upper = gl.convert_layout(upper, layout, assert_trivial=True)
+        lower = gl.convert_layout(lower, layout, assert_trivial=True)
+        _store_slice(upper, row, column, out, staging, HALF, TURN)
+        _store_slice(lower, row, column + WIDTH, out, staging, HALF, TURN + 1)
+    else:
+        _store_slice(acc, row, column, out, staging, HALF, TURN)
+
+
+@gluon.jit
 def _store(
-    acc, scales, row_scales, number, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
-    UNSCALE: gl.constexpr, TURN: gl.constexpr
+    acc, scales, row_scales, number, end, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr
 ):  # fmt: skip
     """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile and columns of the result from `column`
-    on: the accelerator stores it, while the next tile is multiplied. Its first slice is number TURN of the tile."""
-    bias, out, staging, M, N = result
+    on: the accelerator stores it, while the next tile is multiplied. Its first slice is number TURN of the tile. Of
+    experts, rows of the tile from number `end` on are not wanted."""
+    bias, out, staging, M, N, tile_rows = result
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     SLICE: gl.constexpr = staging.shape[1]
+    WIDTH: gl.constexpr = staging.shape[2]
     if COLUMNS > SLICE:
         left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
         SLICES: gl.constexpr = COLUMNS // 2 // SLICE
-        TURNS: gl.constexpr = SLICES * (ROWS // staging.shape[2])
+        TURNS: gl.constexpr = SLICES * (ROWS // (WIDTH if ACTIVATION is None else 2 * WIDTH))
         low, high = row_scales, row_scales
         if row_scales is not None:
             low, high = row_scales.reshape(2, SLICES, SLICE).permute(1, 2, 0).split()
-        _store(left, scales, low, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
+        _store(left, scales, low, number, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN)
         number += COLUMNS // 2
-        _store(right, scales, high, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN + TURNS)
+        _store(
+            right, scales, high, number, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN + TURNS
+        )  # fmt: skip
     else:
-        layout: gl.constexpr = acc_layout_of(SLICE, row_scales is not None)
-        acc = gl.convert_layout(acc, layout, assert_trivial=True)
         row = row_in_tile(tile_m, number, M, BLOCK_M)
-        if row_scales is not None:
-            acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
-        acc = acc * UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
-        if bias is not None:
-            columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
-        WIDTH: gl.constexpr = staging.shape[2]
-        if ROWS > WIDTH:
-            upper, lower = acc.reshape(2, WIDTH, SLICE).permute(1, 2, 0).split()
-            upper = gl.convert_layout(upper, layout, assert_trivial=True)
-            lower = gl.convert_layout(lower, layout, assert_trivial=True)
-            _store_slice(upper, row, column, out, staging, HALF, TURN)
-            _store_slice(lower, row, column + WIDTH, out, staging, HALF, TURN + 1)
-        else:
-            _store_slice(acc, row, column, out, staging, HALF, TURN)
+        wanted = True
+        if tile_rows is not None:
+            wanted = number < end
+        if wanted:
+            _finish(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
 
 
 @gluon.jit
@@ -385,7 +407,7 @@ def _store_sums(
     acc, scales, row_scales, column, tile_m, result, exchanged, HALF: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """The epilogue of half of a tile's rows of x, the sums of both consumers' acc [64, BLOCK_M]."""
-    bias, out, staging, M, N = result
+    bias, out, staging, M, N, tile_rows = result
     BLOCK_M: gl.constexpr = acc.shape[1]
     SLICE: gl.constexpr = staging.shape[1]
     low, high = row_scales, row_scales
@@ -395,7 +417,132 @@ def _store_sums(
         total = _exchange(acc, staging, exchanged, HALF, i)
         number = (HALF * 2 + i) * SLICE
         own_scales = low if i == 0 else high
-        _store(total, scales, own_scales, number, column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
+        _store(total, scales, own_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
+
+
+@gluon.constexpr_function
+def _early(block_m):
+    """Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
+    read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
+    product should not wait for a second step."""
+    return block_m <= 128
+
+
+@gluon.jit
+def _sums(
+    state, turns, tile, scale, row_scale, staging, shared, sizes, COLUMNS: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, STORES: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr
+):  # fmt: skip
+    """A consumer's sums over `turns` times UNROLL steps: acc of the first COLUMNS rows of a tile's main part, and those
+    of its rest. Then the tile's place, the scales of its rows of the weight, and those of its rows of x as `_store`
+    takes them, of the main part and of the rest.
+
+    `tile` is its number, its place, and how many tiles there are in both directions. `state`, which comes back last, is
+    the operand of the next step, the codes and scales of one more, the next step's stage and phase, and how many steps
+    are to come.
+    """
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    operand, words, scale_pairs, stage, phase, steps = state
+    number, tile_m, tile_n, tiles_m, tiles_n = tile
+    M, N, K, whole = sizes
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    REST: gl.constexpr = BLOCK_M - MAIN
+    STAGES: gl.constexpr = codes.shape[0]
+    DEPTH: gl.constexpr = codes.shape[1]
+    BLOCK_N: gl.constexpr = codes.shape[2] * 16
+    APART: gl.constexpr = 2 if BLOCK_N == 64 else 1
+    ROWS: gl.constexpr = BLOCK_N * APART // 2
+    PART: gl.constexpr = HALF if APART == 1 else 0
+    NT: gl.constexpr = ROWS // 16
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
+    EARLY: gl.constexpr = _early(BLOCK_M)
+    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
+    # registers for them then, nor for where the tile is.
+    EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
+    acc_layout: gl.constexpr = acc_layout_of(COLUMNS, FP8)
+    operand_layout: gl.constexpr = operand.type.layout
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout=acc_layout)
+    rest = acc  # not used
+    if REST:
+        rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
+    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+    for turn in range(0, gl.maximum(turns, 1)):
+        for i in gl.static_range(UNROLL // APART):
+            acc = multiply_part(operand, ring.index(stage).slice(0, COLUMNS), acc)
+            # Then the step before is finished, and its stage free.
+            if REST:
+                rest = multiply_part(operand, rest_ring.index(stage), rest)
+                acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            free = behind(stage, STAGES, APART)
+            mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+            stage, phase = advance(stage, phase, STAGES, APART)
+            if EARLY:
+                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+            ahead, ahead_phase = stage, phase
+            if EARLY:
+                ahead, ahead_phase = advance(stage, phase, STAGES)
+            mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+            words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
+            if not EARLY:
+                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+            steps -= 1
+    if EARLY_SCALES:
+        scales = load_scales(scale, tile_n * BLOCK_N + PART * ROWS, N, acc_layout, ROWS)
+    # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
+    row_scales, rest_scales = acc, acc  # not used
+    if STORES and row_scale is not None:
+        SLICE_ROWS: gl.constexpr = staging.shape[1]
+        # Of consumers that exchange sums each stores half of the rows.
+        OWN: gl.constexpr = COLUMNS // APART
+        FIRST: gl.constexpr = HALF * OWN if APART == 2 else 0
+        row_scales = _load_row_scales(row_scale, tile_m, FIRST, M, BLOCK_M, OWN, SLICE_ROWS)
+        if REST:
+            rest_scales = _load_row_scales(row_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
+    if REST:
+        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    if not EARLY_SCALES:
+        tile_m, tile_n = place(number, tiles_m, tiles_n)
+        scales = load_scales(scale, tile_n * BLOCK_N + PART * ROWS, N, acc_layout, ROWS)
+    mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
+    state = (operand, words, scale_pairs, stage, phase, steps)
+    return acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state
+
+
+@gluon.jit
+def _whole_tile(
+    state, tile_groups, tile, tensors, result, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, COLUMNS: gl.constexpr,
+    HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr
+):  # fmt: skip
+    """Multiplies a tile that is not cut, or the first COLUMNS rows of its main part, and stores it; the rest is that of
+    `_sums`."""
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    end = BLOCK_M
+    if result[5] is not None:
+        end = gl.load(result[5] + tile[1])
+    acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state = _sums(
+        state, tile_groups, tile, *tensors, COLUMNS, HALF, BLOCK_M, True, UNROLL, FP16
+    )
+    scale, row_scale, staging, shared, sizes = tensors
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    BLOCK_N: gl.constexpr = codes.shape[2] * 16
+    if row_scale is None:
+        row_scales, rest_scales = None, None
+    # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
+    if BLOCK_N == 64:
+        _store_sums(acc, scales, row_scales, tile_n * BLOCK_N, tile_m, result, exchanged, HALF, UNSCALE)
+    else:
+        column = tile_n * BLOCK_N + HALF * (BLOCK_N // 2)
+        _store(acc, scales, row_scales, 0, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, 0)
+        if MAIN < BLOCK_M:
+            TURN: gl.constexpr = MAIN // staging.shape[1]
+            _store(
+                rest, scales, rest_scales, MAIN, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN
+            )  # fmt: skip
+    return state
 
 
 @gluon.jit
@@ -406,8 +553,8 @@ def _consumer(
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
     of them in every second step, and then has half of the rows of x."""
-    x_scale, global_scale, bias, out, staging, parts, flags = operands
-    tile_expert, tile_count, row_map, row_weight = routing
+    row_scale, global_scale, bias, out, staging, parts, flags = operands
+    tile_expert, tile_rows, tile_count = routing
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
@@ -419,17 +566,13 @@ def _consumer(
     NT: gl.constexpr = ROWS // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
-    FP8: gl.constexpr = x_scale is not None
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     CUT: gl.constexpr = parts is not None
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
-    # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
-    # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
-    # product should not wait for a second step.
-    EARLY: gl.constexpr = BLOCK_M <= 128
-    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
-    # registers for them then, nor for where the tile is.
-    EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
+    EARLY: gl.constexpr = _early(BLOCK_M)
+    # With 256 rows of the weight there are no registers for sums of both numbers of rows.
+    HALVED: gl.constexpr = tile_rows is not None and MAIN > 64 and BLOCK_N < 256
 
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
@@ -450,132 +593,100 @@ def _consumer(
         mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
         words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
         steps -= 1
+    state = (operand, words, scale_pairs, stage, phase, steps)
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         scale = global_scale
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
-        if EARLY_SCALES and HALF == 0:
+        if BLOCK_M <= 256 and HALF == 0:
             ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
-        acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
-        if REST:
-            rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
-        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-        for turn in range(0, gl.maximum(last - first, 1)):
-            for i in gl.static_range(UNROLL // APART):
-                acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-                # Then the step before is finished, and its stage free.
-                if REST:
-                    rest = multiply_rest(operand, rest_ring.index(stage), rest)
-                    acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
-                else:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                free = behind(stage, STAGES, APART)
-                mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
-                stage, phase = advance(stage, phase, STAGES, APART)
-                if EARLY:
-                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-                ahead, ahead_phase = stage, phase
-                if EARLY:
-                    ahead, ahead_phase = advance(stage, phase, STAGES)
-                mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-                words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
-                if not EARLY:
-                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-                steps -= 1
-        first_column = tile_n * BLOCK_N + PART * ROWS
-        if EARLY_SCALES:
-            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
-        # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
-        row_scales, rest_scales = x_scale, x_scale  # None, where x has none
-        if STORES and FP8:
-            SLICE_ROWS: gl.constexpr = staging.shape[1]
-            # Of consumers that exchange sums each stores half of the rows.
-            OWN: gl.constexpr = MAIN // APART
-            FIRST: gl.constexpr = HALF * OWN if APART == 2 else 0
-            row_scales = _load_row_scales(x_scale, tile_m, FIRST, M, BLOCK_M, OWN, SLICE_ROWS)
-            if REST:
-                rest_scales = _load_row_scales(x_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
-        if REST:
-            acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
-        else:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-        if not EARLY_SCALES:
-            tile_m, tile_n = place(tile, tiles_m, tiles_n)
-            first_column = tile_n * BLOCK_N + PART * ROWS
-            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
-        mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
-
-        is_whole = last - first == tile_groups
-        if SHARES:
-            if not is_whole:
-                # Each program adds and stores every SHARES-th slice of the tile's rows.
-                SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
-                slice_layout: gl.constexpr = acc_layout_of(SLICE, FP8)
-                own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
-                store_part(acc, own)
-                if REST:
-                    store_part(rest, own + ROWS * MAIN)
-                cut_tile = tile - whole
-                _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
-                for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
-                    total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
-                    for share in gl.static_range(SHARES):
-                        source = (((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE) * ROWS
-                        total = add_part(total, parts + source, slice_layout)
-                    row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
-                    if FP8:
-                        total = _times_columns(total, x_scale, row, M)
-                    epilogue(
-                        total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
-                        SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
-                    )  # fmt: skip
-        elif CUT:
-            if first > 0:
-                give_part(acc, parts, flags, HALF, 2)
-            elif last < tile_groups:
-                cut_groups = (tiles - whole) * tile_groups
-                acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
+        place_of_tile = (tile, tile_m, tile_n, tiles_m, tiles_n)
+        tensors = (scale, row_scale, staging, shared, sizes)
         if STORES:
-            # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
-            result = (bias, out, staging, M, N)
-            if APART == 2:
-                _store_sums(acc, scales, row_scales, first_column, tile_m, result, exchanged, HALF, UNSCALE)
+            result = (bias, out, staging, M, N, tile_rows)
+            if HALVED:
+                # An expert's last tile is often less than half full.
+                if gl.load(tile_rows + tile_m) <= MAIN // 2:
+                    state = _whole_tile(
+                        state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN // 2, HALF,
+                        BLOCK_M, UNROLL, FP16,
+                    )  # fmt: skip
+                else:
+                    state = _whole_tile(
+                        state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN, HALF,
+                        BLOCK_M, UNROLL, FP16,
+                    )  # fmt: skip
             else:
-                _store(acc, scales, row_scales, 0, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE, 0)
-            if REST:
-                TURN: gl.constexpr = MAIN // staging.shape[1]
-                _store(rest, scales, rest_scales, MAIN, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE, TURN)
-        elif is_whole if SHARES else first == 0:
-            half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
-            for half in gl.static_range(2):
-                part = columns_of(acc, MAIN // 2, half, half_layout)
-                row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
-                if FP8:
-                    part = _times_columns(part, x_scale, row, M)
-                epilogue(
-                    part, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, row_map, row_weight, M, N,
-                    MAIN // 2, ROWS, dtype, UNSCALE, ACTIVATION, half_layout, 4,
+                state = _whole_tile(
+                    state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN, HALF, BLOCK_M,
+                    UNROLL, FP16,
                 )  # fmt: skip
-            if REST:
-                row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
-                if FP8:
-                    rest = _times_columns(rest, x_scale, row, M)
-                epilogue(
-                    rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, row_map, row_weight, M, N,
-                    REST, ROWS, dtype, UNSCALE, ACTIVATION, acc_layout_of(REST, FP8), 4,
-                )  # fmt: skip
+        else:
+            acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state = _sums(
+                state, last - first, place_of_tile, *tensors, MAIN, HALF, BLOCK_M, False, UNROLL, FP16
+            )
+            is_whole = last - first == tile_groups
+            if SHARES:
+                if not is_whole:
+                    # Each program adds and stores every SHARES-th slice of the tile's rows.
+                    SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
+                    slice_layout: gl.constexpr = acc_layout_of(SLICE, FP8)
+                    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
+                    store_part(acc, own)
+                    if REST:
+                        store_part(rest, own + ROWS * MAIN)
+                    cut_tile = tile - whole
+                    _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
+                    for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
+                        total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
+                        for share in gl.static_range(SHARES):
+                            part = ((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE
+                            total = add_part(total, parts + part * ROWS, slice_layout)
+                        row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
+                        if FP8:
+                            total = _times_columns(total, row_scale, row, M)
+                        epilogue(
+                            total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
+                            SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
+                        )  # fmt: skip
+            elif CUT:
+                if first > 0:
+                    give_part(acc, parts, flags, HALF, 2)
+                elif last < tile_groups:
+                    cut_groups = (tiles - whole) * tile_groups
+                    end_group = (tile - whole + 1) * tile_groups
+                    acc = take_parts(acc, parts, flags, cut_groups, end_group, acc_layout, HALF, 2)
+            if is_whole if SHARES else first == 0:
+                half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
+                for half in gl.static_range(2):
+                    part = columns_of(acc, MAIN // 2, half, half_layout)
+                    row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
+                    if FP8:
+                        part = _times_columns(part, row_scale, row, M)
+                    epilogue(
+                        part, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
+                        MAIN // 2, ROWS, dtype, UNSCALE, None, half_layout, 4,
+                    )  # fmt: skip
+                if REST:
+                    row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+                    if FP8:
+                        rest = _times_columns(rest, row_scale, row, M)
+                    epilogue(
+                        rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
+                        REST, ROWS, dtype, UNSCALE, None, acc_layout_of(REST, FP8), 4,
+                    )  # fmt: skip
     if STORES:
         tma.store_wait(0)
-    leave(stage)
+    leave(M)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, x_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight,
-    M, N, K, whole,
+    x, row_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count, M, N,
+    K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
     UNROLL: gl.constexpr, SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
     ACTIVATION: gl.constexpr, PDL: gl.constexpr
@@ -583,8 +694,8 @@ def nvfp4_wgmma_large_kernel(
     """A program's share of the tiles of out, one of as many programs as run together.
 
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
-    K, row tiles, 32]; x is of 16-bit values or, with `x_scale` (fp32 [M]), of E4M3 in the order of columns that
-    `decode_words_fp8` names.
+    K, row tiles, 32]; x is of 16-bit values or of E4M3 in the order of columns that `decode_words_fp8` names.
+    `row_scale` fp32 [M], if given, are factors of its rows: the scales of E4M3, the router's weights of experts.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
     for each, say which are there. With SHARES as many programs compute each tile. With STORES, where no tile is cut,
@@ -607,8 +718,8 @@ def nvfp4_wgmma_large_kernel(
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
     else:
         staging = ring  # not used
-    operands = (x_scale, global_scale, bias, out, staging, parts, flags)
-    routing = (tile_expert, tile_count, row_map, row_weight)
+    operands = (row_scale, global_scale, bias, out, staging, parts, flags)
+    routing = (tile_expert, tile_rows, tile_count)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
     # The last two are the rest of the producer's four warps.
@@ -668,7 +779,7 @@ def gemm_large(
 ) -> torch.Tensor:
     """`nvfp4_wgmma.gemm` by this kernel."""
     x = lines_of_16_bytes(x)
-    return _launch(x, None, words, scale_bytes, global_scale, bias, n, hardware, config, routed, out)
+    return _launch(x, routed.row_weight, words, scale_bytes, global_scale, bias, n, hardware, config, routed, out)
 
 
 def gemm_large_fp8(
@@ -690,7 +801,7 @@ def gemm_large_fp8(
 
 def _launch(
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     words: torch.Tensor,
     scale_bytes: torch.Tensor,
     global_scale: torch.Tensor,
@@ -730,19 +841,22 @@ def _launch(
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, block_n // ROWS
     stores, ring_bytes, target = 0, RING_BYTES, out
-    if parts is None and routed.tile_expert is None and n % 8 == 0:
+    if parts is None and out.shape[1] % 8 == 0:
         rows = min(STORE[0], main_part(block_m) // 2)
-        stores, target = STORES, tile_descriptor(out, rows, STORE[1])
-        ring_bytes -= 2 * stores * rows * STORE[1] * out.element_size()
+        # An activation makes one of two columns.
+        columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
+        stores, target = STORES, tile_descriptor(out, rows, columns)
+        ring_bytes -= 2 * stores * rows * columns * out.element_size()
+    assert stores or routed.tile_expert is None, "experts' rows are whole lines of 16 bytes"
     nvfp4_wgmma_large_kernel[(programs,)](
-        row_descriptor(x, rest or block_m), x_scale,
+        row_descriptor(x, rest or block_m), row_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
         descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
-        global_scale, bias, target, parts, flags, *routed.tensors, m, n, k, whole,
+        global_scale, bias, target, parts, flags, *routed[:3], m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE[fp16] if x_scale is None else UNSCALE_FP8,
+        UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,
         ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

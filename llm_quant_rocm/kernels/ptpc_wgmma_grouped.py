@@ -31,6 +31,7 @@ from llm_quant_rocm.kernels.hopper import (
     load_tile,
     multiply_steps,
     place,
+    rounded,
     store_through,
     tile_descriptor,
 )
@@ -180,8 +181,8 @@ def _consumer(
             _store(acc, m, n + HALF * ROWS, out, staging.index(HALF))
         else:
             gate, up = acc.reshape(2, ROWS // 2, BLOCK_M).permute(1, 2, 0).split()
-            gate = activate(gate.to(out.dtype).to(gl.float32), ACTIVATION)
-            _store(gate * up.to(out.dtype).to(gl.float32), m, n // 2 + HALF * 64, out, staging.index(HALF))
+            gate = activate(rounded(gate, out.dtype), ACTIVATION)
+            _store(gate * rounded(up, out.dtype), m, n // 2 + HALF * 64, out, staging.index(HALF))
     tma.store_wait(0)
     leave(stage)
 

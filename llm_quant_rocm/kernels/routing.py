@@ -40,6 +40,7 @@ class Schedule:
         row_map: int32 [tiles * block_m], the slot of each row, or -1 where there is none.
         tile_expert: int32 [tiles], the expert of each tile, or -1 for the tiles that this routing does not need; those
             are the last ones.
+        tile_rows: int32 [tiles], how many of a tile's rows there are, its first ones.
         tile_count: int32 [1], how many tiles it needs.
         row_weight: fp32 [tiles * block_m], the router weight of each row, 0 where there is none; None if not asked for.
         slot_row: int32 [slots], the row of each slot; of one whose expert is not here, whatever torch.empty left there.
@@ -47,6 +48,7 @@ class Schedule:
 
     row_map: torch.Tensor
     tile_expert: torch.Tensor
+    tile_rows: torch.Tensor
     tile_count: torch.Tensor
     row_weight: torch.Tensor | None
     slot_row: torch.Tensor
@@ -88,8 +90,8 @@ def put_slot(weight_ptr, row_map_ptr, row_weight_ptr, slot_row_ptr, slot, row, m
 # The number of slots changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["slots"])
 def schedule_kernel(
-    ids_ptr, map_ptr, padding_ptr, weight_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
-    slot_row_ptr, slots, known,
+    ids_ptr, map_ptr, padding_ptr, weight_ptr, row_map_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
+    row_weight_ptr, slot_row_ptr, slots, known,
     TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One tile of a `Schedule`."""
@@ -114,6 +116,7 @@ def schedule_kernel(
     # This tile has the slots begin to end of its expert.
     begin = (tile - first) * BLOCK_M
     end = tl.minimum(begin + BLOCK_M, count)
+    tl.store(tile_rows_ptr + tile, tl.maximum(end - begin, 0))
     first_row = first * BLOCK_M
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     empty = row >= first_row + end
@@ -168,8 +171,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["slots", "part_tiles", "tiles"])
 def place_kernel(
-    ids_ptr, map_ptr, padding_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_count_ptr, row_weight_ptr,
-    slot_row_ptr, slots, known, parts, part_slots, tiles, part_tiles,
+    ids_ptr, map_ptr, padding_ptr, weight_ptr, counts_ptr, row_map_ptr, tile_expert_ptr, tile_rows_ptr, tile_count_ptr,
+    row_weight_ptr, slot_row_ptr, slots, known, parts, part_slots, tiles, part_tiles,
     TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, PARTS_BLOCK: tl.constexpr,
     TILES_BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -207,6 +210,8 @@ def place_kernel(
         needed = mine < BINS
         tl.store(tile_expert_ptr + tile, tl.where(needed, mine, -1), mask=tile < end)
         filled = tl.where(needed, tl.gather(first_row + counts, tl.minimum(mine, BINS - 1), 0), 0)
+        rows = tl.minimum(tl.maximum(filled - tile * BLOCK_M, 0), BLOCK_M)
+        tl.store(tile_rows_ptr + tile, rows, mask=tile < end)
         row = tile[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         empty = (row >= filled[:, None]) & (tile < end)[:, None]
         tl.store(row_map_ptr + row, tl.full([TILES_BLOCK, BLOCK_M], -1, tl.int32), mask=empty)
@@ -239,23 +244,24 @@ def schedule(
     tiles = max_tiles(slots, experts, block_m)
     row_map = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
+    tile_rows = torch.empty(tiles, dtype=torch.int32, device=device)
     tile_count = torch.empty(1, dtype=torch.int32, device=device)
     slot_row = torch.empty(slots, dtype=torch.int32, device=device)
     row_weight = None
     if topk_weights is not None:
         row_weight = torch.empty(tiles * block_m, dtype=torch.float32, device=device)
     if not tiles:
-        return Schedule(row_map, tile_expert, tile_count.zero_(), row_weight, slot_row)
+        return Schedule(row_map, tile_expert, tile_rows, tile_count.zero_(), row_weight, slot_row)
     known = experts if expert_map is None else expert_map.numel()
     bins = max(64, next_power_of_2(experts))
     constants = {"TOPK": topk_ids.shape[1], "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
     if slots * tiles <= MANY_READS:
         chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
         schedule_kernel[(tiles,)](
-            topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_count, row_weight, slot_row, slots,
-            known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
+            topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_rows, tile_count, row_weight,
+            slot_row, slots, known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
         )  # fmt: skip
-        return Schedule(row_map, tile_expert, tile_count, row_weight, slot_row)
+        return Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
     parts = min(_MOST_PARTS, cdiv(slots, _CHUNK * _PARTS_BLOCK) * _PARTS_BLOCK)
     part_slots = cdiv(slots, parts * 16) * 16
     # Every program reads all counts: they are as short as they can be. A thread a slot: of fewer slots than threads
@@ -266,11 +272,11 @@ def schedule(
         num_warps=_CHUNK // hardware.lanes, **constants,
     )  # fmt: skip
     place_kernel[(parts,)](
-        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_count, row_weight, slot_row,
-        slots, known, parts, part_slots, tiles, cdiv(tiles, parts), CHUNK=512, BLOCK_M=block_m,
+        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_rows, tile_count, row_weight,
+        slot_row, slots, known, parts, part_slots, tiles, cdiv(tiles, parts), CHUNK=512, BLOCK_M=block_m,
         PARTS_BLOCK=_PARTS_BLOCK, TILES_BLOCK=16, num_warps=4, **constants,
     )  # fmt: skip
-    return Schedule(row_map, tile_expert, tile_count, row_weight, slot_row)
+    return Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
 
 
 @triton.jit
@@ -311,21 +317,25 @@ def sum_rows_kernel(
     rows_ptr, ids_ptr, map_ptr, padding_ptr, slot_row_ptr, weight_ptr, out_ptr, known, columns,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        programmatic_launch()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
+    # Where a token's rows are does not depend on the kernel just before this one.
+    places = tl.tuple([])
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
         here = local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0
         row = slot
         if slot_row_ptr is not None:
-            row = tl.load(slot_row_ptr + slot, mask=here, other=0).to(tl.int64)
-        there = tl.where(here, columns, 0)
-        value = tl.load(rows_ptr + row * columns + column, mask=column < there, other=0.0).to(tl.float32)
+            row = tl.load(slot_row_ptr + slot).to(tl.int64)  # at the same time as the id
+        places += ((row * columns, tl.where(here, columns, 0)),)
+    if PDL:
+        programmatic_launch()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOPK):
+        first, there = places[j]
+        value = tl.load(rows_ptr + first + column, mask=column < there, other=0.0).to(tl.float32)
         if weight_ptr is not None:
-            value *= tl.load(weight_ptr + slot)
+            value *= tl.load(weight_ptr + token * TOPK + j)
         total += value
     tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=column < columns)
 
@@ -345,6 +355,9 @@ def sum_rows(
     rows is [T * k, H], that of each slot at its number; or with the `slot_row` of a schedule, [rows of its tiles, H].
     Added in fp32 in the order of the slots and rounded once to the rows' dtype. The row of a slot whose expert is not
     here (`schedule` says which ids those are) is not read and adds nothing. All tensors are contiguous.
+
+    Between what makes the ids and `slot_row` and this call stands a kernel that waits for what comes before it: they
+    are read before the kernel just before this one is waited for.
     """
     tokens, topk = topk_ids.shape
     columns = rows.shape[1]

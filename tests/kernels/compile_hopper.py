@@ -95,14 +95,13 @@ def fp8(config: nvfp4_wgmma_large.Config, m: int = 300) -> None:
 
 def four_tiles(block_m: int) -> Schedule:
     rows, numbers = 4 * block_m, partial(zeros, dtype=torch.int32)
-    return Schedule(numbers(rows), numbers(4), numbers(1), zeros(rows, dtype=torch.float32), numbers(rows))
+    tiles, weights = (numbers(4), numbers(4), numbers(1)), zeros(rows, dtype=torch.float32)
+    return Schedule(numbers(rows), *tiles, weights, numbers(rows))
 
 
 def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
     routing, rows = four_tiles(config.block_m), 4 * config.block_m
-    if not epilogue:
-        out = zeros(rows, 512, dtype=torch.bfloat16)
-        epilogue = {"row_map": routing.row_map, "row_weight": routing.row_weight, "out": out}
+    epilogue = epilogue or {"row_weight": routing.row_weight}
     x = zeros(rows, 1024, dtype=torch.bfloat16)
     nvfp4_hopper.grouped_gemm(x, nvfp4(512, 1024, experts=4), 512, HOPPER, config, routing, **epilogue)
 
@@ -149,13 +148,13 @@ CASES: dict[str, Callable[[], None]] = {
     "few rows, a tile a program": lambda: dense(FEW(16, 64, 128), torch.bfloat16),
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
     "few rows of experts, a tile a program": lambda: routed(FEW(8, 64, 64, unroll=4, stages=2), activation="silu"),
-    "few rows of experts to their slots": lambda: routed(FEW(64, 128, 64, warps=8)),
+    "few rows of experts, weighted": lambda: routed(FEW(64, 128, 64, warps=8)),
     "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
     "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
     "K split, experts": lambda: routed(SPLIT(8, 4, programs=132), activation="silu"),
-    "K split, experts' rows to their slots": lambda: routed(SPLIT(16, 2, programs=132)),
+    "K split, experts, weighted": lambda: routed(SPLIT(16, 2, programs=132)),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "whole tiles": lambda: dense(MANY(256, 128, 0), torch.bfloat16, k=512, m=4096),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
@@ -163,7 +162,7 @@ CASES: dict[str, Callable[[], None]] = {
     "shared tiles of two accumulators": lambda: dense(MANY(192, 128, 0, shares=4), torch.float16, m=300),
     "tiles of few rows of the weight": lambda: dense(MANY(256, 64, 0), torch.bfloat16, m=1024),
     "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
-    "experts' rows to their slots": lambda: routed(MANY(128, 128, 0)),
+    "many rows of experts, weighted": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
     "FP8, whole tiles": lambda: fp8(MANY(256, 128, 0)),
     "FP8, tiles of few rows of the weight": lambda: fp8(MANY(256, 64, 0)),

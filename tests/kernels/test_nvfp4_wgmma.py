@@ -328,17 +328,20 @@ def test_a_kernel_gets_what_routing_says(kind: str, monkeypatch: pytest.MonkeyPa
     launches = launches_of(module, monkeypatch)
     x = torch.zeros(128, 1024, dtype=torch.bfloat16)
     words, scales = torch.zeros(4, 16, 32, 128, dtype=torch.int32), torch.zeros(4, 16, 32, 64, dtype=torch.uint8)
-    routing = Schedule(*(torch.zeros(2) for _ in range(5)))
+    routing = Schedule(*(torch.zeros(2) for _ in range(6)))
     weight, operands = (words, scales, torch.zeros(4, 512)), (512, hardware.nvidia(9, 0), config, routing)
     half = nvfp4_hopper.grouped_gemm(x, weight, *operands, activation="gelu")
-    out = torch.zeros(7, 512, dtype=torch.bfloat16)
-    scattered = {"row_map": routing.row_map, "row_weight": routing.row_weight}
-    assert nvfp4_hopper.grouped_gemm(x, weight, *operands, **scattered, out=out) is out
+    out = torch.zeros(128, 512, dtype=torch.bfloat16)
+    assert nvfp4_hopper.grouped_gemm(x, weight, *operands, row_weight=routing.row_weight, out=out) is out
     assert half.shape == (128, 256) and half.dtype == x.dtype
-    for (arguments, options), activation, more in zip(launches, ("gelu", None), ({}, scattered), strict=True):
+    factors = "row_scale" if kind == "nvfp4_wgmma_large" else "row_weight"
+    for (arguments, options), activation, weights in zip(
+        launches, ("gelu", None), (None, routing.row_weight), strict=True
+    ):
         given = dict(zip(names, arguments, strict=False))
-        assert given["tile_expert"] is routing.tile_expert and given["tile_count"] is routing.tile_count
-        assert {name: given[name] for name in scattered} == {name: more.get(name) for name in scattered}
+        for name in ("tile_expert", "tile_rows", "tile_count"):
+            assert given[name] is getattr(routing, name)
+        assert given[factors] is weights
         assert options["ACTIVATION"] == activation
 
 

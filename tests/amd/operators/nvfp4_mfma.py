@@ -99,10 +99,10 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
         weight = torch.empty(128, *words, dtype=word_dtype), torch.empty(128, *scales, dtype=byte_dtype)
         m = 128 * block_m
-        scattered = {"row_map": torch.empty(m).int(), "row_weight": torch.empty(m), "out": torch.empty(m, n).bfloat16()}
+        epilogue = {"activation": activation} if activation else {"row_weight": torch.empty(m)}
         gemm(
             torch.empty(m, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
-            tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
+            tile_expert=torch.empty(128).int(), tile_rows=torch.empty(128).int(), **epilogue,
         )  # fmt: skip
 
     return {
@@ -186,23 +186,22 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             assert_same(product(x, weight, config=config)[:3], first)
 
     def experts(dtype: torch.dtype, split_k: int) -> None:
-        """Tiles of three experts and of none; rows that go elsewhere, with weights."""
+        """Tiles of three experts and of none, full ones and others; rows with weights."""
         x, weight, _ = exact_operands(16 * 5, 3 * 96, 272, dtype)
         tensors = (part.unflatten(0, (3, 96)) for part in (weight.codes, weight.scales, weight.global_scale))
         weight = NvFp4Weight(*tensors)
         tile_expert = torch.tensor([2, 0, -1, 0, 1], dtype=torch.int32)
-        row_map = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:80].int()
-        row_map[40:53] = -1
+        tile_rows = torch.tensor([16, 5, 0, 16, 1], dtype=torch.int32)
         row_weight = torch.randint(-2, 3, (80,)).float()
-        out = torch.full((100, 96), 77.0).to(dtype)
+        out = torch.full((80, 96), 77.0).to(dtype)
         expected = out.clone()
         for row in range(80):
-            if tile_expert[row // 16] >= 0 and row_map[row] >= 0:
+            if row % 16 < tile_rows[row // 16]:
                 values = weight64(weight)[tile_expert[row // 16]] @ x[row].double() * row_weight[row]
-                expected[row_map[row]] = values.float().to(dtype)
+                expected[row] = values.float().to(dtype)
         found = gemm(
             x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k),
-            tile_expert=tile_expert, row_map=row_map, row_weight=row_weight, out=out,
+            tile_expert=tile_expert, tile_rows=tile_rows, row_weight=row_weight, out=out,
         )  # fmt: skip
         assert_same(found, expected)
 
