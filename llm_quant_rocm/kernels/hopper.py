@@ -163,9 +163,8 @@ def acc_layout_of(columns, fp8=False):
 
 
 @gluon.jit
-def multiply_part(operand, x, acc):
-    """acc plus the product of `operand`, a part of the weight as it multiplies all rows of x or the tile's main part,
-    and x [ROWS, K], any of its rows."""
+def multiply_rest(operand, x, acc):
+    """acc plus the product of `operand`, a part of the weight that multiplies the tile's main part, and x [REST, K]."""
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // x.dtype.primitive_bitwidth)
     operand = gl.convert_layout(operand, layout, assert_trivial=True)
     return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
@@ -191,19 +190,21 @@ def multiply_steps(acc, rows, columns, ready, empty, stage, phase, K, HALF: gl.c
     return acc, stage, phase
 
 
+# Two fp32 values as bf16 or fp16 have them.
+_BF16_VALUES = gl.constexpr(
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+)
+_FP16_VALUES = gl.constexpr(
+    "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.f32 both, $3, $2; mov.b32 {low, high}, both; "
+    "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+
+
 @gluon.jit
 def rounded(values, dtype: gl.constexpr):
-    """fp32 values as `dtype` has them, still fp32. Two at a time: to convert one value alone takes eight times as long,
-    and Triton converts each alone where nothing stores the result."""
-    if dtype == gl.bfloat16:
-        ASSEMBLY: gl.constexpr = (
-            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
-        )
-    else:
-        ASSEMBLY: gl.constexpr = (
-            "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.f32 both, $3, $2; mov.b32 {low, high}, both; "
-            "cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-        )
+    """fp32 values rounded to `dtype`, bf16 or fp16, and still fp32. In pairs, since to convert one value alone takes a
+    multiprocessor eight times as long; Triton would, where nothing stores the result."""
+    ASSEMBLY: gl.constexpr = _BF16_VALUES if dtype == gl.bfloat16 else _FP16_VALUES
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2)
 
 

@@ -58,8 +58,7 @@ def grouped_gemm(
     """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
     arguments of `nvfp4_mfma.gemm`."""
     codes, scales, global_scale = weight
-    tiles = {"tile_expert": routing.tile_expert, "tile_rows": routing.tile_rows}
-    return gemm(x, codes, scales, global_scale, None, n, hardware, config, **tiles, **epilogue)
+    return gemm(x, codes, scales, global_scale, None, n, hardware, config, tile_expert=routing.tile_expert, **epilogue)
 
 
 def gemm_expanded(

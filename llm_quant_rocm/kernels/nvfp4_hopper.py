@@ -159,14 +159,14 @@ def gemm_fp8(
 
 
 # By the rows that an expert has on average, up to so many: what an H100 took least with, on average over the experts of
-# seven models or, up to 14 rows, of three (by hand). Tiles are a little higher than the average, so that few experts
-# have two.
+# seven models or, up to 14 rows and above 60, of three (by hand). Tiles are a little higher than the average, so that
+# few experts have two.
 _EXPERTS = (
     (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
     (14, PairConfig(nvfp4_wgmma.Config(16, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
     (27, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
     (60, PairConfig(nvfp4_wgmma_large.Config(64, 128, 0), nvfp4_wgmma_large.Config(64, 256, 0))),
-    (inf, PairConfig(nvfp4_wgmma_large.Config(128, 256, 0), nvfp4_wgmma_large.Config(128, 128, 0))),
+    (inf, PairConfig(*2 * [nvfp4_wgmma_large.Config(128, 256, 0)])),
 )
 # Where no more experts than that have rows, and few each, their tiles alone would leave multiprocessors idle.
 _FEW_EXPERTS = 32

@@ -19,7 +19,7 @@ The sum over K of a tile can be cut among `split_k` programs, whose parts a seco
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -49,7 +49,10 @@ class Config:
         block_n: rows of the weight in a tile, 32 to 128, at least 32 for each wave.
         split_k: programs that share the sum of each tile.
         warps: waves of a program.
+        stores_tiles: whether of routed experts the kernel stores whole tiles, and not each row where a map says.
     """
+
+    stores_tiles: ClassVar = False
 
     block_m: int
     block_n: int = 128
@@ -178,7 +181,7 @@ def _operand(words, scale_words, ARCH: gl.constexpr, FP16: gl.constexpr, layout:
 
 @gluon.jit
 def _store_tile(
-    acc, first_m, first_n, global_scale, bias, out, row_weight, M, N,
+    acc, first_m, first_n, global_scale, bias, out, row_map, row_weight, M, N,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """The epilogue of finished sums acc [rows of the weight, rows of x]: scales, bias, activation, router weight,
@@ -200,13 +203,16 @@ def _store_tile(
     inside = m < M
     if row_weight is not None:
         acc *= gl.load(row_weight + m, mask=inside, other=0.0)[None, :]
+    if row_map is not None:
+        m = gl.load(row_map + m, mask=inside, other=-1)
+        inside = m >= 0
     gl.store(out + m.to(gl.int64)[None, :] * N + n[:, None], acc.to(dtype), mask=inside[None, :] & (n < N)[:, None])
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_kernel(
-    x, words, scales, global_scale, bias, out, partial, tile_expert, tile_rows, row_weight, M, N, K, stride_x,
+    x, words, scales, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, stride_x,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, XCDS: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
@@ -214,8 +220,8 @@ def nvfp4_mfma_kernel(
 
     x is [M, K] with rows `stride_x` apart, N the number of rows of the weight; the packed weight has N and K padded.
     `scales` are the scale bytes, four to a word. With `tile_expert` each tile of M has an expert of its own (-1: no
-    work), and of its rows only the first `tile_rows` count; `words`, `scales` and `global_scale` have experts as their
-    leading dimension. `row_weight` fp32 [M], if given, are factors. With ACTIVATION the weight's rows alternate, 16 of
+    work), and `words`, `scales` and `global_scale` have experts as their leading dimension. With `row_map` row m of the
+    result is stored as row row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, 16 of
     the gate and 16 of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2]. EVEN_K: K is a multiple of 256.
     """
     dtype: gl.constexpr = x.dtype.element_ty
@@ -244,7 +250,6 @@ def nvfp4_mfma_kernel(
         words += pieces * 512
         scales += pieces * 64
         global_scale += expert * N
-        M = tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
     first = steps // 2 * gl.program_id(1) // SPLIT_K * 2
     end = steps // 2 * (gl.program_id(1) + 1) // SPLIT_K * 2
 
@@ -254,7 +259,7 @@ def nvfp4_mfma_kernel(
     piece = gl.arange(0, NT // 2, layout=gl.SliceLayout(1, scale_layout))
     lane = gl.arange(0, 64, layout=gl.SliceLayout(0, scale_layout))
     scale_offset = (tile_n * (NT // 2) + piece)[:, None] * 64 + lane[None, :]
-    # Rows beyond the last one repeat it; they are not stored.
+    # Rows beyond M repeat the last one; they are not stored.
     x += (tile_m * BLOCK_M).to(gl.int64) * stride_x
     row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_layout))
     row = gl.minimum(row, M - 1 - tile_m * BLOCK_M)
@@ -298,14 +303,14 @@ def nvfp4_mfma_kernel(
         gl.store(partial + part + place, acc, mask=(m < M - tile_m * BLOCK_M)[None, :])
     else:
         _store_tile(
-            acc, tile_m * BLOCK_M, tile_n * BLOCK_N, global_scale, bias, out, row_weight, M, N,
+            acc, tile_m * BLOCK_M, tile_n * BLOCK_N, global_scale, bias, out, row_map, row_weight, M, N,
             UNSCALE, ACTIVATION,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_add_kernel(
-    partial, global_scale, bias, out, tile_expert, tile_rows, row_weight, M, N,
+    partial, global_scale, bias, out, tile_expert, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, ROWS: gl.constexpr, ARCH: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
@@ -320,7 +325,6 @@ def nvfp4_mfma_add_kernel(
         if expert < 0:
             return
         global_scale += expert * N
-        M = tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
     first_m = tile_m * BLOCK_M + gl.program_id(1) * ROWS
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
     m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, acc_layout))
@@ -330,7 +334,7 @@ def nvfp4_mfma_add_kernel(
     for index in gl.static_range(SPLIT_K):
         acc += gl.load(part + index * (BLOCK_M * BLOCK_N), mask=stored, other=0.0)
     _store_tile(
-        acc, first_m, tile // tiles_m * BLOCK_N, global_scale, bias, out, row_weight, M, N,
+        acc, first_m, tile // tiles_m * BLOCK_N, global_scale, bias, out, row_map, row_weight, M, N,
         UNSCALE, ACTIVATION,
     )  # fmt: skip
 
@@ -346,7 +350,7 @@ def gemm(
     config: Config,
     *,
     tile_expert: torch.Tensor | None = None,
-    tile_rows: torch.Tensor | None = None,
+    row_map: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     activation: str | None = None,
     out: torch.Tensor | None = None,
@@ -354,7 +358,7 @@ def gemm(
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
     words and scale_bytes are of `formats.nvfp4_mfma.pack` in the layout of hardware.arch, global_scale is fp32 [n]. The
-    other arguments are those of the kernel.
+    other arguments are those of the kernel; `out` is needed where `row_map` scatters rows.
 
     A row's result depends on split_k, but on no other part of the configuration and not on the rows beside it.
     """
@@ -372,14 +376,14 @@ def gemm(
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
     unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
     nvfp4_mfma_kernel[(tiles, split_k)](
-        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_weight,
+        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, row_map, row_weight,
         m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
         ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, XCDS=hardware.xcds,
         num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
         nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](
-            partial, global_scale, bias, out, tile_expert, tile_rows, row_weight, m, n,
+            partial, global_scale, bias, out, tile_expert, row_map, row_weight, m, n,
             BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, ARCH=hardware.arch, UNSCALE=unscale,
             ACTIVATION=activation, num_warps=config.warps,
         )  # fmt: skip

@@ -3,8 +3,8 @@
 
 Five launches, six for many slots: the schedule of tiles, the gathered rows of x, the product with w13 whose epilogue
 applies the activation, the product with w2 whose epilogue applies the router's weight, and the sum of each token's
-slots. Everything between the first and the last is in the order of the schedule's rows, so that tiles are read and
-written whole.
+slots. The product with w2 leaves its rows where they are in the tiles, if its kernel stores whole tiles; then the sum
+finds them by the schedule. Else it puts each at its slot.
 """
 
 from collections.abc import Callable
@@ -42,6 +42,10 @@ def nvfp4_moe(
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
     rows = gather_rows(x, routing.row_map, topk, hardware)
     h = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
-    # Nobody needs the gathered rows any more, and there is room for as many in their place.
-    gemm(h, w2, hidden, hardware, config.w2, routing, row_weight=routing.row_weight, out=rows)
-    return sum_rows(rows, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=routing.slot_row)
+    if config.w2.stores_tiles:
+        # In the place of x's rows, which nobody needs any more.
+        y, row_map, slot_row = rows, None, routing.slot_row
+    else:
+        y, row_map, slot_row = x.new_empty((topk_ids.numel(), hidden)), routing.row_map, None
+    gemm(h, w2, hidden, hardware, config.w2, routing, row_map=row_map, row_weight=routing.row_weight, out=y)
+    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=slot_row)

@@ -17,7 +17,7 @@ finds its share there.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -60,7 +60,10 @@ class Config:
         unroll: steps in a group, 2 or more: they come together, and after a group the matrix unit may run dry.
         stages: groups in shared memory.
         warps: 4 or 8.
+        stores_tiles: whether of routed experts the kernel stores whole tiles, and not each row where a map says.
     """
+
+    stores_tiles: ClassVar = False
 
     block_m: int
     block_n: int
@@ -163,15 +166,14 @@ def gated(acc, dtype: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def epilogue(
-    acc, scales, first, least, tile_n, bias, out, row_weight, M, N,
+    acc, scales, first, least, tile_n, bias, out, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, those of `load_scales`, bias, activation, router
-    weight, rounding. Its columns are rows of the result from `first` on; those before `least` are another tile's, and
-    those from M on are not wanted."""
+    weight, rounding. Its columns are rows of the result from `first` on; those before `least` are another tile's."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    acc = acc * (UNSCALE * gl.convert_layout(scales, row_layout, assert_trivial=True))[:, None]
+    acc = acc * UNSCALE * gl.convert_layout(scales, row_layout, assert_trivial=True)[:, None]
     if bias is not None:
         rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=row_layout)
         acc += gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
@@ -186,6 +188,9 @@ def epilogue(
     m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     n = tile_n * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     inside = (m >= least) & (m < M)
+    if row_map is not None:
+        m = gl.load(row_map + m, mask=inside, other=-1)
+        inside = m >= 0
     place = m.to(gl.int64)[None, :] * N + n[:, None]
     gl.store(out + place, gl.convert_layout(acc.to(dtype), layout), mask=inside[None, :] & (n < N)[:, None])
 
@@ -248,16 +253,6 @@ def tiles_of_rows(tile_count, M, BLOCK_M: gl.constexpr):
         return gl.cdiv(M, BLOCK_M)
     else:
         return gl.load(tile_count)
-
-
-@gluon.jit
-def end_of_rows(tile_rows, tile_m, M, BLOCK_M: gl.constexpr):
-    """The row after the last one of a tile that is wanted: M, or of routed experts, whose tiles may have less, the
-    tile's own end."""
-    if tile_rows is None:
-        return M
-    else:
-        return tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
 
 
 @gluon.jit
@@ -329,8 +324,7 @@ def fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_kernel(
-    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count, row_weight, M, N,
-    K,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr, num_warps: gl.constexpr
@@ -341,11 +335,10 @@ def nvfp4_wgmma_kernel(
     N is the number of rows of the weight that are stored, a multiple of nothing; the packed weight has them padded.
     `parts` fp32 [programs, 2, BLOCK_M, BLOCK_N] has room for the parts of tiles that are several programs', and
     `flags`, a zero for each program, counts them. With `tile_expert` each tile of M has an expert of its own (-1: no
-    work; the first `tile_count[0]` tiles have some), whose pieces come after those of the experts before it, and of its
-    rows only the first `tile_rows` are stored; `global_scale` has experts as its leading dimension; `row_weight` fp32
-    [M], if given, are factors. With ACTIVATION
-    the weight's rows alternate, eight of the gate and eight of up, and out, [M, N / 2], is T(activation(T(gate)) *
-    T(up)).
+    work; the first `tile_count[0]` tiles have some), whose pieces come after those of the experts before it, and
+    `global_scale` has experts as its leading dimension. With `row_map` row m of the result is stored as row row_map[m],
+    or not if that is negative. With ACTIVATION the weight's rows alternate, eight of the gate and eight of up, and out,
+    [M, N / 2], is T(activation(T(gate)) * T(up)).
     """
     NT: gl.constexpr = BLOCK_N // 16
     BLOCK_K: gl.constexpr = DEPTH * 64
@@ -369,7 +362,6 @@ def nvfp4_wgmma_kernel(
         tile_m, tile_n = _own_tile()
         expert = expert_of(tile_expert, tile_m, tile_m < tiles_m)
         idle = expert < 0
-        end_row = end_of_rows(tile_rows, gl.minimum(tile_m, tiles_m - 1), M, BLOCK_M)
 
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, UNROLL * BLOCK_K], x.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, UNROLL * DEPTH, NT, 128], words.layout)
@@ -391,7 +383,6 @@ def nvfp4_wgmma_kernel(
     if SHARED:
         begin, end, group, tile_m, tile_n = _share(tiles_m, tiles_n, tile_groups)
         expert = expert_of(tile_expert, tile_m, True)
-        end_row = end_of_rows(tile_rows, tile_m, M, BLOCK_M)
     else:
         begin, end, group = 0, tile_groups, 0
 
@@ -415,6 +406,7 @@ def nvfp4_wgmma_kernel(
     for stage in gl.static_range(STAGES):
         load_tile(x, corners[stage], ready.index(stage), ring.index(stage), pred=begin + stage < end)
 
+    result = (bias, out, row_map, row_weight, M, N)
     mbarrier.wait(ready.index(0), 0)
     operand = load_operand(codes.index(0), pairs.index(0), 0, FP16, DEPTH, operand_layout)
     acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
@@ -460,28 +452,27 @@ def nvfp4_wgmma_kernel(
                     groups = tiles_m * tiles_n * tile_groups
                     complete, total = _add_parts(
                         total, parts, flags, gl.program_id(0), _program_at(begins, groups),
-                        _program_at(begins + tile_groups - 1, groups), end_row - tile_m * BLOCK_M,
+                        _program_at(begins + tile_groups - 1, groups), M - tile_m * BLOCK_M,
                     )  # fmt: skip
                 if complete:
                     scales = load_scales(global_scale + expert * N, tile_n * BLOCK_N, N, store, BLOCK_N)
                     epilogue(
-                        total, scales, tile_m * BLOCK_M, 0, tile_n, bias, out, row_weight, end_row, N, BLOCK_M, BLOCK_N,
-                        dtype, UNSCALE, ACTIVATION, store, num_warps,
+                        total, scales, tile_m * BLOCK_M, 0, tile_n, *result, BLOCK_M, BLOCK_N, dtype, UNSCALE,
+                        ACTIVATION, store, num_warps,
                     )  # fmt: skip
                 acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=acc_layout)
                 group = 0
                 tile_m, tile_n = place_after(tile_m, tile_n, tiles_m, tiles_n)
                 if tile_expert is not None:
                     expert = expert_of(tile_expert, tile_m, index + 1 < end)
-                    end_row = end_of_rows(tile_rows, gl.minimum(tile_m, tiles_m - 1), M, BLOCK_M)
     if not SHARED:
         scales = load_scales(global_scale + expert * N, tile_n * BLOCK_N, N, store, BLOCK_N)
         # While memory answers: the epilogue may have the barriers' room.
         for stage in gl.static_range(STAGES):
             mbarrier.invalidate(ready.index(stage))
         epilogue(
-            acc, scales, tile_m * BLOCK_M, 0, tile_n, bias, out, row_weight, end_row, N, BLOCK_M, BLOCK_N, dtype,
-            UNSCALE, ACTIVATION, store, num_warps,
+            acc, scales, tile_m * BLOCK_M, 0, tile_n, *result, BLOCK_M, BLOCK_N, dtype, UNSCALE, ACTIVATION, store,
+            num_warps,
         )  # fmt: skip
 
 
@@ -498,13 +489,15 @@ class Routed(NamedTuple):
     tile_expert: torch.Tensor | None = None
     tile_rows: torch.Tensor | None = None
     tile_count: torch.Tensor | None = None
+    row_map: torch.Tensor | None = None
     row_weight: torch.Tensor | None = None
     activation: str | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """As the kernels take them."""
-        return self[:4]
+        """As the kernels for few rows take them, which store a row where `row_map` says. That for many stores whole
+        tiles, and needs `tile_rows`."""
+        return self.tile_expert, self.tile_count, self.row_map, self.row_weight
 
     def result(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """Room for the product of x [M, K] and a weight [n, K]."""
@@ -528,7 +521,8 @@ def gemm(
 ) -> torch.Tensor:
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
-    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n].
+    words and scale_bytes are of `formats.nvfp4_wgmma.pack`, global_scale is fp32 [n]. `out` is needed where `row_map`
+    scatters rows.
     """
     x = lines_of_16_bytes(x)
     m, k = x.shape

@@ -25,6 +25,7 @@ FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -32,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -55,7 +57,7 @@ from llm_quant_rocm.kernels.hopper import (
     load_tile,
     main_part,
     main_rows,
-    multiply_part,
+    multiply_rest,
     place,
     reinterpret,
     row_descriptor,
@@ -117,7 +119,10 @@ class Config:
             of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
             together; `cut` is for where they do not.
+        stores_tiles: see `nvfp4_wgmma.Config`.
     """
+
+    stores_tiles: ClassVar = True
 
     block_m: int = 256
     block_n: int = 128
@@ -317,11 +322,11 @@ def _store_slice(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.co
 
 
 @gluon.jit
-def _finish(
+def _store_box(
     acc, scales, row_scales, row, column, result, HALF: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     TURN: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of acc, as many rows of x as one box of the result has, from `row` on."""
+    """The epilogue of acc [ROWS, SLICE], of as many rows of x as a box of the result has, from `row` on."""
     bias, out, staging, M, N, tile_rows = result
     ROWS: gl.constexpr = acc.shape[0]
     SLICE: gl.constexpr = staging.shape[1]
@@ -330,7 +335,7 @@ def _finish(
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     if row_scales is not None:
         acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
-    acc = acc * (UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True))[:, None]
+    acc = acc * UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
     if bias is not None:
         columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
@@ -348,12 +353,12 @@ def _finish(
 
 @gluon.jit
 def _store(
-    acc, scales, row_scales, number, end, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    acc, scales, row_scales, number, rows, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr
 ):  # fmt: skip
     """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile and columns of the result from `column`
     on: the accelerator stores it, while the next tile is multiplied. Its first slice is number TURN of the tile. Of
-    experts, rows of the tile from number `end` on are not wanted."""
+    experts' tiles, boxes beyond their `rows` are not stored."""
     bias, out, staging, M, N, tile_rows = result
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -366,18 +371,17 @@ def _store(
         low, high = row_scales, row_scales
         if row_scales is not None:
             low, high = row_scales.reshape(2, SLICES, SLICE).permute(1, 2, 0).split()
-        _store(left, scales, low, number, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN)
+        _store(left, scales, low, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN)
         number += COLUMNS // 2
         _store(
-            right, scales, high, number, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN + TURNS
+            right, scales, high, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN + TURNS
         )  # fmt: skip
     else:
         row = row_in_tile(tile_m, number, M, BLOCK_M)
-        wanted = True
-        if tile_rows is not None:
-            wanted = number < end
-        if wanted:
-            _finish(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
+        if tile_rows is None:  # noqa: SIM114  # constants decide what is compiled
+            _store_box(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
+        elif number < rows:
+            _store_box(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
 
 
 @gluon.jit
@@ -420,131 +424,6 @@ def _store_sums(
         _store(total, scales, own_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
 
 
-@gluon.constexpr_function
-def _early(block_m):
-    """Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
-    read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
-    product should not wait for a second step."""
-    return block_m <= 128
-
-
-@gluon.jit
-def _sums(
-    state, turns, tile, scale, row_scale, staging, shared, sizes, COLUMNS: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, STORES: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr
-):  # fmt: skip
-    """A consumer's sums over `turns` times UNROLL steps: acc of the first COLUMNS rows of a tile's main part, and those
-    of its rest. Then the tile's place, the scales of its rows of the weight, and those of its rows of x as `_store`
-    takes them, of the main part and of the rest.
-
-    `tile` is its number, its place, and how many tiles there are in both directions. `state`, which comes back last, is
-    the operand of the next step, the codes and scales of one more, the next step's stage and phase, and how many steps
-    are to come.
-    """
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
-    operand, words, scale_pairs, stage, phase, steps = state
-    number, tile_m, tile_n, tiles_m, tiles_n = tile
-    M, N, K, whole = sizes
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
-    REST: gl.constexpr = BLOCK_M - MAIN
-    STAGES: gl.constexpr = codes.shape[0]
-    DEPTH: gl.constexpr = codes.shape[1]
-    BLOCK_N: gl.constexpr = codes.shape[2] * 16
-    APART: gl.constexpr = 2 if BLOCK_N == 64 else 1
-    ROWS: gl.constexpr = BLOCK_N * APART // 2
-    PART: gl.constexpr = HALF if APART == 1 else 0
-    NT: gl.constexpr = ROWS // 16
-    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
-    EARLY: gl.constexpr = _early(BLOCK_M)
-    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
-    # registers for them then, nor for where the tile is.
-    EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
-    acc_layout: gl.constexpr = acc_layout_of(COLUMNS, FP8)
-    operand_layout: gl.constexpr = operand.type.layout
-    acc = gl.zeros((ROWS, COLUMNS), gl.float32, layout=acc_layout)
-    rest = acc  # not used
-    if REST:
-        rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
-    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-    for turn in range(0, gl.maximum(turns, 1)):
-        for i in gl.static_range(UNROLL // APART):
-            acc = multiply_part(operand, ring.index(stage).slice(0, COLUMNS), acc)
-            # Then the step before is finished, and its stage free.
-            if REST:
-                rest = multiply_part(operand, rest_ring.index(stage), rest)
-                acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
-            else:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            free = behind(stage, STAGES, APART)
-            mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
-            stage, phase = advance(stage, phase, STAGES, APART)
-            if EARLY:
-                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-            ahead, ahead_phase = stage, phase
-            if EARLY:
-                ahead, ahead_phase = advance(stage, phase, STAGES)
-            mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-            words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
-            if not EARLY:
-                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-            steps -= 1
-    if EARLY_SCALES:
-        scales = load_scales(scale, tile_n * BLOCK_N + PART * ROWS, N, acc_layout, ROWS)
-    # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
-    row_scales, rest_scales = acc, acc  # not used
-    if STORES and row_scale is not None:
-        SLICE_ROWS: gl.constexpr = staging.shape[1]
-        # Of consumers that exchange sums each stores half of the rows.
-        OWN: gl.constexpr = COLUMNS // APART
-        FIRST: gl.constexpr = HALF * OWN if APART == 2 else 0
-        row_scales = _load_row_scales(row_scale, tile_m, FIRST, M, BLOCK_M, OWN, SLICE_ROWS)
-        if REST:
-            rest_scales = _load_row_scales(row_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
-    if REST:
-        acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    if not EARLY_SCALES:
-        tile_m, tile_n = place(number, tiles_m, tiles_n)
-        scales = load_scales(scale, tile_n * BLOCK_N + PART * ROWS, N, acc_layout, ROWS)
-    mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
-    state = (operand, words, scale_pairs, stage, phase, steps)
-    return acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state
-
-
-@gluon.jit
-def _whole_tile(
-    state, tile_groups, tile, tensors, result, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, COLUMNS: gl.constexpr,
-    HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr
-):  # fmt: skip
-    """Multiplies a tile that is not cut, or the first COLUMNS rows of its main part, and stores it; the rest is that of
-    `_sums`."""
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
-    end = BLOCK_M
-    if result[5] is not None:
-        end = gl.load(result[5] + tile[1])
-    acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state = _sums(
-        state, tile_groups, tile, *tensors, COLUMNS, HALF, BLOCK_M, True, UNROLL, FP16
-    )
-    scale, row_scale, staging, shared, sizes = tensors
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
-    BLOCK_N: gl.constexpr = codes.shape[2] * 16
-    if row_scale is None:
-        row_scales, rest_scales = None, None
-    # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
-    if BLOCK_N == 64:
-        _store_sums(acc, scales, row_scales, tile_n * BLOCK_N, tile_m, result, exchanged, HALF, UNSCALE)
-    else:
-        column = tile_n * BLOCK_N + HALF * (BLOCK_N // 2)
-        _store(acc, scales, row_scales, 0, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, 0)
-        if MAIN < BLOCK_M:
-            TURN: gl.constexpr = MAIN // staging.shape[1]
-            _store(
-                rest, scales, rest_scales, MAIN, end, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN
-            )  # fmt: skip
-    return state
-
-
 @gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -570,9 +449,13 @@ def _consumer(
     CUT: gl.constexpr = parts is not None
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
-    EARLY: gl.constexpr = _early(BLOCK_M)
-    # With 256 rows of the weight there are no registers for sums of both numbers of rows.
-    HALVED: gl.constexpr = tile_rows is not None and MAIN > 64 and BLOCK_N < 256
+    # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
+    # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
+    # product should not wait for a second step.
+    EARLY: gl.constexpr = BLOCK_M <= 128
+    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
+    # registers for them then, nor for where the tile is.
+    EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
 
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
@@ -593,93 +476,132 @@ def _consumer(
         mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
         words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
         steps -= 1
-    state = (operand, words, scale_pairs, stage, phase, steps)
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
-        scale = global_scale
+        scale, rows = global_scale, BLOCK_M
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
-        if BLOCK_M <= 256 and HALF == 0:
+            rows = gl.load(tile_rows + tile_m)
+        if EARLY_SCALES and HALF == 0:
             ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
-        place_of_tile = (tile, tile_m, tile_n, tiles_m, tiles_n)
-        tensors = (scale, row_scale, staging, shared, sizes)
-        if STORES:
-            result = (bias, out, staging, M, N, tile_rows)
-            if HALVED:
-                # An expert's last tile is often less than half full.
-                if gl.load(tile_rows + tile_m) <= MAIN // 2:
-                    state = _whole_tile(
-                        state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN // 2, HALF,
-                        BLOCK_M, UNROLL, FP16,
-                    )  # fmt: skip
-                else:
-                    state = _whole_tile(
-                        state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN, HALF,
-                        BLOCK_M, UNROLL, FP16,
-                    )  # fmt: skip
-            else:
-                state = _whole_tile(
-                    state, tile_groups, place_of_tile, tensors, result, UNSCALE, ACTIVATION, MAIN, HALF, BLOCK_M,
-                    UNROLL, FP16,
-                )  # fmt: skip
-        else:
-            acc, rest, tile_m, tile_n, scales, row_scales, rest_scales, state = _sums(
-                state, last - first, place_of_tile, *tensors, MAIN, HALF, BLOCK_M, False, UNROLL, FP16
-            )
-            is_whole = last - first == tile_groups
-            if SHARES:
-                if not is_whole:
-                    # Each program adds and stores every SHARES-th slice of the tile's rows.
-                    SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
-                    slice_layout: gl.constexpr = acc_layout_of(SLICE, FP8)
-                    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
-                    store_part(acc, own)
-                    if REST:
-                        store_part(rest, own + ROWS * MAIN)
-                    cut_tile = tile - whole
-                    _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
-                    for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
-                        total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
-                        for share in gl.static_range(SHARES):
-                            part = ((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE
-                            total = add_part(total, parts + part * ROWS, slice_layout)
-                        row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
-                        if FP8:
-                            total = _times_columns(total, row_scale, row, M)
-                        epilogue(
-                            total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
-                            SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
-                        )  # fmt: skip
-            elif CUT:
-                if first > 0:
-                    give_part(acc, parts, flags, HALF, 2)
-                elif last < tile_groups:
-                    cut_groups = (tiles - whole) * tile_groups
-                    end_group = (tile - whole + 1) * tile_groups
-                    acc = take_parts(acc, parts, flags, cut_groups, end_group, acc_layout, HALF, 2)
-            if is_whole if SHARES else first == 0:
-                half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
-                for half in gl.static_range(2):
-                    part = columns_of(acc, MAIN // 2, half, half_layout)
-                    row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
-                    if FP8:
-                        part = _times_columns(part, row_scale, row, M)
-                    epilogue(
-                        part, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
-                        MAIN // 2, ROWS, dtype, UNSCALE, None, half_layout, 4,
-                    )  # fmt: skip
+        acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
+        if REST:
+            rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
+        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+        for turn in range(0, gl.maximum(last - first, 1)):
+            for i in gl.static_range(UNROLL // APART):
+                acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+                # Then the step before is finished, and its stage free.
                 if REST:
-                    row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+                    rest = multiply_rest(operand, rest_ring.index(stage), rest)
+                    acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
+                else:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                free = behind(stage, STAGES, APART)
+                mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+                stage, phase = advance(stage, phase, STAGES, APART)
+                if EARLY:
+                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                ahead, ahead_phase = stage, phase
+                if EARLY:
+                    ahead, ahead_phase = advance(stage, phase, STAGES)
+                mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+                words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
+                if not EARLY:
+                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                steps -= 1
+        first_column = tile_n * BLOCK_N + PART * ROWS
+        if EARLY_SCALES:
+            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
+        # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
+        row_scales, rest_scales = row_scale, row_scale  # None, where rows have none
+        if STORES and row_scale is not None:
+            SLICE_ROWS: gl.constexpr = staging.shape[1]
+            # Of consumers that exchange sums each stores half of the rows.
+            OWN: gl.constexpr = MAIN // APART
+            FIRST: gl.constexpr = HALF * OWN if APART == 2 else 0
+            row_scales = _load_row_scales(row_scale, tile_m, FIRST, M, BLOCK_M, OWN, SLICE_ROWS)
+            if REST:
+                rest_scales = _load_row_scales(row_scale, tile_m, MAIN, M, BLOCK_M, REST, SLICE_ROWS)
+        if REST:
+            acc, rest = warpgroup_mma_wait(0, deps=[acc, rest])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        if not EARLY_SCALES:
+            tile_m, tile_n = place(tile, tiles_m, tiles_n)
+            first_column = tile_n * BLOCK_N + PART * ROWS
+            scales = load_scales(scale, first_column, N, acc_layout, ROWS)
+        mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
+
+        is_whole = last - first == tile_groups
+        if SHARES:
+            if not is_whole:
+                # Each program adds and stores every SHARES-th slice of the tile's rows.
+                SLICE: gl.constexpr = 32 if REST else BLOCK_M // _power_of_2(SHARES)
+                slice_layout: gl.constexpr = acc_layout_of(SLICE, FP8)
+                own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
+                store_part(acc, own)
+                if REST:
+                    store_part(rest, own + ROWS * MAIN)
+                cut_tile = tile - whole
+                _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
+                for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
+                    total = gl.zeros((ROWS, SLICE), gl.float32, layout=slice_layout)
+                    for share in gl.static_range(SHARES):
+                        source = (((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE) * ROWS
+                        total = add_part(total, parts + source, slice_layout)
+                    row = row_in_tile(tile_m, i * SLICE, M, BLOCK_M)
                     if FP8:
-                        rest = _times_columns(rest, row_scale, row, M)
+                        total = _times_columns(total, row_scale, row, M)
                     epilogue(
-                        rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, M, N,
-                        REST, ROWS, dtype, UNSCALE, None, acc_layout_of(REST, FP8), 4,
+                        total, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
+                        SLICE, ROWS, dtype, UNSCALE, None, slice_layout, 4,
                     )  # fmt: skip
+        elif CUT:
+            if first > 0:
+                give_part(acc, parts, flags, HALF, 2)
+            elif last < tile_groups:
+                cut_groups = (tiles - whole) * tile_groups
+                acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, acc_layout, HALF, 2)
+        if STORES:
+            # Rows that are in two tiles, or twice in one, are stored twice, with the same bits.
+            result = (bias, out, staging, M, N, tile_rows)
+            if APART == 2:
+                _store_sums(acc, scales, row_scales, first_column, tile_m, result, exchanged, HALF, UNSCALE)
+            else:
+                _store(
+                    acc, scales, row_scales, 0, rows, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION,
+                    0,
+                )  # fmt: skip
+            if REST:
+                TURN: gl.constexpr = MAIN // staging.shape[1]
+                _store(
+                    rest, scales, rest_scales, MAIN, rows, first_column, tile_m, result, HALF, BLOCK_M, UNSCALE,
+                    ACTIVATION, TURN,
+                )  # fmt: skip
+        elif is_whole if SHARES else first == 0:
+            half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
+            for half in gl.static_range(2):
+                part = columns_of(acc, MAIN // 2, half, half_layout)
+                row = row_in_tile(tile_m, half * (MAIN // 2), M, BLOCK_M)
+                if FP8:
+                    part = _times_columns(part, row_scale, row, M)
+                epilogue(
+                    part, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
+                    MAIN // 2, ROWS, dtype, UNSCALE, None, half_layout, 4,
+                )  # fmt: skip
+            if REST:
+                row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+                if FP8:
+                    rest = _times_columns(rest, row_scale, row, M)
+                epilogue(
+                    rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
+                    REST, ROWS, dtype, UNSCALE, None, acc_layout_of(REST, FP8), 4,
+                )  # fmt: skip
     if STORES:
         tma.store_wait(0)
-    leave(M)
+    leave(stage)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
@@ -847,7 +769,8 @@ def _launch(
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
         stores, target = STORES, tile_descriptor(out, rows, columns)
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
-    assert stores or routed.tile_expert is None, "experts' rows are whole lines of 16 bytes"
+    assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
+    assert routed.row_map is None, "tiles are stored whole"
     nvfp4_wgmma_large_kernel[(programs,)](
         row_descriptor(x, rest or block_m), row_scale,
         descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),

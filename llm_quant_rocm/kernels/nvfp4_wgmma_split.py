@@ -16,6 +16,7 @@ own expert's weight, and programs always share. Tiles of 96 rows have two accumu
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -44,7 +45,7 @@ from llm_quant_rocm.kernels.hopper import (
     load_rows,
     main_part,
     main_rows,
-    multiply_part,
+    multiply_rest,
     place,
     reinterpret,
     row_descriptor,
@@ -55,7 +56,6 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     DENSE,
     Routed,
     ask_for_scales,
-    end_of_rows,
     epilogue,
     expert_of,
     fetch_weight,
@@ -102,7 +102,10 @@ class Config:
             where it has 128.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
             and never with routed experts.
+        stores_tiles: see `nvfp4_wgmma.Config`.
     """
+
+    stores_tiles: ClassVar = False
 
     block_m: int
     split_k: int
@@ -227,7 +230,7 @@ def _init(
     """Initializes all barriers but those of the first stages, which the producer does: in a warp of its own, because it
     takes about as long as memory does to answer. Of experts it then asks the L2 cache for the global scales of the
     program's tiles: nobody else reads them, and the epilogue would wait for memory."""
-    tile_expert, tile_rows, tile_count, row_weight = routing
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     BLOCK_N: gl.constexpr = GROUPS * 64
@@ -249,7 +252,7 @@ def _producer(
     SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
-    tile_expert, tile_rows, tile_count, row_weight = routing
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
@@ -347,7 +350,7 @@ def _consumer(
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     global_scale, bias, out, parts, flags = operands
-    tile_expert, tile_rows, tile_count, row_weight = routing
+    tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
     M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
@@ -375,7 +378,6 @@ def _consumer(
             scale += gl.load(tile_expert + tile_m) * N
         elif NUMBER == 0:
             ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
-        end_row = end_of_rows(tile_rows, tile_m, M, BLOCK_M)
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
         if REST:
             rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
@@ -388,7 +390,7 @@ def _consumer(
             operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
             acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
             if REST:
-                rest = multiply_part(operand, rest_ring.index(stage), rest)
+                rest = multiply_rest(operand, rest_ring.index(stage), rest)
                 acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
             else:
                 acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
@@ -433,7 +435,7 @@ def _consumer(
             if whole:
                 row = row_in_tile(tile_m, MINE * SLICE, M, BLOCK_M)
                 epilogue(
-                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_weight, end_row, N,
+                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_map, row_weight, M, N,
                     SLICE, 64, dtype, UNSCALE, ACTIVATION, slice_layout, 4,
                 )  # fmt: skip
             if REST:
@@ -441,7 +443,7 @@ def _consumer(
                 REST_SLICE: gl.constexpr = rest_sums.shape[1] * 8
                 row = row_in_tile(tile_m, MAIN + MINE * REST_SLICE, M, BLOCK_M)
                 epilogue(
-                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, M, N,
+                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, None, M, N,
                     REST_SLICE, 64, dtype, UNSCALE, None, acc_layout_of(REST_SLICE), 4,
                 )  # fmt: skip
         elif SHARED:
@@ -452,8 +454,7 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_split_kernel(
-    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count, row_weight, M, N,
-    K,
+    x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
     EAGER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
@@ -493,7 +494,7 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=2)
     operands = (global_scale, bias, out, parts, flags)
     shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken)
-    routing = (tile_expert, tile_rows, tile_count, row_weight)
+    routing = (tile_expert, tile_count, row_map, row_weight)
     sizes = (M, N, K)
     # The last one is the rest of the producer's four warps.
     gl.warp_specialize(

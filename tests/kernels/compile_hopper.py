@@ -101,7 +101,10 @@ def four_tiles(block_m: int) -> Schedule:
 
 def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
     routing, rows = four_tiles(config.block_m), 4 * config.block_m
-    epilogue = epilogue or {"row_weight": routing.row_weight}
+    if not epilogue:
+        out = zeros(rows, 512, dtype=torch.bfloat16)
+        row_map = None if config.stores_tiles else routing.row_map
+        epilogue = {"row_map": row_map, "row_weight": routing.row_weight, "out": out}
     x = zeros(rows, 1024, dtype=torch.bfloat16)
     nvfp4_hopper.grouped_gemm(x, nvfp4(512, 1024, experts=4), 512, HOPPER, config, routing, **epilogue)
 
@@ -148,13 +151,13 @@ CASES: dict[str, Callable[[], None]] = {
     "few rows, a tile a program": lambda: dense(FEW(16, 64, 128), torch.bfloat16),
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
     "few rows of experts, a tile a program": lambda: routed(FEW(8, 64, 64, unroll=4, stages=2), activation="silu"),
-    "few rows of experts, weighted": lambda: routed(FEW(64, 128, 64, warps=8)),
+    "few rows of experts to their slots": lambda: routed(FEW(64, 128, 64, warps=8)),
     "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
     "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
     "K split, experts": lambda: routed(SPLIT(8, 4, programs=132), activation="silu"),
-    "K split, experts, weighted": lambda: routed(SPLIT(16, 2, programs=132)),
+    "K split, experts' rows to their slots": lambda: routed(SPLIT(16, 2, programs=132)),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "whole tiles": lambda: dense(MANY(256, 128, 0), torch.bfloat16, k=512, m=4096),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),

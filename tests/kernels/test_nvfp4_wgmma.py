@@ -332,16 +332,17 @@ def test_a_kernel_gets_what_routing_says(kind: str, monkeypatch: pytest.MonkeyPa
     weight, operands = (words, scales, torch.zeros(4, 512)), (512, hardware.nvidia(9, 0), config, routing)
     half = nvfp4_hopper.grouped_gemm(x, weight, *operands, activation="gelu")
     out = torch.zeros(128, 512, dtype=torch.bfloat16)
-    assert nvfp4_hopper.grouped_gemm(x, weight, *operands, row_weight=routing.row_weight, out=out) is out
+    # The kernel for many rows stores them in their order, and takes their weights as it takes the scales of FP8.
+    row_map = None if config.stores_tiles else routing.row_map
+    weighted = {"row_map": row_map, "row_weight": routing.row_weight}
+    assert nvfp4_hopper.grouped_gemm(x, weight, *operands, **weighted, out=out) is out
     assert half.shape == (128, 256) and half.dtype == x.dtype
-    factors = "row_scale" if kind == "nvfp4_wgmma_large" else "row_weight"
-    for (arguments, options), activation, weights in zip(
-        launches, ("gelu", None), (None, routing.row_weight), strict=True
-    ):
+    tiles = ["tile_expert", "tile_count"] + ["tile_rows"] * config.stores_tiles
+    expected = {"row_scale": routing.row_weight} if config.stores_tiles else weighted
+    for (arguments, options), activation, more in zip(launches, ("gelu", None), ({}, expected), strict=True):
         given = dict(zip(names, arguments, strict=False))
-        for name in ("tile_expert", "tile_rows", "tile_count"):
-            assert given[name] is getattr(routing, name)
-        assert given[factors] is weights
+        assert all(given[name] is getattr(routing, name) for name in tiles)
+        assert all(given[name] is more.get(name) for name in expected)
         assert options["ACTIVATION"] == activation
 
 

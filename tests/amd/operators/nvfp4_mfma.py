@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -99,10 +100,10 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
         weight = torch.empty(128, *words, dtype=word_dtype), torch.empty(128, *scales, dtype=byte_dtype)
         m = 128 * block_m
-        epilogue = {"activation": activation} if activation else {"row_weight": torch.empty(m)}
+        scattered = {"row_map": torch.empty(m).int(), "row_weight": torch.empty(m), "out": torch.empty(m, n).bfloat16()}
         gemm(
             torch.empty(m, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
-            tile_expert=torch.empty(128).int(), tile_rows=torch.empty(128).int(), **epilogue,
+            tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
         )  # fmt: skip
 
     return {
@@ -186,22 +187,23 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             assert_same(product(x, weight, config=config)[:3], first)
 
     def experts(dtype: torch.dtype, split_k: int) -> None:
-        """Tiles of three experts and of none, full ones and others; rows with weights."""
+        """Tiles of three experts and of none; rows that go elsewhere, with weights."""
         x, weight, _ = exact_operands(16 * 5, 3 * 96, 272, dtype)
         tensors = (part.unflatten(0, (3, 96)) for part in (weight.codes, weight.scales, weight.global_scale))
         weight = NvFp4Weight(*tensors)
         tile_expert = torch.tensor([2, 0, -1, 0, 1], dtype=torch.int32)
-        tile_rows = torch.tensor([16, 5, 0, 16, 1], dtype=torch.int32)
+        row_map = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:80].int()
+        row_map[40:53] = -1
         row_weight = torch.randint(-2, 3, (80,)).float()
-        out = torch.full((80, 96), 77.0).to(dtype)
+        out = torch.full((100, 96), 77.0).to(dtype)
         expected = out.clone()
         for row in range(80):
-            if row % 16 < tile_rows[row // 16]:
+            if tile_expert[row // 16] >= 0 and row_map[row] >= 0:
                 values = weight64(weight)[tile_expert[row // 16]] @ x[row].double() * row_weight[row]
-                expected[row] = values.float().to(dtype)
+                expected[row_map[row]] = values.float().to(dtype)
         found = gemm(
             x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k),
-            tile_expert=tile_expert, tile_rows=tile_rows, row_weight=row_weight, out=out,
+            tile_expert=tile_expert, row_map=row_map, row_weight=row_weight, out=out,
         )  # fmt: skip
         assert_same(found, expected)
 
@@ -236,14 +238,16 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             found = ops.nvfp4_gemm(x, prepared, bias, batch_invariant=batch_invariant)
             assert_same(found, (x.double() @ weight64(weight).t() + bias.double()).float().to(dtype))
 
-    def routed(dtype: torch.dtype) -> None:
-        """Experts as an engine calls them; one of them is on another rank, one has no token."""
+    def routed(dtype: torch.dtype, stores_tiles: bool) -> None:
+        """Experts as an engine calls them, with the rows of w2's product at their slots or left in their tiles; one
+        expert is on another rank, one has no token."""
         arguments = nvfp4_experts(21, 5, 2, 96, 48, dtype)
         expected = moe64(arguments)
         for name in ("w13", "w2"):
             rows = rows_of_weight(arguments[name])
             arguments[name] = ops.prepare_nvfp4_weight(rows, gate_up=name == "w13")
-        found = ops.nvfp4_moe(**arguments)
+        with patch.object(Config, "stores_tiles", stores_tiles):
+            found = ops.nvfp4_moe(**arguments)
         assert relative_error(found, expected) < (6e-3 if dtype == torch.bfloat16 else 8e-4)
 
     cases: dict[str, Callable[[], object]] = {}
@@ -261,7 +265,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             f"other rows, {dtype}": partial(other_rows, dtype),
             f"experts, {dtype}": partial(experts, dtype, 1),
             f"operator, {dtype}": partial(operator, dtype),
-            f"operator of experts, {dtype}": partial(routed, dtype),
+            f"operator of experts, {dtype}": partial(routed, dtype, False),
         }
     base = Config(16)
     cases |= {
@@ -276,6 +280,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{bias} bias": partial(exact, 20, 48, 256, torch.float16, base, bias) for bias in DTYPES},
         "a bias after parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
         "experts in parts": partial(experts, torch.bfloat16, 2),
+        "operator of experts, rows in their tiles": partial(routed, torch.bfloat16, True),
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
     }  # fmt: skip

@@ -38,9 +38,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         schedule = routing.schedule(ids, None, experts, block_m, hardware, torch.empty(tokens, 8))
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
         routing.gather_rows(x, schedule.row_map, 8, hardware)
-        rows = torch.empty(tokens * 8, hidden, dtype=torch.bfloat16)
-        for slot_row in (None, schedule.slot_row):
-            routing.sum_rows(rows, ids, None, experts, hardware, slot_row=slot_row)
+        routing.sum_rows(torch.empty(tokens * 8, hidden, dtype=torch.bfloat16), ids, None, experts, hardware)
 
     return {
         f"{tokens} tokens of {name}": partial(launch, tokens, *shape, block_m)
