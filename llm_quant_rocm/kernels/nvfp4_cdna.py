@@ -16,6 +16,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
+from llm_quant_rocm.kernels.nvfp4_moe import Weight
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
@@ -26,11 +27,11 @@ __all__ = [
     "config_of",
     "default_config",
     "default_fp8_config",
+    "expert_products",
     "fp8_config_of",
     "gemm",
     "gemm_expanded",
     "gemm_fp8",
-    "grouped_gemm",
     "moe_config",
     "serves_fp8",
 ]
@@ -46,19 +47,22 @@ def fitted(config: nvfp4_mfma.Config, m: int, n: int, k: int, measured_m: int) -
     return config
 
 
-def grouped_gemm(
+def expert_products(
     x: torch.Tensor,
-    weight: Sequence[torch.Tensor],
-    n: int,
-    hardware: Hardware,
-    config: nvfp4_mfma.Config,
+    w13: Weight,
+    w2: Weight,
+    inner: int,
+    topk: int,
+    activation: str,
     routing: Schedule,
-    **epilogue: Any,
-) -> torch.Tensor:
-    """The product of each tile of rows with its expert's weight (codes, scales, global scales); `epilogue` are more
-    arguments of `nvfp4_mfma.gemm`."""
-    codes, scales, global_scale = weight
-    return gemm(x, codes, scales, global_scale, None, n, hardware, config, tile_expert=routing.tile_expert, **epilogue)
+    hardware: Hardware,
+    config: PairConfig,
+) -> tuple[torch.Tensor, None]:
+    """Each slot's result times its router weight, at its number [T * k, H], of x [T, H]; see `nvfp4_moe`. Rows are
+    found and stored by the schedule's map, and nobody copies them."""
+    hidden = x.shape[1]
+    h = gemm(x, *w13, None, 2 * inner, hardware, config.w13, routing, slots_per_row=topk, activation=activation)
+    return gemm(h, *w2, None, hidden, hardware, config.w2, routing, row_weight=routing.row_weight), None
 
 
 def gemm_expanded(

@@ -19,7 +19,7 @@ The sum over K of a tile can be cut among `split_k` programs, whose parts a seco
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -31,6 +31,7 @@ from llm_quant_rocm.formats.nvfp4_mfma import PAD_K
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
+from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.xcd import neighbours_gluon
 
@@ -49,10 +50,7 @@ class Config:
         block_n: rows of the weight in a tile, 32 to 128, at least 32 for each wave.
         split_k: programs that share the sum of each tile.
         warps: waves of a program.
-        stores_tiles: whether of routed experts the kernel stores whole tiles, and not each row where a map says.
     """
-
-    stores_tiles: ClassVar = False
 
     block_m: int
     block_n: int = 128
@@ -204,25 +202,28 @@ def _store_tile(
     if row_weight is not None:
         acc *= gl.load(row_weight + m, mask=inside, other=0.0)[None, :]
     if row_map is not None:
-        m = gl.load(row_map + m, mask=inside, other=-1)
-        inside = m >= 0
+        m = gl.load(row_map + m, mask=inside, other=0)
     gl.store(out + m.to(gl.int64)[None, :] * N + n[:, None], acc.to(dtype), mask=inside[None, :] & (n < N)[:, None])
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_kernel(
-    x, words, scales, global_scale, bias, out, partial, tile_expert, row_map, row_weight, M, N, K, stride_x,
+    x, words, scales, global_scale, bias, out, partial, tile_expert, tile_rows, row_map, row_weight, M, N, K, stride_x,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, XCDS: gl.constexpr, num_warps: gl.constexpr
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, SLOTS_PER_ROW: gl.constexpr, XCDS: gl.constexpr,
+    num_warps: gl.constexpr
 ):  # fmt: skip
     """One tile of out, or one part of the sum of one; a grid of [tiles, SPLIT_K].
 
     x is [M, K] with rows `stride_x` apart, N the number of rows of the weight; the packed weight has N and K padded.
-    `scales` are the scale bytes, four to a word. With `tile_expert` each tile of M has an expert of its own (-1: no
-    work), and `words`, `scales` and `global_scale` have experts as their leading dimension. With `row_map` row m of the
-    result is stored as row row_map[m], or not if that is negative. With ACTIVATION the weight's rows alternate, 16 of
-    the gate and 16 of up, and out is T(activation(T(gate)) * T(up)), [M, N / 2]. EVEN_K: K is a multiple of 256.
+    `scales` are the scale bytes, four to a word. With ACTIVATION the weight's rows alternate, 16 of the gate and 16 of
+    up, and out is T(activation(T(gate)) * T(up)), [M, N / 2]. EVEN_K: K is a multiple of 256.
+
+    With `tile_expert` the M rows are those of a `routing.Schedule`. Each tile has an expert of its own (-1: no work),
+    and `words`, `scales` and `global_scale` have experts as their leading dimension; the first `tile_rows` of its rows
+    are slots, `row_map` says which. The row of x of a slot is slot // SLOTS_PER_ROW, that of out the slot's number, and
+    `row_weight` fp32 [M], if given, are factors. x is less than 2 GiB.
     """
     dtype: gl.constexpr = x.dtype.element_ty
     FP16: gl.constexpr = dtype == gl.float16
@@ -250,6 +251,7 @@ def nvfp4_mfma_kernel(
         words += pieces * 512
         scales += pieces * 64
         global_scale += expert * N
+        M = tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
     first = steps // 2 * gl.program_id(1) // SPLIT_K * 2
     end = steps // 2 * (gl.program_id(1) + 1) // SPLIT_K * 2
 
@@ -260,9 +262,13 @@ def nvfp4_mfma_kernel(
     lane = gl.arange(0, 64, layout=gl.SliceLayout(0, scale_layout))
     scale_offset = (tile_n * (NT // 2) + piece)[:, None] * 64 + lane[None, :]
     # Rows beyond M repeat the last one; they are not stored.
-    x += (tile_m * BLOCK_M).to(gl.int64) * stride_x
     row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_layout))
     row = gl.minimum(row, M - 1 - tile_m * BLOCK_M)
+    if row_map is None:
+        x += (tile_m * BLOCK_M).to(gl.int64) * stride_x
+    else:
+        slot = buffer_load(row_map + tile_m * BLOCK_M, row)
+        row = (slot.to(gl.uint32) // SLOTS_PER_ROW).to(gl.int32)  # unsigned: a shift, if that is a power of two
     column = gl.arange(0, 128, layout=gl.SliceLayout(0, x_layout))
     x_offset = row[:, None] * stride_x + column[None, :]
 
@@ -310,7 +316,7 @@ def nvfp4_mfma_kernel(
 
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_add_kernel(
-    partial, global_scale, bias, out, tile_expert, row_map, row_weight, M, N,
+    partial, global_scale, bias, out, tile_expert, tile_rows, row_map, row_weight, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, ROWS: gl.constexpr, ARCH: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
@@ -325,6 +331,7 @@ def nvfp4_mfma_add_kernel(
         if expert < 0:
             return
         global_scale += expert * N
+        M = tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
     first_m = tile_m * BLOCK_M + gl.program_id(1) * ROWS
     n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
     m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, acc_layout))
@@ -348,26 +355,29 @@ def gemm(
     n: int,
     hardware: Hardware,
     config: Config,
+    routing: Schedule | None = None,
     *,
-    tile_expert: torch.Tensor | None = None,
-    row_map: torch.Tensor | None = None,
+    slots_per_row: int = 1,
     row_weight: torch.Tensor | None = None,
     activation: str | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
     words and scale_bytes are of `formats.nvfp4_mfma.pack` in the layout of hardware.arch, global_scale is fp32 [n]. The
-    other arguments are those of the kernel; `out` is needed where `row_map` scatters rows.
+    other arguments are those of the kernel. With a routing the rows are those of slots, [M * slots_per_row, n].
 
     A row's result depends on split_k, but on no other part of the configuration and not on the rows beside it.
     """
     m, k = x.shape
+    tile_expert = tile_rows = row_map = None
+    rows = m * slots_per_row
+    if routing is not None:
+        tile_expert, tile_rows, row_map = routing.tile_expert, routing.tile_rows, routing.row_map
+        m = row_map.numel()
     if x.data_ptr() % 16 or x.stride(0) % 16:
         # A lane loads 16 bytes, which Triton allows with strides that it knows to be multiples of 16 elements.
         x = x.clone(memory_format=torch.contiguous_format)
-    if out is None:
-        out = torch.empty((m, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
     block_m, block_n = config.block_m, config.block_n
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     split_k = min(config.split_k, cdiv(k, PAD_K))
@@ -376,14 +386,14 @@ def gemm(
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
     unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
     nvfp4_mfma_kernel[(tiles, split_k)](
-        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, row_map, row_weight,
-        m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
-        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, XCDS=hardware.xcds,
+        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_map,
+        row_weight, m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
+        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds,
         num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
         nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](
-            partial, global_scale, bias, out, tile_expert, row_map, row_weight, m, n,
+            partial, global_scale, bias, out, tile_expert, tile_rows, row_map, row_weight, m, n,
             BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, ARCH=hardware.arch, UNSCALE=unscale,
             ACTIVATION=activation, num_warps=config.warps,
         )  # fmt: skip

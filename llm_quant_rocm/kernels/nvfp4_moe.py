@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts with 16-bit activations and NVFP4 weights: an architecture's GEMM kernel, with an expert to each tile.
+"""Routed experts with 16-bit activations and NVFP4 weights: a schedule of tiles, an architecture's products for each
+tile with its expert, and the sum of each token's slots.
 
-Five launches, six for many slots: the schedule of tiles, the gathered rows of x, the product with w13 whose epilogue
-applies the activation, the product with w2 whose epilogue applies the router's weight, and the sum of each token's
-slots. The product with w2 leaves its rows where they are in the tiles, if its kernel stores whole tiles; then the sum
-finds them by the schedule. Else it puts each at its slot.
+The epilogue of the product with w13 applies the activation, that of the product with w2 the router's weight.
 """
 
 from collections.abc import Callable
@@ -13,10 +11,13 @@ import torch
 
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.pair_config import PairConfig
-from llm_quant_rocm.kernels.routing import gather_rows, schedule, sum_rows
+from llm_quant_rocm.kernels.routing import schedule, sum_rows
 
 # Codes, scales and global scales of the experts.
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# All rows of slots in 16 bits, of H or I columns, have less bytes: that bounds the memory for them, and some kernels
+# have 31 bits for where a row is.
+MOST_BYTES = 2**31
 
 
 def nvfp4_moe(
@@ -30,22 +31,27 @@ def nvfp4_moe(
     padding: torch.Tensor | None,
     activation: str,
     hardware: Hardware,
-    gemm: Callable[..., torch.Tensor],
+    products: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     config: PairConfig,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.nvfp4_moe; all tensors contiguous, T > 0.
 
-    w13 and w2 are packed for `gemm`, the `grouped_gemm` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up in
-    turns; `config` has its configurations. topk_ids, expert_map and padding are those of `routing.schedule`.
+    w13 and w2 are packed for `products`, the `expert_products` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up
+    in turns; `config` has its configurations. It gives the slots' results, and where each has its own as `sum_rows`
+    takes that. topk_ids, expert_map and padding are those of `routing.schedule`. Of very many tokens some are computed
+    after the others.
     """
-    (experts, hidden), topk = w2[2].shape, topk_ids.shape[1]
+    (experts, hidden), (tokens, topk) = w2[2].shape, topk_ids.shape
+    most = max((MOST_BYTES - 1) // (topk * max(hidden, inner) * x.element_size()), 1)
+    if tokens > most:
+        out = [
+            nvfp4_moe(
+                x[part], w13, w2, inner, topk_weights[part], topk_ids[part], expert_map,
+                None if padding is None else padding[part], activation, hardware, products, config,
+            )
+            for part in (slice(first, first + most) for first in range(0, tokens, most))
+        ]  # fmt: skip
+        return torch.cat(out)
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
-    rows = gather_rows(x, routing.row_map, topk, hardware)
-    h = gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
-    if config.w2.stores_tiles:
-        # In the place of x's rows, which nobody needs any more.
-        y, row_map, slot_row = rows, None, routing.slot_row
-    else:
-        y, row_map, slot_row = x.new_empty((topk_ids.numel(), hidden)), routing.row_map, None
-    gemm(h, w2, hidden, hardware, config.w2, routing, row_map=row_map, row_weight=routing.row_weight, out=y)
+    y, slot_row = products(x, w13, w2, inner, topk, activation, routing, hardware, config)
     return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=slot_row)

@@ -17,7 +17,7 @@ finds its share there.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -60,10 +60,7 @@ class Config:
         unroll: steps in a group, 2 or more: they come together, and after a group the matrix unit may run dry.
         stages: groups in shared memory.
         warps: 4 or 8.
-        stores_tiles: whether of routed experts the kernel stores whole tiles, and not each row where a map says.
     """
-
-    stores_tiles: ClassVar = False
 
     block_m: int
     block_n: int

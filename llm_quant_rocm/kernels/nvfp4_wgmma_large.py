@@ -25,7 +25,6 @@ FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -119,10 +118,7 @@ class Config:
             of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
             together; `cut` is for where they do not.
-        stores_tiles: see `nvfp4_wgmma.Config`.
     """
-
-    stores_tiles: ClassVar = True
 
     block_m: int = 256
     block_n: int = 128

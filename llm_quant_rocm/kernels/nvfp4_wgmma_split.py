@@ -16,7 +16,6 @@ own expert's weight, and programs always share. Tiles of 96 rows have two accumu
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from triton.experimental import gluon
@@ -102,10 +101,7 @@ class Config:
             where it has 128.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
             and never with routed experts.
-        stores_tiles: see `nvfp4_wgmma.Config`.
     """
-
-    stores_tiles: ClassVar = False
 
     block_m: int
     split_k: int

@@ -72,7 +72,7 @@ def _run_triton(
         padding,
         activation,
         call.hardware,
-        kernels.grouped_gemm,
+        kernels.expert_products,
         _config(call.hardware, fair_slots(topk_ids, expert_map, call.experts), call.experts, call.hidden, call.inner),
     )
 

@@ -82,8 +82,8 @@ def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **c
     routing = given["topk_weights"], given["topk_ids"], given.get("expert_map"), given.get("padding")
     device = hardware.detect(torch.device("cuda"))
     config = PairConfig(*map(config_of, fields))
-    gemm = kernels_of(device.arch).grouped_gemm
-    return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, gemm, config)
+    products = kernels_of(device.arch).expert_products
+    return nvfp4_moe(given["x"], w13, w2, given["w2"].k, *routing, "silu", device, products, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

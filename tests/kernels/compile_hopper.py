@@ -103,7 +103,7 @@ def routed(config: nvfp4_hopper.Config, **epilogue: Any) -> None:
     routing, rows = four_tiles(config.block_m), 4 * config.block_m
     if not epilogue:
         out = zeros(rows, 512, dtype=torch.bfloat16)
-        row_map = None if config.stores_tiles else routing.row_map
+        row_map = None if isinstance(config, MANY) else routing.row_map
         epilogue = {"row_map": row_map, "row_weight": routing.row_weight, "out": out}
     x = zeros(rows, 1024, dtype=torch.bfloat16)
     nvfp4_hopper.grouped_gemm(x, nvfp4(512, 1024, experts=4), 512, HOPPER, config, routing, **epilogue)

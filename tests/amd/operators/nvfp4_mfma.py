@@ -14,7 +14,9 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.formats import nvfp4, nvfp4_mfma
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels import nvfp4_moe
 from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
+from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 from tests.amd import isa
 from tests.amd.budget import Budget
@@ -99,11 +101,15 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         """128 experts of Qwen3-30B-A3B, each with a tile of its own."""
         (word_dtype, words), (byte_dtype, scales) = nvfp4_mfma.parts(n, k)
         weight = torch.empty(128, *words, dtype=word_dtype), torch.empty(128, *scales, dtype=byte_dtype)
-        m = 128 * block_m
-        scattered = {"row_map": torch.empty(m).int(), "row_weight": torch.empty(m), "out": torch.empty(m, n).bfloat16()}
+        slots, topk = 128 * block_m, 8 if activation else 1
+        numbers = partial(torch.empty, dtype=torch.int32)
+        routing = Schedule(
+            numbers(slots), numbers(128), numbers(128), numbers(1), None if activation else torch.empty(slots),
+            numbers(slots),
+        )  # fmt: skip
         gemm(
-            torch.empty(m, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
-            tile_expert=torch.empty(128).int(), **({"activation": activation} if activation else scattered),
+            torch.empty(slots // topk, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
+            routing, slots_per_row=topk, row_weight=routing.row_weight, activation=activation,
         )  # fmt: skip
 
     return {
@@ -187,24 +193,32 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             assert_same(product(x, weight, config=config)[:3], first)
 
     def experts(dtype: torch.dtype, split_k: int) -> None:
-        """Tiles of three experts and of none; rows that go elsewhere, with weights."""
-        x, weight, _ = exact_operands(16 * 5, 3 * 96, 272, dtype)
+        """Tiles of three experts and of none, full ones and others; two slots a row of x, with weights."""
+        x, weight, _ = exact_operands(50, 3 * 96, 272, dtype)
         tensors = (part.unflatten(0, (3, 96)) for part in (weight.codes, weight.scales, weight.global_scale))
         weight = NvFp4Weight(*tensors)
         tile_expert = torch.tensor([2, 0, -1, 0, 1], dtype=torch.int32)
+        tile_rows = torch.tensor([16, 5, 0, 16, 1], dtype=torch.int32)
         row_map = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:80].int()
-        row_map[40:53] = -1
         row_weight = torch.randint(-2, 3, (80,)).float()
-        out = torch.full((100, 96), 77.0).to(dtype)
-        expected = out.clone()
-        for row in range(80):
-            if tile_expert[row // 16] >= 0 and row_map[row] >= 0:
-                values = weight64(weight)[tile_expert[row // 16]] @ x[row].double() * row_weight[row]
-                expected[row_map[row]] = values.float().to(dtype)
-        found = gemm(
-            x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k),
-            tile_expert=tile_expert, row_map=row_map, row_weight=row_weight, out=out,
-        )  # fmt: skip
+        expected = torch.full((100, 96), 77.0).to(dtype)
+        for row, slot in enumerate(row_map):
+            if row % 16 < tile_rows[row // 16]:
+                values = weight64(weight)[tile_expert[row // 16]] @ x[slot // 2].double() * row_weight[row]
+                expected[slot] = values.float().to(dtype)
+            else:
+                row_map[row] = -1
+        routing = Schedule(row_map, tile_expert, tile_rows, torch.tensor([4]), row_weight, torch.empty(100))
+
+        def filled(*size: Any, **options: Any) -> torch.Tensor:
+            return torch.full(size[0] if isinstance(size[0], tuple) else size, 77, **options)
+
+        # What the kernel does not store shows.
+        with patch.object(torch, "empty", filled):
+            found = gemm(
+                x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k), routing, slots_per_row=2,
+                row_weight=row_weight,
+            )  # fmt: skip
         assert_same(found, expected)
 
     def activated(activation: str, split_k: int) -> None:
@@ -238,15 +252,14 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             found = ops.nvfp4_gemm(x, prepared, bias, batch_invariant=batch_invariant)
             assert_same(found, (x.double() @ weight64(weight).t() + bias.double()).float().to(dtype))
 
-    def routed(dtype: torch.dtype, stores_tiles: bool) -> None:
-        """Experts as an engine calls them, with the rows of w2's product at their slots or left in their tiles; one
-        expert is on another rank, one has no token."""
+    def routed(dtype: torch.dtype, most_bytes: int = nvfp4_moe.MOST_BYTES) -> None:
+        """Experts as an engine calls them; one of them is on another rank, one has no token."""
         arguments = nvfp4_experts(21, 5, 2, 96, 48, dtype)
         expected = moe64(arguments)
         for name in ("w13", "w2"):
             rows = rows_of_weight(arguments[name])
             arguments[name] = ops.prepare_nvfp4_weight(rows, gate_up=name == "w13")
-        with patch.object(Config, "stores_tiles", stores_tiles):
+        with patch.object(nvfp4_moe, "MOST_BYTES", most_bytes):
             found = ops.nvfp4_moe(**arguments)
         assert relative_error(found, expected) < (6e-3 if dtype == torch.bfloat16 else 8e-4)
 
@@ -265,7 +278,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             f"other rows, {dtype}": partial(other_rows, dtype),
             f"experts, {dtype}": partial(experts, dtype, 1),
             f"operator, {dtype}": partial(operator, dtype),
-            f"operator of experts, {dtype}": partial(routed, dtype, False),
+            f"operator of experts, {dtype}": partial(routed, dtype),
         }
     base = Config(16)
     cases |= {
@@ -280,7 +293,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         **{f"{bias} bias": partial(exact, 20, 48, 256, torch.float16, base, bias) for bias in DTYPES},
         "a bias after parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
         "experts in parts": partial(experts, torch.bfloat16, 2),
-        "operator of experts, rows in their tiles": partial(routed, torch.bfloat16, True),
+        "operator of experts, nine tokens at a time": partial(routed, torch.bfloat16, 9 * 2 * 96 * 2 + 1),
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
     }  # fmt: skip
