@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _times_sigmoid(x, z):
-    """x / (1 + exp(-z)): a reciprocal root, squared, takes a third of a division's instructions."""
+    """x / (1 + exp(-z)): a reciprocal root, squared, takes fewer instructions than a division."""
     root = gl.rsqrt(1.0 + gl.exp(-z))
     return x * root * root
 

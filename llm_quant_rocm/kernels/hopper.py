@@ -202,8 +202,8 @@ _FP16_VALUES = gl.constexpr(
 
 @gluon.jit
 def rounded(values, dtype: gl.constexpr):
-    """fp32 values rounded to `dtype`, bf16 or fp16, and still fp32. In pairs, since to convert one value alone takes a
-    multiprocessor eight times as long; Triton would, where nothing stores the result."""
+    """fp32 values rounded to `dtype`, bf16 or fp16, and still fp32. In pairs, one instruction for two conversions:
+    where nothing stores the result, Triton converts each value alone."""
     ASSEMBLY: gl.constexpr = _BF16_VALUES if dtype == gl.bfloat16 else _FP16_VALUES
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2)
 

@@ -16,7 +16,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_mfma
 from llm_quant_rocm.kernels.nvfp4_mfma import batch_invariant, config_of, gemm
 from llm_quant_rocm.kernels.nvfp4_mfma_expand import expand
-from llm_quant_rocm.kernels.nvfp4_moe import Weight
+from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_runs, multiply_slices
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
@@ -48,21 +48,12 @@ def fitted(config: nvfp4_mfma.Config, m: int, n: int, k: int, measured_m: int) -
 
 
 def expert_products(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    inner: int,
-    topk: int,
-    activation: str,
-    routing: Schedule,
-    hardware: Hardware,
-    config: PairConfig,
+    x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
 ) -> tuple[torch.Tensor, None]:
     """Each slot's result times its router weight, at its number [T * k, H], of x [T, H]; see `nvfp4_moe`. Rows are
     found and stored by the schedule's map, and nobody copies them."""
-    hidden = x.shape[1]
-    h = gemm(x, *w13, None, 2 * inner, hardware, config.w13, routing, slots_per_row=topk, activation=activation)
-    return gemm(h, *w2, None, hidden, hardware, config.w2, routing, row_weight=routing.row_weight), None
+    h = gemm(x, *w13, None, rows_of(w13), hardware, config.w13, routing, activation=activation)
+    return gemm(h, *w2, None, rows_of(w2), hardware, config.w2, routing, row_weight=routing.row_weight), None
 
 
 def gemm_expanded(

@@ -15,7 +15,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
-from llm_quant_rocm.kernels.nvfp4_moe import Weight
+from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
@@ -111,29 +111,21 @@ def grouped_gemm(
 
 
 def expert_products(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    inner: int,
-    topk: int,
-    activation: str,
-    routing: Schedule,
-    hardware: Hardware,
-    config: PairConfig,
+    x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each slot's result times its router weight, of x [T, H]; see `nvfp4_moe`. The accelerator reads whole tiles, so
     rows are gathered first. For many rows it stores whole tiles as well, and the results stay in the schedule's order;
     kernels for few rows store each at its slot."""
-    hidden = x.shape[1]
-    rows = gather_rows(x, routing.row_map, topk, hardware)
-    h = grouped_gemm(rows, w13, 2 * inner, hardware, config.w13, routing, activation=activation)
+    slots = routing.slot_row.numel()
+    rows = gather_rows(x, routing.row_map, slots // x.shape[0], hardware)
+    h = grouped_gemm(rows, w13, rows_of(w13), hardware, config.w13, routing, activation=activation)
     if isinstance(config.w2, nvfp4_wgmma_large.Config):
         # In the place of x's rows, which nobody needs any more.
         y, row_map, slot_row = rows, None, routing.slot_row
     else:
-        y, row_map, slot_row = x.new_empty((routing.slot_row.numel(), hidden)), routing.row_map, None
+        y, row_map, slot_row = x.new_empty((slots, rows_of(w2))), routing.row_map, None
     epilogue = {"row_map": row_map, "row_weight": routing.row_weight}
-    return grouped_gemm(h, w2, hidden, hardware, config.w2, routing, out=y, **epilogue), slot_row
+    return grouped_gemm(h, w2, rows_of(w2), hardware, config.w2, routing, out=y, **epilogue), slot_row
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:

@@ -357,23 +357,24 @@ def gemm(
     config: Config,
     routing: Schedule | None = None,
     *,
-    slots_per_row: int = 1,
     row_weight: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> torch.Tensor:
     """x . weight^T * global_scale + bias: [M, n] in x's dtype, of x [M, K] (bf16 or fp16, contiguous rows).
 
     words and scale_bytes are of `formats.nvfp4_mfma.pack` in the layout of hardware.arch, global_scale is fp32 [n]. The
-    other arguments are those of the kernel. With a routing the rows are those of slots, [M * slots_per_row, n].
+    other arguments are those of the kernel. With a routing the result is that of each slot, [slots, n], and the slots
+    are shared out evenly to the rows of x, in order.
 
     A row's result depends on split_k, but on no other part of the configuration and not on the rows beside it.
     """
     m, k = x.shape
     tile_expert = tile_rows = row_map = None
-    rows = m * slots_per_row
+    rows, slots_per_row = m, 1
     if routing is not None:
         tile_expert, tile_rows, row_map = routing.tile_expert, routing.tile_rows, routing.row_map
-        m = row_map.numel()
+        rows = routing.slot_row.numel()
+        slots_per_row, m = rows // m, row_map.numel()
     if x.data_ptr() % 16 or x.stride(0) % 16:
         # A lane loads 16 bytes, which Triton allows with strides that it knows to be multiples of 16 elements.
         x = x.clone(memory_format=torch.contiguous_format)

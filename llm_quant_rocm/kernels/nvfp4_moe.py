@@ -15,16 +15,20 @@ from llm_quant_rocm.kernels.routing import schedule, sum_rows
 
 # Codes, scales and global scales of the experts.
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# All rows of slots in 16 bits, of H or I columns, have less bytes: that bounds the memory for them, and some kernels
-# have 31 bits for where a row is.
+# The rows of all slots, of H or I columns in 16 bits, have fewer bytes: that bounds the memory for them, and some
+# kernels have 31 bits for where a row is.
 MOST_BYTES = 2**31
+
+
+def rows_of(weight: Weight) -> int:
+    """How many rows an expert's weight has: each has a global scale."""
+    return weight[2].shape[1]
 
 
 def nvfp4_moe(
     x: torch.Tensor,
     w13: Weight,
     w2: Weight,
-    inner: int,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
@@ -41,17 +45,17 @@ def nvfp4_moe(
     takes that. topk_ids, expert_map and padding are those of `routing.schedule`. Of very many tokens some are computed
     after the others.
     """
-    (experts, hidden), (tokens, topk) = w2[2].shape, topk_ids.shape
-    most = max((MOST_BYTES - 1) // (topk * max(hidden, inner) * x.element_size()), 1)
+    experts, (tokens, topk) = w2[2].shape[0], topk_ids.shape
+    most = max((MOST_BYTES - 1) // (topk * max(rows_of(w2), rows_of(w13) // 2) * x.element_size()), 1)
     if tokens > most:
         out = [
             nvfp4_moe(
-                x[part], w13, w2, inner, topk_weights[part], topk_ids[part], expert_map,
+                x[part], w13, w2, topk_weights[part], topk_ids[part], expert_map,
                 None if padding is None else padding[part], activation, hardware, products, config,
             )
             for part in (slice(first, first + most) for first in range(0, tokens, most))
         ]  # fmt: skip
         return torch.cat(out)
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
-    y, slot_row = products(x, w13, w2, inner, topk, activation, routing, hardware, config)
+    y, slot_row = products(x, w13, w2, activation, routing, hardware, config)
     return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=slot_row)

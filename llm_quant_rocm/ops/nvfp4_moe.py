@@ -65,7 +65,6 @@ def _run_triton(
         x,
         (w13.codes, w13.scales, w13.global_scale),
         (w2.codes, w2.scales, w2.global_scale),
-        call.inner,
         topk_weights,
         topk_ids,
         expert_map,

@@ -116,8 +116,8 @@ def run(
     """The experts' output [T, H]."""
     device = hardware.detect(x.device)
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in weights)
-    inner, products = weights[1].k, kernels_of(device.arch).expert_products
-    return nvfp4_moe(x, w13, w2, inner, topk_weights, topk_ids, None, None, "silu", device, products, config)
+    products = kernels_of(device.arch).expert_products
+    return nvfp4_moe(x, w13, w2, topk_weights, topk_ids, None, None, "silu", device, products, config)
 
 
 TUNER = tuner("nvfp4_moe", candidates, weights, run)

@@ -109,7 +109,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         )  # fmt: skip
         gemm(
             torch.empty(slots // topk, k).bfloat16(), *weight, torch.empty(128, n), None, n, hardware, Config(block_m),
-            routing, slots_per_row=topk, row_weight=routing.row_weight, activation=activation,
+            routing, row_weight=routing.row_weight, activation=activation,
         )  # fmt: skip
 
     return {
@@ -216,7 +216,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         # What the kernel does not store shows.
         with patch.object(torch, "empty", filled):
             found = gemm(
-                x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k), routing, slots_per_row=2,
+                x, *packed(weight, arch), None, 96, hardware, Config(16, split_k=split_k), routing,
                 row_weight=row_weight,
             )  # fmt: skip
         assert_same(found, expected)
