@@ -20,6 +20,7 @@ from llm_quant_rocm.kernels.fp8_row import (
     store_quantized_row,
     widen,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.routing import local_expert
 
@@ -108,7 +109,8 @@ def act_and_mul_quant_fp8(
         ids, expert_map, padding, _, slot_row = routed
         slots, known, topk = ids.numel(), routed.known, ids.shape[1]
     if slots:
-        act_and_mul_quant_kernel[(min(slots, PROGRAMS),)](
+        launch(
+            act_and_mul_quant_kernel, (min(slots, PROGRAMS),),
             h, codes, scale, slot_row, ids, expert_map, padding, slots, known,
             **_constants(inner, activation, topk, fmt, hardware),
         )  # fmt: skip

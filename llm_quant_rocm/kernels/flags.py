@@ -9,6 +9,7 @@ cuBLAS's workspaces, graphs that were captured on one stream must not be replaye
 import threading
 
 import torch
+from triton.runtime import driver
 
 FLAGS = 8192
 STREAMS = 64
@@ -20,7 +21,7 @@ _lock = threading.Lock()
 
 def flags_of(device: torch.device) -> torch.Tensor:
     """`FLAGS` zeros, int32, for a kernel that is launched on the current stream of the GPU `device`."""
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, driver.active.get_current_stream(device.index)
     place = _places.get(key)
     if place is None:
         with _lock:  # two threads, each with a stream of its own, must not get one place

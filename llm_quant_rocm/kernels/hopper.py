@@ -238,14 +238,15 @@ def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     half = rows // halves
     # In the first dimension a step is from one half to the other.
     apart = half if m >= rows or m <= half else m - half
-    shape = [1, m, k] if m <= half or halves == 1 else [2, m - apart, k]
+    shape = (1, m, k) if m <= half or halves == 1 else (2, m - apart, k)
     block = [halves, half, width]
-    return TensorDescriptor(tensor, shape, [apart * stride, stride, 1], block, _layout(128, 1024 // width, 3))
+    return _descriptor(tensor, shape, (apart * stride, stride, 1), block, _layout(128, 1024 // width, 3))
 
 
 def tile_descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix of 16-bit values or E4M3 for the tensor memory accelerator, in tiles that a wgmma takes as they are."""
-    return TensorDescriptor.from_tensor(tensor, [rows, columns], _tile_layout(rows, columns, tensor.element_size()))
+    layout = _tile_layout(rows, columns, tensor.element_size())
+    return _descriptor(tensor, tensor.shape, tensor.stride(), [rows, columns], layout)
 
 
 @cache
@@ -255,7 +256,40 @@ def _tile_layout(rows: int, columns: int, size: int) -> gl.NVMMASharedLayout:
 
 def descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
     """A tensor for the tensor memory accelerator, in boxes `block` that are swizzled by so many bytes."""
-    return TensorDescriptor.from_tensor(tensor, block, _layout(swizzle, tensor.element_size() * 8, len(block)))
+    layout = _layout(swizzle, tensor.element_size() * 8, len(block))
+    return _descriptor(tensor, tensor.shape, tensor.stride(), block, layout)
+
+
+def packed_descriptors(
+    words: torch.Tensor, scale_bytes: torch.Tensor, depth: int, row_tiles: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Codes and scales of `formats.nvfp4_wgmma.pack`, of all experts if there are several, in boxes of `depth` times 64
+    columns and `row_tiles` times 16 rows."""
+    rows = words.shape[-2]
+    columns = words.numel() // (rows * 128)
+    return (
+        _descriptor(
+            words, (columns, rows, 128), (rows * 128, 128, 1), [depth, row_tiles, 128], _layout(0, 32, 3)
+        ),
+        _descriptor(
+            scale_bytes.view(torch.uint16), (columns, rows, 32), (rows * 32, 32, 1), [depth, row_tiles, 32],
+            _layout(0, 16, 3),
+        ),
+    )  # fmt: skip
+
+
+def _descriptor(
+    base: torch.Tensor,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: list[int],
+    layout: gl.NVMMASharedLayout,
+) -> TensorDescriptor:
+    """Without Triton's checks, which take the host longer than all else: what the functions above make passes them
+    (tests/kernels/test_descriptors.py)."""
+    found = object.__new__(TensorDescriptor)
+    found.__dict__.update(base=base, shape=shape, strides=strides, block_shape=block, layout=layout)
+    return found
 
 
 @cache

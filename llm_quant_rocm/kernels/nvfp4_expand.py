@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 
@@ -56,7 +57,8 @@ def expand_fp8(
     [rows, k], columns in the order of `per_token_quant_fp8(interleave=True)`."""
     out = torch.empty((rows, k), dtype=fp8.OCP.dtype, device=words.device)
     grid = (cdiv(k, DEPTH * 64), cdiv(rows, ROW_TILES * 16))
-    nvfp4_expand_kernel[grid](
+    launch(
+        nvfp4_expand_kernel, grid,
         words, scale_bytes.view(torch.uint16), out.view(torch.int32), first // 16, rows, n, k,
         DEPTH=DEPTH, NT=ROW_TILES, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from llm_quant_rocm.formats.nvfp4_mfma import PAD_K
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.xcd import neighbours_gluon
@@ -386,14 +387,16 @@ def gemm(
     if split_k > 1:
         partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
     unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
-    nvfp4_mfma_kernel[(tiles, split_k)](
+    launch(
+        nvfp4_mfma_kernel, (tiles, split_k),
         x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_map,
         row_weight, m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
         ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds,
         num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:
-        nvfp4_mfma_add_kernel[(tiles, cdiv(min(m, block_m), PART_ROWS))](
+        launch(
+            nvfp4_mfma_add_kernel, (tiles, cdiv(min(m, block_m), PART_ROWS)),
             partial, global_scale, bias, out, tile_expert, tile_rows, row_map, row_weight, m, n,
             BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, ARCH=hardware.arch, UNSCALE=unscale,
             ACTIVATION=activation, num_warps=config.warps,

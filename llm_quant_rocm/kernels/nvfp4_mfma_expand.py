@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.formats.nvfp4_mfma import PAD_K, PAD_N
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.nvfp4_mfma import decode_pieces, load_weight
 from llm_quant_rocm.kernels.sizes import cdiv
 
@@ -61,7 +62,8 @@ def expand(
     """
     rows, k = out.shape
     block_n = PAD_N
-    nvfp4_mfma_expand_kernel[(cdiv(rows, block_n), cdiv(k, PAD_K))](
+    launch(
+        nvfp4_mfma_expand_kernel, (cdiv(rows, block_n), cdiv(k, PAD_K)),
         words, scale_bytes.view(torch.int32), factor, out, first_row, rows, n, k,
         BLOCK_N=block_n, ARCH=hardware.arch, num_warps=4,
     )  # fmt: skip

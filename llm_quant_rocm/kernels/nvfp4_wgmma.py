@@ -40,10 +40,12 @@ from llm_quant_rocm.kernels.hopper import (
     descriptor,
     grid_of_tiles,
     load_tile,
+    packed_descriptors,
     place,
     place_after,
     rounded,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.wgmma_parts import begin_of
@@ -538,10 +540,10 @@ def gemm(
     # So that two programs of 8 warps, or four of 4, are on a multiprocessor together.
     registers = 128 if config.block_m <= 32 or (config.block_m == 64 and config.warps == 8) else None
     pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
-    nvfp4_wgmma_kernel[grid](
+    launch(
+        nvfp4_wgmma_kernel, grid,
         descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
-        descriptor(words.view(-1, *words.shape[-2:]), [pieces, tile_rows, 128], 0),
-        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [pieces, tile_rows, 32], 0),
+        *packed_descriptors(words, scale_bytes, pieces, tile_rows),
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
         UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation,

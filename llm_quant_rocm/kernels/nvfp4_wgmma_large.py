@@ -48,7 +48,6 @@ from llm_quant_rocm.kernels.hopper import (
     allocate_ring,
     behind,
     cta_barrier,
-    descriptor,
     first_row,
     init_ring,
     leave,
@@ -57,6 +56,7 @@ from llm_quant_rocm.kernels.hopper import (
     main_part,
     main_rows,
     multiply_rest,
+    packed_descriptors,
     place,
     reinterpret,
     row_descriptor,
@@ -65,6 +65,7 @@ from llm_quant_rocm.kernels.hopper import (
     tile_and_rest,
     tile_descriptor,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     DENSE,
     Routed,
@@ -767,10 +768,10 @@ def _launch(
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
-    nvfp4_wgmma_large_kernel[(programs,)](
+    launch(
+        nvfp4_wgmma_large_kernel, (programs,),
         row_descriptor(x, rest or block_m), row_scale,
-        descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
-        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
+        *packed_descriptors(words, scale_bytes, depth, row_tiles),
         global_scale, bias, target, parts, flags, routed.tile_expert, routed.tile_rows, routed.tile_count,
         m, n, k, whole, BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),

@@ -37,7 +37,6 @@ from llm_quant_rocm.kernels.hopper import (
     advance,
     allocate_ring,
     cta_barrier,
-    descriptor,
     first_row,
     init_ring,
     leave,
@@ -45,12 +44,14 @@ from llm_quant_rocm.kernels.hopper import (
     main_part,
     main_rows,
     multiply_rest,
+    packed_descriptors,
     place,
     reinterpret,
     row_descriptor,
     row_in_tile,
     tile_and_rest,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     DENSE,
     Routed,
@@ -559,10 +560,10 @@ def gemm_split(
     # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still to be
     # filled for the one before, and a barrier tells a turn only from the next.
     stages = stages // config.split_k * config.split_k
-    nvfp4_wgmma_split_kernel[(programs,)](
+    launch(
+        nvfp4_wgmma_split_kernel, (programs,),
         row_descriptor(x, rest or block_m),
-        descriptor(words.view(-1, *words.shape[-2:]), [depth, row_tiles, 128], 0),
-        descriptor(scale_bytes.view(torch.uint16).view(-1, words.shape[-2], 32), [depth, row_tiles, 32], 0),
+        *packed_descriptors(words, scale_bytes, depth, row_tiles),
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
         EAGER=min(_eager(block_m), stages), REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16,

@@ -11,6 +11,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware, detect
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, load_half_groups, row_launch, store_quantized_row, widen
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
 # The row stays in registers between its maximum and its quotients: 128 values a lane of 16 warps of 32 lanes.
@@ -54,7 +55,7 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = Fals
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         constants = _constants(columns, fmt, interleave, detect(x.device))
-        per_token_quant_kernel[(rows,)](x, q, scale, x.stride(0), **constants)
+        launch(per_token_quant_kernel, (rows,), x, q, scale, x.stride(0), **constants)
     return q, scale
 
 

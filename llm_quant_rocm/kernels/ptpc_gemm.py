@@ -17,6 +17,7 @@ import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware, multiprocessors, units_of
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, pdl_option_of_tiles, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.xcd import neighbours
@@ -216,17 +217,19 @@ def ptpc_gemm(
     if config.programs:
         programs = min(tiles, config.programs * multiprocessors(xq.device))
     # Of a few rows, programs share no more than these.
-    launch = pdl_option(hardware) if m <= 64 else pdl_option_of_tiles(hardware, tiles, k)
-    ptpc_gemm_kernel[(programs, split_k)](
+    early = pdl_option(hardware) if m <= 64 else pdl_option_of_tiles(hardware, tiles, k)
+    launch(
+        ptpc_gemm_kernel, (programs, split_k),
         x, w, destination, xscale, wscale, bias, m, n, k, xq.stride(0), wq.stride(0),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         SPLIT_K=split_k, SWAP_AB=config.swap_ab, TMA=tma, DECODE=decode, EVEN_K=k % config.block_k == 0,
         HAS_BIAS=bias is not None, PERSISTENT=programs < tiles, STAGES=config.stages,
         TMA_STORE=tma_store, PDL=hardware.pdl, XCDS=hardware.xcds,
-        num_warps=config.warps, num_stages=config.stages, **launch,
+        num_warps=config.warps, num_stages=config.stages, **early,
     )  # fmt: skip
     if split_k > 1:
-        split_k_kernel[(m, cdiv(n, 1024))](
+        launch(
+            split_k_kernel, (m, cdiv(n, 1024)),
             destination, xscale, wscale, bias, out, m, n, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=1024,
             PDL=hardware.pdl, **pdl_option(hardware),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import schedule, sum_rows
@@ -140,7 +141,8 @@ def ptpc_moe(
     ) -> torch.Tensor:
         n, k = w.shape[1:]
         out = torch.empty((slots, n), dtype=x.dtype, device=x.device)
-        grouped_gemm_kernel[(routing.tile_expert.numel(), cdiv(n, config.block_n))](
+        launch(
+            grouped_gemm_kernel, (routing.tile_expert.numel(), cdiv(n, config.block_n)),
             a.view(torch.uint8) if decode else a, ascale, w.view(torch.uint8) if decode else w, wscale, out,
             routing.row_map, routing.tile_expert, row_weight, n, k,
             SLOTS_PER_ROW=per_row, DECODE=decode, SWAP_AB=hardware.tma and config.block_m < 64,

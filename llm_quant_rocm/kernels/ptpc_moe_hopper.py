@@ -19,6 +19,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_moe as everywhere
 from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, row_launch, store_quantized_row, widen
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config, grouped_gemm
@@ -117,7 +118,8 @@ def _token_rows(
     (tokens, topk), hidden = topk_ids.shape, x.shape[1]
     codes = torch.empty((rows, hidden), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    token_rows_kernel[(tokens,)](
+    launch(
+        token_rows_kernel, (tokens,),
         x, codes, scale, slot_row, topk_ids, expert_map, padding, routed.known, TOPK=topk, FP8_MAX=fmt.max,
         MIN_SCALE=fmt.min_scale, COLUMNS=hidden, PDL=hardware.pdl, **row_launch(hidden, hardware),
         **pdl_option(hardware),

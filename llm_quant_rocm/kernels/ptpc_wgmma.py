@@ -40,6 +40,7 @@ from llm_quant_rocm.kernels.hopper import (
     store_through,
     tile_descriptor,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
 from llm_quant_rocm.kernels.sizes import cdiv
@@ -243,7 +244,8 @@ def ptpc_wgmma(
     tiles, programs = cdiv(m, block_m) * cdiv(n, block_n), multiprocessors(xq.device)
     whole = whole_tiles(tiles, programs)
     pieces = 2 * tiles - whole
-    ptpc_wgmma_kernel[(min(pieces, programs),)](
+    launch(
+        ptpc_wgmma_kernel, (min(pieces, programs),),
         row_descriptor(xq, block_m), tile_descriptor(wq, block_n, BLOCK_K), xscale, wscale, bias,
         tile_descriptor(out, *STORE), m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, GROUP_M=config.group_m,

@@ -38,6 +38,7 @@ from llm_quant_rocm.kernels.hopper import (
     row_in_tile,
     tile_descriptor,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.ptpc_gemm import rows_of_16_bytes
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -268,7 +269,8 @@ def ptpc_wgmma_few(
     # A wgmma multiplies 64 rows at least.
     rows, main = max(64, block_m), main_part(block_n)
     w = tile_descriptor(wq, main, LINE)
-    ptpc_wgmma_few_kernel[(min(cdiv(n, block_n), multiprocessors(xq.device)),)](
+    launch(
+        ptpc_wgmma_few_kernel, (min(cdiv(n, block_n), multiprocessors(xq.device)),),
         row_descriptor(xq, block_m), w, w if main == block_n else tile_descriptor(wq, block_n - main, LINE),
         wq.view(torch.uint8), wq.stride(0), xscale, wscale, bias, out, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, LINES=lines, STAGES=RING_BYTES // ((rows + block_n) * LINE * lines),

@@ -35,6 +35,7 @@ from llm_quant_rocm.kernels.hopper import (
     store_through,
     tile_descriptor,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.routing import Schedule
 
@@ -253,7 +254,8 @@ def grouped_gemm(
     out = torch.empty((rows, n if activation is None else n // 2), dtype=dtype, device=xq.device)
     block_m, block_n = config.block_m, config.block_n
     ring_bytes = SHARED_BYTES - 2 * block_m * STORE * out.element_size()
-    ptpc_wgmma_grouped_kernel[(multiprocessors(xq.device),)](
+    launch(
+        ptpc_wgmma_grouped_kernel, (multiprocessors(xq.device),),
         tile_descriptor(xq, block_m, BLOCK_K), tile_descriptor(wq.view(-1, k), STORE, BLOCK_K), xscale, wscale,
         row_weight, tile_descriptor(out, block_m, STORE), routing.tile_expert, routing.tile_count, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=ring_bytes // ((block_m + block_n) * BLOCK_K),

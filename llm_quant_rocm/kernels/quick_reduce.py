@@ -56,6 +56,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, units_of
 from llm_quant_rocm.kernels import wire_units
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 # int32 words of `Mailbox.state`. CALL is an int64, of two words, and so are flags: in 32 bits an engine's calls come to
@@ -243,7 +244,9 @@ def _launch(
 ) -> None:  # fmt: skip
     carried = torch.float16 if cast_bf16_to_fp16 else x.dtype
     cut = mailbox.cut(x.numel(), codec, config, shots)
-    kernel[(cut.programs,)](
+    launch(
+        kernel,
+        (cut.programs,),
         x,
         out,
         mailbox.peers,

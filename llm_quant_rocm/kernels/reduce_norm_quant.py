@@ -35,6 +35,7 @@ from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import BLOCK, GROUP, Codec
 from llm_quant_rocm.hardware import Hardware, detect, units_of
 from llm_quant_rocm.kernels import lamport, wire_units
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.norm_row import (
     LAYOUTS,
     LINEAR,
@@ -199,28 +200,24 @@ def _reduce(
     if not rows:
         return
     call = (config, x, residual, norm, target, out)
-    state: dict[str, Any] = {
-        "peers_ptr": mailbox.peers, "state_ptr": mailbox.state, "report_ptr": mailbox.report, "rank": mailbox.rank,
-        "max_spins": max_spins,
-    }  # fmt: skip
+    state = (mailbox.peers, mailbox.state, mailbox.report, mailbox.rank)
     if without_flags(rows, columns, codec, mailbox.world, mailbox.lamport_bytes, config):
         _launch(
-            reduce_norm_lamport_kernel, rows, *call, **state, lamport_at=mailbox.lamport_at,
+            reduce_norm_lamport_kernel, rows, *call, *state, max_spins, mailbox.lamport_at,
             LAMPORT_BYTES=mailbox.lamport_bytes, SHOTS=shots, **_constants_of_sums(x.dtype, mailbox.world),
         )  # fmt: skip
         return
     kernel = reduce_norm_one_shot_kernel if shots == 1 else reduce_norm_two_shot_kernel
     shared = cut(rows, columns, codec, mailbox, config, shots)
     _launch(
-        kernel, shared.programs, *call, **state, ring=shared.ring, piece_bytes=piece_bytes(columns, codec),
-        phase_bytes=mailbox.phase_bytes, max_tiles=mailbox.max_tiles,
-        **_constants_on_the_wire(columns, x.dtype, codec, config, mailbox.world),
+        kernel, shared.programs, *call, shared.ring, piece_bytes(columns, codec), *state, mailbox.phase_bytes,
+        mailbox.max_tiles, max_spins, **_constants_on_the_wire(columns, x.dtype, codec, config, mailbox.world),
     )  # fmt: skip
 
 
 def _launch(
     kernel: Any, programs: int, config: Config, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm,
-    target: Target, out: Result, **reduction: Any,
+    target: Target, out: Result, *reduction: Any, **constants: Any,
 ) -> None:  # fmt: skip
     rows, columns = x.shape
     if not rows:
@@ -229,9 +226,10 @@ def _launch(
     added = x if residual is None else residual
     # What is absent is not touched; x stands in for it.
     normed, codes, scales, given = (x if t is None else t for t in (*out[1:], norm.scale))
-    kernel[(programs + padded,)](
+    launch(
+        kernel, (programs + padded,),
         x, added, norm.weight, out.residual, normed, codes, scales, given,
-        rows, programs, x.stride(0), added.stride(0), norm.eps, **reduction,
+        rows, programs, x.stride(0), added.stride(0), norm.eps, *reduction, **constants,
         **_constants(columns, residual is not None, norm.weight_bias, target, config, detect(x.device)),
     )  # fmt: skip
 

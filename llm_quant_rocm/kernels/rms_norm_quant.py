@@ -21,6 +21,7 @@ from llm_quant_rocm.kernels.fp8_row import (
     store_quantized_row,
     widen,
 )
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.norm_row import mean_square
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
@@ -85,7 +86,8 @@ def rms_norm_quant_fp8(
         rms_norm_walk.rms_norm_walk(x, weight, eps, q, scale, fmt, hardware)
     elif rows:
         added = x if residual is None else residual
-        rms_norm_quant_kernel[(rows,)](
+        launch(
+            rms_norm_quant_kernel, (rows,),
             x, added, weight, q, scale, total, x.stride(0), added.stride(0), eps,
             **_constants(columns, residual is not None, fmt, hardware),
         )  # fmt: skip

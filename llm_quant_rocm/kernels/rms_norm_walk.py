@@ -15,6 +15,7 @@ import triton.language as tl
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.fp8_row import larger, narrow, store_quantized_row, widen
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.norm_row import load_row, mean_square
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 
@@ -62,7 +63,7 @@ def rms_norm_walk(
     """Codes q [M, K] and fp32 scales [M, 1] of the normalised rows of x [M, K], which it `serves`."""
     rows, columns = x.shape
     constants = _constants(columns, fmt, hardware)
-    rms_norm_walk_kernel[(multiprocessors(x.device),)](x, weight, q, scale, x.stride(0), eps, rows, **constants)
+    launch(rms_norm_walk_kernel, (multiprocessors(x.device),), x, weight, q, scale, x.stride(0), eps, rows, **constants)
 
 
 @cache

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
@@ -257,7 +258,8 @@ def schedule(
     constants = {"TOPK": topk_ids.shape[1], "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
     if slots * tiles <= MANY_READS:
         chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
-        schedule_kernel[(tiles,)](
+        launch(
+            schedule_kernel, (tiles,),
             topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_rows, tile_count, row_weight,
             slot_row, slots, known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
         )  # fmt: skip
@@ -267,11 +269,13 @@ def schedule(
     # Every program reads all counts: they are as short as they can be. A thread a slot: of fewer slots than threads
     # Triton repeats the loads in every layout.
     counts = torch.empty((parts, bins), dtype=torch.int16 if part_slots < 2**15 else torch.int32, device=device)
-    count_kernel[(parts,)](
+    launch(
+        count_kernel, (parts,),
         topk_ids, expert_map, padding, counts, slot_row, slots, known, part_slots, CHUNK=_CHUNK,
         num_warps=_CHUNK // hardware.lanes, **constants,
     )  # fmt: skip
-    place_kernel[(parts,)](
+    launch(
+        place_kernel, (parts,),
         topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_rows, tile_count, row_weight,
         slot_row, slots, known, parts, part_slots, tiles, cdiv(tiles, parts), CHUNK=512, BLOCK_M=block_m,
         PARTS_BLOCK=_PARTS_BLOCK, TILES_BLOCK=16, num_warps=4, **constants,
@@ -305,7 +309,8 @@ def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Har
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(1024, next_power_of_2(columns))
-        gather_rows_kernel[(rows // 8, cdiv(columns, block))](
+        launch(
+            gather_rows_kernel, (rows // 8, cdiv(columns, block)),
             x, row_map, out, columns, TOPK=topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4,
             **pdl_option(hardware),
         )  # fmt: skip
@@ -365,7 +370,8 @@ def sum_rows(
     if out.numel():
         block = min(1024, next_power_of_2(columns))
         known = experts if expert_map is None else expert_map.numel()
-        sum_rows_kernel[(tokens, cdiv(columns, block))](
+        launch(
+            sum_rows_kernel, (tokens, cdiv(columns, block)),
             rows, topk_ids, expert_map, padding, slot_row, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
             PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
         )  # fmt: skip

@@ -22,9 +22,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(capturing=False)
     monkeypatch.setattr(flags, "_flags", {})
     monkeypatch.setattr(flags, "_places", {})
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=threading.get_native_id())
-    )
+    active = SimpleNamespace(get_current_stream=lambda device: threading.get_native_id())
+    monkeypatch.setattr(flags, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     yield state

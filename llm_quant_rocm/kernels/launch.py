@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that cost the host little.
+
+Triton asks at every launch what each argument means for compilation, and looks the kernel up by a string of all the
+answers: that takes longer than the launch itself. Where no CUDA graph has the launches, in prefill above all, a GPU may
+have to wait for the host then. What Triton found for a kind of arguments is kept here.
+"""
+
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_run_by_triton = JITFunction.run
+# By kind of arguments: what Triton compiled, the values of its constants, and objects whose identity is part of the
+# key, which nothing else may come to have.
+_kept: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any], tuple[Any, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`.
+
+    Tensors, their descriptors and numbers that a kernel is not compiled for are arguments by position, constants and
+    Triton's options by name; none is left to a default. Triton launches what is new, what is not its own kernel (an
+    interpreted one), and everything while somebody has replaced its `run`.
+    """
+    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run_by_triton:
+        kernel[grid](*args, **options)
+        return
+    kind = (id(kernel), driver.active.get_current_device(), *_kinds(args), *options, *options.values())
+    kept = _kept.get(kind)
+    if kept is None:
+        compiled = kernel[grid](*args, **options)
+        if isinstance(compiled, CompiledKernel):
+            layouts = (getattr(value, "layout", None) for value in args)
+            constants = [options[name] for name in kernel.arg_names[len(args) :]]
+            _kept[kind] = compiled, constants, (kernel, *layouts)
+        return
+    compiled, constants, _ = kept
+    compiled[(*grid, 1, 1)](*args, *constants)
+
+
+def _kinds(args: tuple[Any, ...]) -> list[Any]:
+    """What arguments are to a compiler, with no fewer distinctions than Triton's own, to which
+    tests/kernels/test_launch.py compares them. Once a launch: what comes most often is asked for first."""
+    kinds: list[Any] = []
+    add = kinds.append
+    for value in args:
+        kind = type(value)
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+            add(value.dtype)
+            add(value.data_ptr() % 16 == 0)
+            add(value.untyped_storage().size() < 2**31)  # Triton for AMD has shorter addresses for that
+        elif kind is int:
+            add(1 if value == 1 else 16 if value % 16 == 0 else 0)
+            add(value >> 31)
+        elif value is None or kind is float:
+            add(kind)
+        else:
+            add(value.base.dtype)
+            kinds += value.block_shape
+            add(id(getattr(value, "layout", None)))  # the same object for the same layout, as `hopper` has it
+            add(value.padding)
+    return kinds
