@@ -13,7 +13,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_run_by_triton = JITFunction.run
 # By kind of arguments: what Triton compiled, the values of its constants, and objects whose identity is part of the
 # key, which nothing else may come to have.
 _kept: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any], tuple[Any, ...]]] = {}
@@ -26,7 +25,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
     Triton's options by name; none is left to a default. Triton launches what is new, what is not its own kernel (an
     interpreted one), and everything while somebody has replaced its `run`.
     """
-    if not isinstance(kernel, JITFunction) or JITFunction.run is not _run_by_triton:
+    if not isinstance(kernel, JITFunction) or JITFunction.run.__module__ != JITFunction.__module__:
         kernel[grid](*args, **options)
         return
     kind = (id(kernel), driver.active.get_current_device(), *_kinds(args), *options, *options.values())
