@@ -67,13 +67,20 @@ def default_config(m: int, n: int, k: int, units: int) -> Config:
     over K is cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so
     that writing and reading the parts (8 bytes an element of out, in the cache) comes to more than half of the weight
     (9/16 byte an element).
+
+    Where that leaves units without a program, tiles have fewer rows. The weight is then decoded once more for each, but
+    by units that had nothing to do: of 128 columns gfx942's matrix units take 1024 cycles for 64 rows and 256 for 16,
+    and the instructions that decode about 640 for either.
     """
     block_m = min(64, max(16, next_power_of_2(m)))
-    tiles = cdiv(m, block_m) * cdiv(n, 128)
+    tiles_n = cdiv(n, 128)
+    tiles = cdiv(m, block_m) * tiles_n
     most = min(2 * units // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
     split_k = 1
     while 2 * split_k <= most:
         split_k *= 2
+    while block_m > 16 and cdiv(m, block_m // 2) * tiles_n * split_k <= units:
+        block_m //= 2
     return Config(block_m, 128, split_k)
 
 

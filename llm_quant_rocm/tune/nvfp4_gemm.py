@@ -81,7 +81,7 @@ def _cdna(m: int, k: int) -> list[Any]:
     return [
         Config(block_m, block_n, split_k, warps)
         for block_m in (16, 32, 64, 128)
-        if covering // 2 <= block_m <= covering
+        if covering // 4 <= block_m <= covering
         for block_n, warps in ((64, 2), (128, 2), (128, 4))
         for split_k in (1, 2, 4, 8, 16)
         if split_k == 1 or (m <= 256 and k >= split_k * 512)

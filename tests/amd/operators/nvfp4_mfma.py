@@ -17,6 +17,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_moe
 from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, gemm
 from llm_quant_rocm.kernels.routing import Schedule
+from llm_quant_rocm.kernels.sizes import next_power_of_2
 from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 from tests.amd import isa
 from tests.amd.budget import Budget
@@ -128,7 +129,8 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
     arch = hardware.arch
 
     def product(x: torch.Tensor, weight: NvFp4Weight, bias: Any = None, config: Config | None = None) -> torch.Tensor:
-        config = config or default_config(x.shape[0], weight.n, weight.k, hardware.units)
+        # Tiles as high as a larger weight's would be: of these few `default_config` has all of 16 rows.
+        config = config or Config(min(64, max(16, next_power_of_2(x.shape[0]))))
         return gemm(x, *packed(weight, arch), bias, weight.n, hardware, config)
 
     def every_code(dtype: torch.dtype) -> None:

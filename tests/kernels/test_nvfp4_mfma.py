@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Into how many programs the NVFP4 product is cut on CDNA, where nobody has measured."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config
+from llm_quant_rocm.kernels.sizes import cdiv
+
+WEIGHTS = [(5120, 2048), (2048, 4096), (10240, 8192), (8192, 28672), (57344, 8192), (128, 128), (2112, 7168)]
+
+
+@pytest.mark.parametrize("units", [104, 256, 304])
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+def test_no_unit_is_left_idle_that_lower_tiles_would_use(n: int, k: int, units: int) -> None:
+    for m in range(1, 600):
+        config = default_config(m, n, k, units)
+        programs = {rows: cdiv(m, rows) * cdiv(n, 128) * config.split_k for rows in (8, 16, 32, 64)}
+        assert config.block_m == 16 or programs[config.block_m // 2] > units, m
+        if config.block_m < min(64, m // 2):
+            assert programs[config.block_m] <= units, f"{m}: a weight is decoded more often for nothing"
+
+
+def test_a_sum_is_cut_before_a_tile_is() -> None:
+    """That decodes nothing twice."""
+    assert default_config(64, 10240, 8192, 304) == Config(64, split_k=4)
+    assert default_config(64, 5120, 2048, 304) == Config(16)
+    assert default_config(128, 5120, 2048, 304) == Config(32)
+    assert default_config(256, 5120, 2048, 304) == Config(64)
