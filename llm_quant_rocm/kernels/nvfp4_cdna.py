@@ -116,7 +116,9 @@ def gemm_fp8(
     return multiply_slices(codes, x_scale, global_scale * (RANGE / fmt.max), bias, out, expanded, config.values)
 
 
-def moe_config(slots: int, experts: int) -> PairConfig:
-    """Tiles cut for the rows that an expert has on average."""
-    config = nvfp4_mfma.default_moe_config(slots, experts)
-    return PairConfig(config, config)
+def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hardware) -> PairConfig:
+    """What should be fastest for `slots` rows of `experts` [hidden, inner], by reasoning."""
+    return PairConfig(
+        nvfp4_mfma.default_moe_config(slots, experts, 2 * inner, hidden, hardware.units),
+        nvfp4_mfma.default_moe_config(slots, experts, hidden, inner, hardware.units),
+    )

@@ -192,7 +192,7 @@ _FEW_EXPERTS = 32
 _FEW = PairConfig(nvfp4_wgmma_split.Config(8, 4, 132), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))
 
 
-def moe_config(slots: int, experts: int) -> PairConfig:
-    """What should be fastest for `slots` rows of `experts` that nobody has measured."""
+def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hardware) -> PairConfig:
+    """What should be fastest for `slots` rows of `experts` that nobody has measured, of whatever size they are."""
     chosen = _EXPERTS[bisect_left(_EXPERTS, slots / experts, key=itemgetter(0))][1]
     return _FEW if chosen.block_m == _FEW.block_m and min(slots, experts) <= _FEW_EXPERTS else chosen

@@ -62,31 +62,40 @@ class Config:
 def default_config(m: int, n: int, k: int, units: int) -> Config:
     """A sound choice, by reasoning: no AMD GPU was at hand to measure one.
 
-    Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so with eight
-    waves to a compute unit, two programs, 304 units wait for 11 MB, twice what 5 TB/s bring in a microsecond. The sum
-    over K is cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so
-    that writing and reading the parts (8 bytes an element of out, in the cache) comes to more than half of the weight
-    (9/16 byte an element).
-
-    Where that leaves units without a program, tiles have fewer rows. The weight is then decoded once more for each, but
-    by units that had nothing to do: of 128 columns gfx942's matrix units take 1024 cycles for 64 rows and 256 for 16,
-    and the instructions that decode about 640 for either.
+    Where a sum that is cut as often as `_parts` has it leaves units without a program, tiles have fewer rows. The
+    weight is then decoded once more for each, but by units that had nothing to do: of 128 columns gfx942's matrix units
+    take 1024 cycles for 64 rows and 256 for 16, and the instructions that decode about 640 for either.
     """
     block_m = min(64, max(16, next_power_of_2(m)))
     tiles_n = cdiv(n, 128)
-    tiles = cdiv(m, block_m) * tiles_n
-    most = min(2 * units // tiles, k // (2 * PAD_K), 9 * k // (256 * m), 16)
-    split_k = 1
-    while 2 * split_k <= most:
-        split_k *= 2
+    split_k = _parts(cdiv(m, block_m) * tiles_n, k, m, units)
     while block_m > 16 and cdiv(m, block_m // 2) * tiles_n * split_k <= units:
         block_m //= 2
     return Config(block_m, 128, split_k)
 
 
-def default_moe_config(slots: int, experts: int) -> Config:
-    """Tiles cut for the rows that an expert has on average, by reasoning too."""
-    return Config(min(64, max(16, next_power_of_2(cdiv(slots, experts)))))
+def default_moe_config(slots: int, experts: int, n: int, k: int, units: int) -> Config:
+    """Tiles cut for the rows that an expert has on average, and parts where few experts have rows, by reasoning too."""
+    block_m = min(64, max(16, next_power_of_2(cdiv(slots, experts))))
+    slots = max(slots, 1)  # where no expert is on this rank
+    chosen = min(slots, experts)
+    return Config(block_m, 128, _parts(chosen * cdiv(n, 128), k, cdiv(slots, chosen), units))
+
+
+def _parts(tiles: int, k: int, rows: int, units: int) -> int:
+    """Into how many parts to cut the sums over K of so many tiles, where each row of a weight meets `rows` of x.
+
+    Reading the weight is the limit, and enough of it must be on its way: a wave asks for 4.5 KiB ahead, so with eight
+    waves to a compute unit, two programs, 304 units wait for 11 MB, twice what 5 TB/s bring in a microsecond. Sums are
+    cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so that writing
+    and reading the parts (8 bytes an element of the result, in the cache) comes to more than half of the weight (9/16
+    byte an element).
+    """
+    most = min(2 * units // tiles, k // (2 * PAD_K), 9 * k // (256 * rows), 16)
+    parts = 1
+    while 2 * parts <= most:
+        parts *= 2
+    return parts
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:

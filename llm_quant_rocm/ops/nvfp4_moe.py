@@ -84,7 +84,7 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
     if measured:
         return PairConfig.of(measured.config, kernels.config_of)
-    return kernels.moe_config(slots, experts)
+    return kernels.moe_config(slots, experts, hidden, inner, device)
 
 
 # A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, padding, activation, call), with

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the routed experts in NVFP4 are tuned: a configuration for each of their two products."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,9 +23,11 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     """Configurations worth trying for m tokens, the default among them."""
     slots = m * topk
     heights = heights_for(slots, experts)
-    default = kernels_of(device.arch).moe_config(slots, experts)
+    default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner, device)
     if device.arch != "sm_90":
-        return list(dict.fromkeys([default, *(PairConfig(config, config) for config in _cdna(heights))]))
+        parts = [parts for parts in (1, 2, 4, 8) if parts == 1 or (slots <= 4 * experts and hidden >= parts * 512)]
+        found = [PairConfig(*pair) for config in _cdna(heights) for pair in _in_parts(config, parts, inner)]
+        return list(dict.fromkeys([default, *found]))
     found = [default, *(PairConfig(config, config) for config in _whole(heights))]
     found += [PairConfig(*pair) for height in heights for pair in product(_large(height), repeat=2)]
     # With few rows a product is as long as the weights are read, and programs that share it evenly read at full speed
@@ -96,6 +99,12 @@ def _cdna(heights: list[int]) -> list[Any]:
         for block_m in heights
         for block_n, warps in ((64, 2), (128, 2), (128, 4))
     ]  # fmt: skip
+
+
+def _in_parts(config: Any, parts: list[int], inner: int) -> list[tuple[Any, Any]]:
+    """`config` with the sums of w13 in so many parts, and those of w2, which are shorter, in one or two."""
+    few = [count for count in parts if count <= min(2, max(1, inner // 512))]
+    return [(replace(config, split_k=of_w13), replace(config, split_k=of_w2)) for of_w13 in parts for of_w2 in few]
 
 
 def weights(experts: int, topk: int, hidden: int, inner: int) -> Weights:

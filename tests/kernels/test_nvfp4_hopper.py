@@ -8,7 +8,13 @@ import pytest
 if not find_spec("triton"):
     pytest.skip("needs Triton", allow_module_level=True)
 
-from llm_quant_rocm.kernels.nvfp4_hopper import moe_config
+from llm_quant_rocm import hardware
+from llm_quant_rocm.kernels import nvfp4_hopper
+from llm_quant_rocm.kernels.pair_config import PairConfig
+
+
+def moe_config(slots: int, experts: int) -> PairConfig:
+    return nvfp4_hopper.moe_config(slots, experts, 2048, 768, hardware.nvidia(9, 0))
 
 
 @pytest.mark.parametrize("experts", [64, 256])

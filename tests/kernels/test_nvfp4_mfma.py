@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config
+from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, default_moe_config
 from llm_quant_rocm.kernels.sizes import cdiv
 
 WEIGHTS = [(5120, 2048), (2048, 4096), (10240, 8192), (8192, 28672), (57344, 8192), (128, 128), (2112, 7168)]
@@ -28,3 +28,14 @@ def test_a_sum_is_cut_before_a_tile_is() -> None:
     assert default_config(64, 5120, 2048, 304) == Config(16)
     assert default_config(128, 5120, 2048, 304) == Config(32)
     assert default_config(256, 5120, 2048, 304) == Config(64)
+
+
+def test_long_sums_of_few_experts_are_cut() -> None:
+    """At one token DeepSeek-V3's w13, an eighth of it, is 32 tiles of 56 steps for an MI300X's 304 units."""
+    assert default_moe_config(8, 256, 512, 7168, 304) == Config(16, split_k=8)
+    assert default_moe_config(32, 256, 512, 7168, 304) == Config(16, split_k=4)
+    assert default_moe_config(8, 256, 7168, 256, 304) == Config(16), "two steps are not"
+    assert default_moe_config(8, 128, 1536, 2048, 304) == Config(16, split_k=4)
+    assert default_moe_config(0, 128, 1536, 2048, 304).block_m == 16, "no expert is on this rank"
+    for slots in (128, 1024, 100_000):
+        assert default_moe_config(slots, 128, 1536, 2048, 304).split_k == 1, "there are enough tiles"

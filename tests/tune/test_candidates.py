@@ -70,7 +70,7 @@ def test_the_shipped_winners_are_candidates(operator: str) -> None:
 
 def test_one_configuration_in_a_file_serves_both_products_of_experts() -> None:
     """As files had it before each product had its own."""
-    config = nvfp4_hopper.moe_config(2048, 256).w13
+    config = nvfp4_hopper.moe_config(2048, 256, 2048, 768, HOPPER).w13
     assert PairConfig.of(asdict(config), nvfp4_hopper.config_of) == PairConfig(config, config)
     with pytest.raises(ValueError, match="tiles of 16 rows cannot be multiplied as tiles of 32"):
         PairConfig(config, replace(config, block_m=32))

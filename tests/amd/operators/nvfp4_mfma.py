@@ -254,9 +254,9 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             found = ops.nvfp4_gemm(x, prepared, bias, batch_invariant=batch_invariant)
             assert_same(found, (x.double() @ weight64(weight).t() + bias.double()).float().to(dtype))
 
-    def routed(dtype: torch.dtype, most_bytes: int = nvfp4_moe.MOST_BYTES) -> None:
+    def routed(dtype: torch.dtype, most_bytes: int = nvfp4_moe.MOST_BYTES, tokens: int = 21, hidden: int = 96) -> None:
         """Experts as an engine calls them; one of them is on another rank, one has no token."""
-        arguments = nvfp4_experts(21, 5, 2, 96, 48, dtype)
+        arguments = nvfp4_experts(tokens, 5, 2, hidden, 48, dtype)
         expected = moe64(arguments)
         for name in ("w13", "w2"):
             rows = rows_of_weight(arguments[name])
@@ -296,6 +296,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "a bias after parts": partial(exact, 20, 150, 528, torch.bfloat16, replace(base, split_k=2), torch.float16),
         "experts in parts": partial(experts, torch.bfloat16, 2),
         "operator of experts, nine tokens at a time": partial(routed, torch.bfloat16, 9 * 2 * 96 * 2 + 1),
+        "operator of experts, whose sums are cut": partial(routed, torch.float16, tokens=4, hidden=1056),
         **{activation: partial(activated, activation, 1) for activation in ("silu", "gelu", "gelu_tanh")},
         "silu after parts": partial(activated, "silu", 2),
     }  # fmt: skip
