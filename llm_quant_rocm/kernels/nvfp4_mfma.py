@@ -76,8 +76,8 @@ def default_config(m: int, n: int, k: int, units: int) -> Config:
 
 def default_moe_config(slots: int, experts: int, n: int, k: int, units: int) -> Config:
     """Tiles cut for the rows that an expert has on average, and parts where few experts have rows, by reasoning too."""
-    block_m = min(64, max(16, next_power_of_2(cdiv(slots, experts))))
     slots = max(slots, 1)  # where no expert is on this rank
+    block_m = min(64, max(16, next_power_of_2(cdiv(slots, experts))))
     chosen = min(slots, experts)
     return Config(block_m, 128, _parts(chosen * cdiv(n, 128), k, cdiv(slots, chosen), units))
 

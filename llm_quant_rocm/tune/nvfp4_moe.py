@@ -25,8 +25,15 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     heights = heights_for(slots, experts)
     default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner, device)
     if device.arch != "sm_90":
-        parts = [parts for parts in (1, 2, 4, 8) if parts == 1 or (slots <= 4 * experts and hidden >= parts * 512)]
-        found = [PairConfig(*pair) for config in _cdna(heights) for pair in _in_parts(config, parts, inner)]
+        # Of many slots there are tiles enough; and parts stay longer than four steps of 128 columns.
+        of_w13, of_w2 = (
+            [parts for parts in (1, 2, 4, 8) if parts == 1 or (slots <= 4 * experts and k >= parts * 512)]
+            for k in (hidden, inner)
+        )
+        found = [
+            PairConfig(replace(config, split_k=first), replace(config, split_k=second))
+            for config, first, second in product(_cdna(heights), of_w13, of_w2)
+        ]
         return list(dict.fromkeys([default, *found]))
     found = [default, *(PairConfig(config, config) for config in _whole(heights))]
     found += [PairConfig(*pair) for height in heights for pair in product(_large(height), repeat=2)]
@@ -99,12 +106,6 @@ def _cdna(heights: list[int]) -> list[Any]:
         for block_m in heights
         for block_n, warps in ((64, 2), (128, 2), (128, 4))
     ]  # fmt: skip
-
-
-def _in_parts(config: Any, parts: list[int], inner: int) -> list[tuple[Any, Any]]:
-    """`config` with the sums of w13 in so many parts, and those of w2, which are shorter, in one or two."""
-    few = [count for count in parts if count <= min(2, max(1, inner // 512))]
-    return [(replace(config, split_k=of_w13), replace(config, split_k=of_w2)) for of_w13 in parts for of_w2 in few]
 
 
 def weights(experts: int, topk: int, hidden: int, inner: int) -> Weights:

@@ -86,6 +86,28 @@ def test_few_rows_are_not_padded_to_sixteen_and_fill_the_gpu() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "of_w13", "of_w2"),
+    [
+        ("deepseek-v3/8", 1, {1, 2, 4, 8}, {1}),
+        ("qwen3-30b-a3b", 64, {1, 2, 4}, {1}),
+        ("mixtral-8x7b", 16, {1, 2, 4, 8}, {1, 2, 4, 8}),
+        ("deepseek-v3/8", 1024, {1}, {1}),
+    ],
+)
+def test_long_sums_of_few_experts_are_tried_in_parts_on_cdna(
+    model: str, tokens: int, of_w13: set[int], of_w2: set[int]
+) -> None:
+    found = tuner("nvfp4_moe").candidates(hardware.amd("gfx942"), tokens, *WELL_KNOWN_EXPERTS[model])
+    assert ({pair.w13.split_k for pair in found}, {pair.w2.split_k for pair in found}) == (of_w13, of_w2)
+
+
+def test_tiles_of_a_quarter_of_the_rows_are_tried_on_cdna() -> None:
+    """As the default has them where a weight is small."""
+    found = tuner("nvfp4_gemm").candidates(hardware.amd("gfx942"), 64, 57344, 8192)
+    assert {config.block_m for config in found} == {16, 32, 64}
+
+
 def test_tiles_that_just_fill_the_gpu_are_among_them() -> None:
     """1024 rows of Qwen3's o: 128 tiles of 128 x 128; of 256 x 128, half as many, two programs share each."""
     found = tuner("nvfp4_gemm").candidates(HOPPER, 1024, 2048, 4096)
