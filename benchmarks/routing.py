@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around the grouped products of routed experts: the schedule of rows, gathered rows, and their sum.
+"""What stands around the grouped products of routed experts: the schedule of rows, x at its rows, and their sum.
 
     python benchmarks/routing.py [--vllm-ops FOLDER]
 
@@ -62,8 +62,7 @@ def variants(
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
         rows = torch.randn(slots, columns, device="cuda", dtype=torch.bfloat16)
         ids = ids.int()
-        row_map = routing.schedule(ids, None, experts, block_m, device).row_map
-        sets.append((ids, weights, x, rows, row_map))
+        sets.append((ids, weights, x, rows, routing.schedule(ids, None, experts, block_m, device)))
 
     def schedule(ids: torch.Tensor, weights: torch.Tensor, many_reads: int = routing.MANY_READS) -> routing.Schedule:
         with patch.object(routing, "MANY_READS", many_reads):
@@ -75,9 +74,11 @@ def variants(
             "two_launches": [lambda s=s: schedule(s[0], s[1], 0) for s in sets],
             "torch": [lambda s=s: torch_schedule(s[0], experts, block_m) for s in sets],
         },
-        "gather": {
-            "gather_rows": [lambda s=s: routing.gather_rows(s[2], s[4], topk, device) for s in sets],
-            "torch": [lambda s=s: s[2][s[4].clamp_min(0) // topk] for s in sets],
+        "rows": {
+            "scatter_rows": [
+                lambda s=s: routing.scatter_rows(s[2], s[4].slot_row, s[4].row_map.numel(), device) for s in sets
+            ],
+            "torch": [lambda s=s: s[2][s[4].row_map.clamp_min(0) // topk] for s in sets],
         },
         "sum": {
             "sum_rows": [lambda s=s: routing.sum_rows(s[3], s[0], None, experts, device) for s in sets],

@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -115,6 +117,9 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
     rows = (slots >= 0).nonzero().flatten()
     assert found.slot_row.dtype == torch.int32 and found.slot_row.shape == (ids.numel(),)
     assert torch.equal(found.slot_row[slots[rows]].long(), rows)
+    absent = torch.ones(ids.numel(), dtype=torch.bool, device=device)
+    absent[slots[rows]] = False
+    assert (found.slot_row[absent] == -1).all()
 
 
 def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
@@ -143,16 +148,21 @@ def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: 
             torch.testing.assert_close(found, total.to(dtype), rtol=2**-7, atol=1e-6)
 
 
-def check_gather(hardware: Hardware, device: str = "cpu") -> None:
-    """kernels.routing.gather_rows copies the rows of the map, wherever they are in it."""
-    row_map = torch.full((48,), -1, dtype=torch.int32, device=device)
-    row_map[[0, 5, 6, 31, 40]] = torch.tensor([20, 0, 3, 8, 20], dtype=torch.int32, device=device)
-    real = row_map >= 0
+def check_scatter(hardware: Hardware, device: str = "cpu") -> None:
+    """kernels.routing.scatter_rows copies each token to the rows of its slots, wherever they are, and nowhere else."""
+    slot_row = torch.tensor([[40, 3, -1], [-1, -1, -1], [0, 47, 8]], dtype=torch.int32, device=device)
+    token, slot = (slot_row >= 0).nonzero(as_tuple=True)
     for dtype, columns in ((torch.bfloat16, 256), (torch.float32, 77), (torch.float16, 1000), (torch.bfloat16, 2064)):
-        x = torch.randn(7, columns, device=device).to(dtype)
-        found = kernels.gather_rows(x, row_map, 3, hardware)
-        assert found.shape == (48, columns)
-        assert_same(found[real], x[row_map[real] // 3])
+        x = torch.randn(3, columns, device=device).to(dtype)
+        left = torch.randn(48, columns, device=device).to(dtype)
+        expected = left.clone()
+        expected[slot_row[token, slot].long()] = x[token]
+        # No kernel stands between what makes x and this one.
+        if device != "cpu":
+            torch.cuda.synchronize()
+        with patch.object(kernels, "torch", SimpleNamespace(empty=Mock(return_value=left))):
+            found = kernels.scatter_rows(x, slot_row.flatten(), 48, hardware)
+        assert_same(found, expected)
 
 
 def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -19,7 +19,7 @@ from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
-from llm_quant_rocm.kernels.routing import Schedule, gather_rows
+from llm_quant_rocm.kernels.routing import Schedule, scatter_rows
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Config
@@ -114,10 +114,10 @@ def expert_products(
     x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Each slot's result times its router weight, of x [T, H]; see `nvfp4_moe`. The accelerator reads whole tiles, so
-    rows are gathered first. For many rows it stores whole tiles as well, and the results stay in the schedule's order;
-    kernels for few rows store each at its slot."""
+    rows are copied to them first. For many rows it stores whole tiles as well, and the results stay in the schedule's
+    order; kernels for few rows store each at its slot."""
     slots = routing.slot_row.numel()
-    rows = gather_rows(x, routing.row_map, slots // x.shape[0], hardware)
+    rows = scatter_rows(x, routing.slot_row, routing.row_map.numel(), hardware)
     h = grouped_gemm(rows, w13, rows_of(w13), hardware, config.w13, routing, activation=activation)
     if isinstance(config.w2, nvfp4_wgmma_large.Config):
         # In the place of x's rows, which nobody needs any more.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around the grouped products of routed experts: rows sorted by expert, gathered, and added again.
+"""What stands around the grouped products of routed experts: rows sorted by expert, copied there, and added again.
 
 A slot is one (token, expert) pair, number token * k + j. Slots are sorted by expert, and within an expert by number,
 so that nothing depends on timing; every expert's slots fill whole tiles of `block_m` rows, the last one padded. A
@@ -44,7 +44,7 @@ class Schedule:
         tile_rows: int32 [tiles], how many of a tile's rows there are, its first ones.
         tile_count: int32 [1], how many tiles it needs.
         row_weight: fp32 [tiles * block_m], the router weight of each row, 0 where there is none; None if not asked for.
-        slot_row: int32 [slots], the row of each slot; of one whose expert is not here, whatever torch.empty left there.
+        slot_row: int32 [slots], the row of each slot, or -1 of one whose expert is not here.
     """
 
     row_map: torch.Tensor
@@ -105,6 +105,8 @@ def schedule_kernel(
         slot = start + tl.arange(0, CHUNK)
         expert = local_expert(ids_ptr, map_ptr, padding_ptr, slot, slot < slots, known, TOPK)
         counts += tl.histogram(expert, BINS, mask=expert >= 0)
+        # No tile has them.
+        tl.store(slot_row_ptr + slot, expert, mask=(expert < 0) & (slot < slots) & (tile == 0))
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
     # The experts whose tiles end before this one; all of them where there is no such tile, which leaves 0 slots.
@@ -143,7 +145,7 @@ def count_kernel(
     TOPK: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """counts[part, expert] of slots part * part_slots and following; slot_row[slot] becomes how many slots of its
-    expert its part has before it."""
+    expert its part has before it, or -1 where its expert is not here."""
     if PDL:
         programmatic_launch()
     part = tl.program_id(0)
@@ -165,7 +167,7 @@ def count_kernel(
         sorted_place = -tl.sum((key[:, None] - key[None, :]) >> 31, 0)
         smaller = tl.cumsum(chunk_counts, 0) - chunk_counts
         rank = tl.gather(counts - smaller, tl.maximum(expert, 0), 0) + sorted_place
-        tl.store(slot_row_ptr + slot, rank, mask=here)
+        tl.store(slot_row_ptr + slot, tl.where(here, rank, -1), mask=slot < end)
         counts += chunk_counts
     tl.store(counts_ptr + part * BINS + tl.arange(0, BINS), counts)
 
@@ -284,34 +286,39 @@ def schedule(
 
 
 @triton.jit
-def gather_rows_kernel(
-    x_ptr, row_map_ptr, out_ptr, columns,
-    TOPK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def scatter_rows_kernel(
+    x_ptr, slot_row_ptr, out_ptr, columns, TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    # x does not depend on the kernel just before this one.
+    value = tl.load(x_ptr + token * columns + column, mask=mask)
     if PDL:
         programmatic_launch()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(row_map_ptr + row)
-    if tl.max(slot, 0) < 0:
-        return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (slot >= 0)[:, None] & (column < columns)[None, :]
-    value = tl.load(x_ptr + (slot // TOPK).to(tl.int64)[:, None] * columns + column[None, :], mask=mask)
-    tl.store(out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], value, mask=mask)
+    rows = tl.tuple([])
+    for j in tl.static_range(TOPK):
+        rows += (tl.load(slot_row_ptr + token * TOPK + j).to(tl.int64),)
+    for j in tl.static_range(TOPK):
+        tl.store(out_ptr + rows[j] * columns + column, value, mask=mask & (rows[j] >= 0))
 
 
-def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, hardware: Hardware) -> torch.Tensor:
-    """Row row_map[r] // topk of x [T, H] (contiguous) as row r of [len(row_map), H].
+def scatter_rows(x: torch.Tensor, slot_row: torch.Tensor, rows: int, hardware: Hardware) -> torch.Tensor:
+    """Every token's row of x [T, H] at the rows `slot_row` [T * k] of its slots, of [rows, H]; all contiguous.
 
-    Rows whose map is negative are left as torch.empty makes them. len(row_map) is a multiple of 8.
+    Rows of no slot are left as torch.empty makes them. Each row of x is read once: to gather those of a schedule would
+    read it k times, and of many tokens not all from the L2 cache.
+
+    The kernel that makes `slot_row` stands between what makes x and this call, and waits for what comes before it: x is
+    read before that kernel is waited for.
     """
-    rows, columns = row_map.numel(), x.shape[1]
+    tokens, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    if out.numel():
+    if x.numel():
         block = min(1024, next_power_of_2(columns))
         launch(
-            gather_rows_kernel, (rows // 8, cdiv(columns, block)),
-            x, row_map, out, columns, TOPK=topk, ROWS=8, BLOCK=block, PDL=hardware.pdl, num_warps=4,
+            scatter_rows_kernel, (tokens, cdiv(columns, block)),
+            x, slot_row, out, columns, TOPK=slot_row.numel() // tokens, BLOCK=block, PDL=hardware.pdl, num_warps=2,
             **pdl_option(hardware),
         )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llm_quant_rocm import hardware
-from tests.routing_inputs import Routing, check_gather, check_schedule, check_sum, random_ids, routings
+from tests.routing_inputs import Routing, check_scatter, check_schedule, check_sum, random_ids, routings
 from tests.routing_inputs import kernels as routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -29,8 +29,8 @@ def test_sums(name: str, dtype: torch.dtype) -> None:
     check_sum(routings()[name], device(), "cuda", dtype)
 
 
-def test_gathered_rows() -> None:
-    check_gather(device(), "cuda")
+def test_rows_at_their_slots() -> None:
+    check_scatter(device(), "cuda")
 
 
 def sorted_by_torch(given: Routing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -358,30 +358,30 @@ def test_experts_results_stay_in_their_tiles_or_go_to_their_slots(
     from llm_quant_rocm.kernels.pair_config import PairConfig
     from llm_quant_rocm.kernels.routing import Schedule
 
-    gathered, products = torch.zeros(64, 96), []
+    copied, products = torch.zeros(64, 96), []
 
-    def gather_rows(x: torch.Tensor, row_map: torch.Tensor, topk: int, device: Any) -> torch.Tensor:
-        assert topk == 2 and row_map is routing.row_map
-        return gathered
+    def scatter_rows(x: torch.Tensor, slot_row: torch.Tensor, rows: int, device: Any) -> torch.Tensor:
+        assert rows == 64 and slot_row is routing.slot_row
+        return copied
 
     def grouped_gemm(x: torch.Tensor, weight: Any, n: int, *rest: Any, out: Any = None, **epilogue: Any) -> Any:
         products.append((x, n, epilogue))
         return x.new_empty(len(x), n // 2) if out is None else out
 
-    monkeypatch.setattr(nvfp4_hopper, "gather_rows", gather_rows)
+    monkeypatch.setattr(nvfp4_hopper, "scatter_rows", scatter_rows)
     monkeypatch.setattr(nvfp4_hopper, "grouped_gemm", grouped_gemm)
     few, many = nvfp4_hopper.nvfp4_wgmma.Config(64, 64, 64), nvfp4_hopper.nvfp4_wgmma_large.Config(64, 128, 0)
-    w13, w2 = ((gathered, gathered, torch.zeros(3, rows)) for rows in (2 * 40, 96))
+    w13, w2 = ((copied, copied, torch.zeros(3, rows)) for rows in (2 * 40, 96))
     routing = Schedule(*(torch.zeros(64) for _ in range(5)), slot_row=torch.zeros(10))
     pair = PairConfig(few, many) if many_rows else PairConfig(many, few)
     y, slot_row = nvfp4_hopper.expert_products(
         torch.zeros(5, 96), w13, w2, "silu", routing, hardware.nvidia(9, 0), pair
     )
     (x, n, first), (h, hidden, second) = products
-    assert x is gathered and (n, hidden) == (80, 96) and h.shape == (64, 40) and first == {"activation": "silu"}
+    assert x is copied and (n, hidden) == (80, 96) and h.shape == (64, 40) and first == {"activation": "silu"}
     assert second["row_weight"] is routing.row_weight
     if many_rows:
-        assert y is gathered and slot_row is routing.slot_row and second["row_map"] is None
+        assert y is copied and slot_row is routing.slot_row and second["row_map"] is None
     else:
         assert y.shape == (10, 96) and slot_row is None and second["row_map"] is routing.row_map
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of routed experts share: the schedule is a plain Python program's, and rows are gathered and added
+"""What the operators of routed experts share: the schedule is a plain Python program's, and rows are copied and added
 as torch does it."""
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.amd.budget import Budget
 from tests.amd.operators import shared_out
 from tests.routing_inputs import (
     Routing,
-    check_gather,
+    check_scatter,
     check_schedule,
     check_sum,
     many_slots_a_part,
@@ -27,7 +27,7 @@ BUDGETS = {
     "schedule_kernel": Budget(wide=False),
     "count_kernel": Budget(wide=False),
     "place_kernel": Budget(wide=False),
-    "gather_rows_kernel": Budget(),
+    "scatter_rows_kernel": Budget(),
     "sum_rows_kernel": Budget(),
 }
 
@@ -37,7 +37,7 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         ids = torch.zeros(tokens, 8, dtype=torch.int32)
         schedule = routing.schedule(ids, None, experts, block_m, hardware, torch.empty(tokens, 8))
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
-        routing.gather_rows(x, schedule.row_map, 8, hardware)
+        routing.scatter_rows(x, schedule.slot_row, schedule.row_map.numel(), hardware)
         routing.sum_rows(torch.empty(tokens * 8, hidden, dtype=torch.bfloat16), ids, None, experts, hardware)
 
     return {
@@ -68,4 +68,4 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         "many slots a part": in_few_parts,
         **{f"sum, {name}": partial(check_sum, given, hardware) for name, given in routings().items()},
     }
-    return {"gather": partial(check_gather, hardware)} | shared_out(cases, hardware, alike=True)
+    return {"scatter": partial(check_scatter, hardware)} | shared_out(cases, hardware, alike=True)
