@@ -154,15 +154,17 @@ def check_scatter(hardware: Hardware, device: str = "cpu") -> None:
     token, slot = (slot_row >= 0).nonzero(as_tuple=True)
     for dtype, columns in ((torch.bfloat16, 256), (torch.float32, 77), (torch.float16, 1000), (torch.bfloat16, 2064)):
         x = torch.randn(3, columns, device=device).to(dtype)
-        left = torch.randn(48, columns, device=device).to(dtype)
+        # A row before the first one, where a slot without a row must not store either.
+        left = torch.randn(49, columns, device=device).to(dtype)
         expected = left.clone()
-        expected[slot_row[token, slot].long()] = x[token]
+        expected[1 + slot_row[token, slot].long()] = x[token]
         # No kernel stands between what makes x and this one.
         if device != "cpu":
             torch.cuda.synchronize()
-        with patch.object(kernels, "torch", SimpleNamespace(empty=Mock(return_value=left))):
+        with patch.object(kernels, "torch", SimpleNamespace(empty=Mock(return_value=left[1:]))):
             found = kernels.scatter_rows(x, slot_row.flatten(), 48, hardware)
-        assert_same(found, expected)
+        assert_same(found, expected[1:])
+        assert_same(left[:1], expected[:1])
 
 
 def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
