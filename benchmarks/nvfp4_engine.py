@@ -80,7 +80,7 @@ ONLINE = ("ptpc_fp8", "fp8_per_channel")
 
 
 TOKENS = 256
-# A busy host makes some of them slow, by half and more.
+# A busy host makes some of them slow.
 RUNS = 5
 # So many at once: their weights, caches and graphs share the GPU's memory.
 AT_ONCE = 3

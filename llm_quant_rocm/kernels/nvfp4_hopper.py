@@ -116,14 +116,13 @@ def expert_products(
     """Each slot's result times its router weight, of x [T, H]; see `nvfp4_moe`. The accelerator reads whole tiles, so
     rows are copied to them first. For many rows it stores whole tiles as well, and the results stay in the schedule's
     order; kernels for few rows store each at its slot."""
-    slots = routing.slot_row.numel()
     rows = scatter_rows(x, routing.slot_row, routing.row_map.numel(), hardware)
     h = grouped_gemm(rows, w13, rows_of(w13), hardware, config.w13, routing, activation=activation)
     if isinstance(config.w2, nvfp4_wgmma_large.Config):
         # In the place of x's rows, which nobody needs any more.
         y, row_map, slot_row = rows, None, routing.slot_row
     else:
-        y, row_map, slot_row = x.new_empty((slots, rows_of(w2))), routing.row_map, None
+        y, row_map, slot_row = x.new_empty((routing.slot_row.numel(), rows_of(w2))), routing.row_map, None
     epilogue = {"row_map": row_map, "row_weight": routing.row_weight}
     return grouped_gemm(h, w2, rows_of(w2), hardware, config.w2, routing, out=y, **epilogue), slot_row
 
