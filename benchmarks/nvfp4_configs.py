@@ -85,7 +85,7 @@ def compiled(config: Config) -> Config:
 def described(config: Config) -> list[Any]:
     """As the file holds it: large, split or expanded, and the fields."""
     if isinstance(config, Large):
-        return ["large", config.block_m, config.block_n, config.cut, config.shares]
+        return ["large", config.block_m, config.block_n, config.cut, config.shares, config.tail_m]
     if isinstance(config, Expanded):
         return ["expanded", config.values]
     return ["split", config.block_m, config.split_k, config.programs]

@@ -36,12 +36,16 @@ SLOWING = 1.05
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("expanded", 0, 0, "whole"): (3.236, 0.288, 0.0, 0.0),
     ("fp8", 192, 128, "shares"): (4.871, 2.198, 2.835, 0.049),
+    ("fp8", 192, 128, "tail of 64"): (2.977, 2.219, 1.958, 1.331),
     ("fp8", 192, 128, "whole"): (1.802, 2.219, 1.958, 0.0),
     ("fp8", 256, 64, "whole"): (1.844, 1.381, 2.183, 0.0),
     ("fp8", 256, 128, "cut"): (8.696, 2.631, 0.987, 1.038),
     ("fp8", 256, 128, "shares"): (4.828, 2.5, 3.573, 0.068),
+    ("fp8", 256, 128, "tail of 128"): (3.275, 2.415, 2.102, 1.331),
+    ("fp8", 256, 128, "tail of 64"): (3.275, 2.415, 2.102, 1.331),
     ("fp8", 256, 128, "whole"): (2.1, 2.415, 2.102, 0.0),
     ("fp8", 320, 128, "shares"): (4.89, 2.989, 6.565, 0.0),
+    ("fp8", 320, 128, "tail of 64"): (2.565, 3.052, 2.778, 1.331),
     ("fp8", 320, 128, "whole"): (1.39, 3.052, 2.778, 0.0),
     ("large", 64, 128, "cut"): (4.841, 0.977, 0.0, 0.464),
     ("large", 64, 128, "shares"): (2.97, 0.918, 1.78, 0.151),
@@ -51,17 +55,23 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("large", 64, 256, "whole"): (0.0, 1.437, 5.05, 0.0),
     ("large", 128, 128, "cut"): (5.167, 1.241, 0.115, 0.714),
     ("large", 128, 128, "shares"): (4.006, 1.153, 1.576, 0.168),
+    ("large", 128, 128, "tail of 64"): (4.102, 1.173, 0.94, 0.884),
     ("large", 128, 128, "whole"): (2.454, 1.173, 0.94, 0.0),
     ("large", 128, 256, "cut"): (7.554, 2.284, 0.0, 2.804),
     ("large", 128, 256, "shares"): (4.824, 1.991, 4.181, 0.049),
+    ("large", 128, 256, "tail of 64"): (7.494, 1.906, 2.436, 1.437),
     ("large", 128, 256, "whole"): (2.444, 1.906, 2.436, 0.0),
     ("large", 192, 128, "shares"): (4.329, 1.573, 2.405, 0.078),
+    ("large", 192, 128, "tail of 64"): (3.212, 1.538, 1.715, 0.884),
     ("large", 192, 128, "whole"): (1.564, 1.538, 1.715, 0.0),
     ("large", 256, 64, "whole"): (2.005, 1.139, 1.823, 0.0),
     ("large", 256, 128, "cut"): (6.14, 2.127, 0.42, 1.236),
     ("large", 256, 128, "shares"): (4.073, 1.977, 3.063, 0.235),
+    ("large", 256, 128, "tail of 128"): (3.097, 1.972, 1.607, 1.173),
+    ("large", 256, 128, "tail of 64"): (3.805, 1.972, 1.607, 0.884),
     ("large", 256, 128, "whole"): (2.157, 1.972, 1.607, 0.0),
     ("large", 320, 128, "shares"): (4.866, 2.513, 4.875, 0.14),
+    ("large", 320, 128, "tail of 64"): (3.318, 2.476, 2.354, 0.884),
     ("large", 320, 128, "whole"): (1.67, 2.476, 2.354, 0.0),
     ("split", 8, 64, "shared"): (1.604, 0.179, 0.491, 0.475),
     ("split", 8, 64, "whole"): (1.24, 0.148, 1.069, 0.0),
@@ -99,7 +109,8 @@ class Load(NamedTuple):
             and how tiles are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
         tiles: tiles of which it computes something; 0 for cuBLAS, whose results `beside_fp8` counts.
-        parts: programs that compute one tile; 0 where none is cut.
+        parts: programs that compute one tile that is cut, or groups of steps of one of the tail; 0 where there are
+            neither.
     """
 
     kind: tuple[str, int, int, str]
@@ -128,6 +139,9 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     if shares:
         waves = tiles // SMS
         return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
+    if tail := nvfp4_wgmma_large.tail_of(config, m, tiles, SMS):
+        waves = tiles // SMS
+        return Load(_kind(kernel, config, f"tail of {tail}"), waves * groups, waves, groups)
     whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, SMS, config.cut)
     if whole == tiles:
         waves = cdiv(tiles, SMS)

@@ -13,7 +13,8 @@ Tiles beyond whole waves can be cut: the steps of all of them are shared out eve
 tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Or each
 of these tiles is the same number of programs', each of which adds and stores some of its rows: one alone would read the
 parts of all. Programs with the same columns of x then read them at the same time, which with many columns matters more
-than that all have the same number of steps.
+than that all have the same number of steps. Or each of these tiles, the tail, is several of fewer rows of x. Nothing is
+added then, but each of them decodes the weight.
 
 A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 192 and of
 320 rows, too, whose accumulator is two, of a power of two of rows and of the 64 others.
@@ -30,6 +31,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -52,7 +54,6 @@ from llm_quant_rocm.kernels.hopper import (
     init_ring,
     leave,
     load_rows,
-    load_tile,
     main_part,
     main_rows,
     multiply_rest,
@@ -72,6 +73,8 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     ask_for_scales,
     decode_operand,
     epilogue,
+    expert_of,
+    fetch_weight,
     first_piece_of,
     gated,
     lines_of_16_bytes,
@@ -119,18 +122,22 @@ class Config:
             of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
             together; `cut` is for where they do not.
+        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128, where these run together.
     """
 
     block_m: int = 256
     block_n: int = 128
     cut: int = 2
     shares: int = 0
+    tail_m: int = 0
 
     def __post_init__(self) -> None:
         if main_part(self.block_m) < self.block_m and (self.cut or self.block_n > 128):
             raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
         if self.block_n == 64 and (self.block_m != 256 or self.cut or self.shares):
             raise ValueError("tiles of 64 rows of the weight are of 256 rows of x and not cut")
+        if self.tail_m and (self.cut or self.shares or self.block_n == 64 or self.block_m % self.tail_m):
+            raise ValueError(f"tiles of {self.tail_m} rows are whole parts of tiles that are not cut")
 
 
 def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
@@ -156,6 +163,10 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
         last = tiles % SMS or SMS
         shared = () if block_n == 64 else (2, 3, 4, 6, 8)
         found += [Config(block_m, block_n, cuts[-1], shares) for shares in shared if last * shares <= SMS]
+        # Of those that run together the lowest are done first.
+        tails = [tail for tail in (64, 128) if block_n > 64 and tail < block_m and block_m % tail == 0]
+        tailed = [Config(block_m, block_n, 0, tail_m=tail) for tail in tails]
+        found += [config for config in tailed if tail_of(config, m, tiles, SMS)][:1]
     return found
 
 
@@ -202,47 +213,112 @@ def _piece(index, begin, end, whole, tile_groups, CUT: gl.constexpr):
 
 
 @gluon.jit
+def _tail(tiles_m, tiles_n, whole, BLOCK_M: gl.constexpr, TAIL: gl.constexpr):
+    """Of the tail: the program's tile, from which of its rows on it has TAIL, and whether it has any."""
+    PARTS: gl.constexpr = BLOCK_M // TAIL
+    program = gl.program_id(0)
+    tile_m, tile_n = place(whole + program // PARTS, tiles_m, tiles_n)
+    return tile_m, tile_n, program % PARTS * TAIL, program < (tiles_m * tiles_n - whole) * PARTS
+
+
+@gluon.constexpr_function
+def _stage_bytes(ring, codes, rows):
+    """Bytes that fill a stage with so many rows of x."""
+    values = codes.shape[1] * codes.shape[2] * codes.shape[3] * 8
+    return rows * ring.shape[2] * ring.dtype.primitive_bitwidth // 8 + values * 9 // 16
+
+
+@gluon.jit
+def _init(shared, BLOCK_N: gl.constexpr):
+    """Initializes all barriers but that of the first stage, which the producer does, in a warp of its own: they take
+    about as long as memory does to answer."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    if BLOCK_N == 64:
+        for i in gl.static_range(2):
+            mbarrier.init(exchanged.index(i), count=2)
+    init_ring(ready, empty, started, 2, 1)
+    leave(0)
+
+
+@gluon.jit
+def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, wanted=True):
+    """Has the accelerator fill a stage with ROWS rows of x, from row `number` of a tile on: all of the tile's, or as
+    many as one of the tail has."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    column = step * ring.shape[2]
+    row = first_row(tile_m, M, BLOCK_M) + number
+    tile = ring.index(stage)
+    load_rows(x, row, column, ready.index(stage), tile if ROWS >= MAIN else tile.slice(0, ROWS), wanted)
+    if MAIN < ROWS:
+        row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+        load_rows(x, row, column, ready.index(stage), rest_ring.index(stage), wanted)
+
+
+@gluon.jit
+def _fill(
+    x, words, scale_pairs, stage, phase, tile_m, tile_n, number, first, last, first_piece, shared, M,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Fills the ring with the steps from `first` to `last` of a tile, or of one of the tail."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    STAGES: gl.constexpr = ready.shape[0]
+    for step in range(first, last):
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready.index(stage), _stage_bytes(ring, codes, ROWS))
+        fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, step, first_piece, True)
+        _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M, ROWS)
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _producer(
-    x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr
+    x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_rows, tile_count = routing
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
-    BLOCK_K: gl.constexpr = DEPTH * 64
-    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * x.dtype.primitive_bitwidth // 8 + BLOCK_N * BLOCK_K * 9 // 16
-    if BLOCK_N == 64:
-        for i in gl.static_range(2):
-            mbarrier.init(exchanged.index(i), count=2)
-    init_ring(ready, empty, started, 2)
+    STAGES: gl.constexpr = ready.shape[0]
+    mbarrier.init(ready.index(0), count=1)
+    fence_async_shared()
+    mbarrier.arrive(started, count=1)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
-    tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
+    tile_groups = gl.cdiv(gl.cdiv(K, ring.shape[2]), UNROLL)
     begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
+    tile, first, last = _piece(0, begin, end, whole, tile_groups, CUT)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    first_piece = 0
+    if tile_expert is not None:
+        first_piece = first_piece_of(expert_of(tile_expert, tile_m, pieces > 0), K)
+    # The weight, unlike x, does not depend on the kernels before this one.
+    mbarrier.expect(ready.index(0), _stage_bytes(ring, codes, BLOCK_M), pred=pieces > 0)
+    fetch_weight(words, scale_pairs, codes, pairs, ready, 0, tile_n, first * UNROLL, first_piece, pieces > 0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    stage = 0
-    phase = 1
+    _fetch_x(x, 0, tile_m, 0, first * UNROLL, shared, M, BLOCK_M, BLOCK_M, pieces > 0)
+    mbarrier.wait(started, 0)
+    stage, phase = advance(gl.to_tensor(0), gl.to_tensor(1), STAGES)
     for index in range(0, pieces):
         tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
-        first_piece = 0
         if tile_expert is not None:
             first_piece = first_piece_of(gl.load(tile_expert + tile_m), K)
-        for step in range(first * UNROLL, last * UNROLL):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(ready.index(stage), STAGE_BYTES)
-            corner = [first_piece + step * DEPTH, tile_n * (BLOCK_N // 16), 0]
-            load_tile(words, corner, ready.index(stage), codes.index(stage))
-            load_tile(scale_pairs, corner, ready.index(stage), pairs.index(stage))
-            row = first_row(tile_m, M, BLOCK_M)
-            load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage))
-            if MAIN < BLOCK_M:
-                row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
-                load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
-            stage, phase = advance(stage, phase, STAGES)
+        # The very first step is on its way.
+        begin_step = first * UNROLL + gl.where(index == 0, 1, 0)
+        stage, phase = _fill(
+            x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, begin_step, last * UNROLL, first_piece, shared, M,
+            BLOCK_M, BLOCK_M,
+        )  # fmt: skip
+    if TAIL:
+        tile_m, tile_n, number, wanted = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
+        steps = gl.where(wanted, tile_groups * UNROLL, 0)
+        stage, phase = _fill(
+            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, steps, 0, shared, M, BLOCK_M, TAIL,
+        )  # fmt: skip
     leave(stage)
 
 
@@ -332,7 +408,7 @@ def _store_box(
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     if row_scales is not None:
         acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
-    acc = acc * UNSCALE * gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+    acc *= gl.convert_layout(scales * UNSCALE, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
     if bias is not None:
         columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
@@ -422,10 +498,87 @@ def _store_sums(
 
 
 @gluon.jit
+def _multiply(
+    acc, rest, operand, words, scale_pairs, stage, phase, steps, groups, shared, ROWS: gl.constexpr,
+    REST: gl.constexpr, UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr,
+    FP16: gl.constexpr
+):  # fmt: skip
+    """acc [rows of the weight, ROWS], and `rest` if it is another, plus the product of as many groups of steps as there
+    are, the last of them perhaps still on its way, and what the next step needs."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    STAGES: gl.constexpr = ready.shape[0]
+    DEPTH: gl.constexpr = codes.shape[1]
+    NT: gl.constexpr = acc.shape[0] // 16
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
+    operand_layout: gl.constexpr = operand.type.layout
+    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+    for turn in range(0, gl.maximum(groups, 1)):
+        for i in gl.static_range(UNROLL // APART):
+            tile = ring.index(stage)
+            if tile.shape[0] > ROWS:
+                tile = tile.slice(0, ROWS)
+            acc = warpgroup_mma(operand, tile.permute((1, 0)), acc, is_async=True)
+            # Then the step before is finished, and its stage free.
+            if REST:
+                rest = multiply_rest(operand, rest_ring.index(stage), rest)
+                acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
+            else:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+            free = behind(stage, STAGES, APART)
+            mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+            stage, phase = advance(stage, phase, STAGES, APART)
+            if EARLY:
+                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+            ahead, ahead_phase = stage, phase
+            if EARLY:
+                ahead, ahead_phase = advance(stage, phase, STAGES)
+            mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+            words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
+            if not EARLY:
+                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+            steps -= 1
+    return acc, rest, operand, words, scale_pairs, stage, phase, steps
+
+
+@gluon.jit
+def _compute_tail(
+    weight, at, place, groups, operands, shared, M, N, HALF: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr,
+    UNROLL: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """A consumer's half of the program's tile of the tail, from its product to its result."""
+    operand, words, scale_pairs = weight
+    stage, phase, steps = at
+    tile_m, tile_n, number = place
+    row_scale, global_scale, bias, out, staging, parts, flags = operands
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ROWS: gl.constexpr = operand.shape[0]
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
+    layout: gl.constexpr = acc_layout_of(TAIL, FP8)
+    acc = gl.zeros((ROWS, TAIL), gl.float32, layout=layout)
+    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 4 if FP8 else 2), assert_trivial=True)
+    if not EARLY:
+        ahead, ahead_phase = advance(stage, phase, ready.shape[0])
+        mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+        words, scale_pairs = _load(codes, pairs, ahead, HALF, ROWS // 16)
+        steps -= 1
+    acc, rest, operand, words, scale_pairs, stage, phase, steps = _multiply(
+        acc, 0, operand, words, scale_pairs, stage, phase, steps, groups, shared, TAIL, 0, UNROLL, 1, HALF, True, FP16
+    )  # fmt: skip
+    column = (tile_n * 2 + HALF) * ROWS
+    scales = load_scales(global_scale, column, N, layout, ROWS)
+    row_scales = row_scale
+    if row_scale is not None:
+        row_scales = _load_row_scales(row_scale, tile_m, number, M, BLOCK_M, TAIL, staging.shape[1])
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    result = (bias, out, staging, M, N, None)
+    _store(acc, scales, row_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
+
+
+@gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr,
-    FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
+    STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, FP16: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
     of them in every second step, and then has half of the rows of x."""
@@ -440,7 +593,8 @@ def _consumer(
     ROWS: gl.constexpr = BLOCK_N * APART // 2
     PART: gl.constexpr = HALF if APART == 1 else 0
     NT: gl.constexpr = ROWS // 16
-    BLOCK_K: gl.constexpr = DEPTH * 64
+    STAGES: gl.constexpr = ready.shape[0]
+    DEPTH: gl.constexpr = codes.shape[1]
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     CUT: gl.constexpr = parts is not None
@@ -457,13 +611,17 @@ def _consumer(
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tiles = tiles_m * tiles_n
-    tile_groups = gl.cdiv(gl.cdiv(K, BLOCK_K), UNROLL)
+    tile_groups = gl.cdiv(gl.cdiv(K, DEPTH * 64), UNROLL)
     begin, end, pieces = _pieces(tiles, whole, tile_groups, CUT, SHARES)
 
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = HALF if APART == 2 else 0
     phase = 0
-    steps = (gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin) * (UNROLL // APART) - 1
+    groups = gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin
+    if TAIL:
+        tail_m, tail_n, number, in_tail = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
+        groups += gl.where(in_tail, tile_groups, 0)
+    steps = groups * (UNROLL // APART) - 1
     mbarrier.wait(started, 0)
     mbarrier.wait(ready.index(stage), 0, pred=pieces > 0)
     words, scale_pairs = _load(codes, pairs, stage, PART, NT)
@@ -483,31 +641,13 @@ def _consumer(
         if EARLY_SCALES and HALF == 0:
             ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
+        rest = 0  # not used
         if REST:
             rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
-        # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
-        for turn in range(0, gl.maximum(last - first, 1)):
-            for i in gl.static_range(UNROLL // APART):
-                acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-                # Then the step before is finished, and its stage free.
-                if REST:
-                    rest = multiply_rest(operand, rest_ring.index(stage), rest)
-                    acc, rest = warpgroup_mma_wait(2, deps=[acc, rest])
-                else:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                free = behind(stage, STAGES, APART)
-                mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
-                stage, phase = advance(stage, phase, STAGES, APART)
-                if EARLY:
-                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-                ahead, ahead_phase = stage, phase
-                if EARLY:
-                    ahead, ahead_phase = advance(stage, phase, STAGES)
-                mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-                words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
-                if not EARLY:
-                    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
-                steps -= 1
+        acc, rest, operand, words, scale_pairs, stage, phase, steps = _multiply(
+            acc, rest, operand, words, scale_pairs, stage, phase, steps, last - first, shared, MAIN, REST, UNROLL,
+            APART, PART, EARLY, FP16,
+        )  # fmt: skip
         first_column = tile_n * BLOCK_N + PART * ROWS
         if EARLY_SCALES:
             scales = load_scales(scale, first_column, N, acc_layout, ROWS)
@@ -596,6 +736,12 @@ def _consumer(
                     rest, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N,
                     REST, ROWS, dtype, UNSCALE, None, acc_layout_of(REST, FP8), 4,
                 )  # fmt: skip
+    if TAIL:  # noqa: SIM102  # constants decide what is compiled
+        if in_tail:
+            _compute_tail(
+                (operand, words, scale_pairs), (stage, phase, steps), (tail_m, tail_n, number), tile_groups, operands,
+                shared, M, N, HALF, BLOCK_M, TAIL, UNROLL, EARLY, FP16, UNSCALE,
+            )  # fmt: skip
     if STORES:
         tma.store_wait(0)
     leave(stage)
@@ -604,11 +750,11 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, row_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count, M, N,
-    K, whole,
+    x, tail_x, row_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count,
+    M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
-    UNROLL: gl.constexpr, SHARES: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
-    ACTIVATION: gl.constexpr, PDL: gl.constexpr
+    UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """A program's share of the tiles of out, one of as many programs as run together.
 
@@ -616,9 +762,10 @@ def nvfp4_wgmma_large_kernel(
     K, row tiles, 32]; x is of 16-bit values or of E4M3 in the order of columns that `decode_words_fp8` names.
     `row_scale` fp32 [M], if given, are factors of its rows: the scales of E4M3, the router's weights of experts.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
-    are not cut. `parts` fp32 [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros
-    for each, say which are there. With SHARES as many programs compute each tile. With STORES, where no tile is cut,
-    out is a descriptor, and so many boxes of it each consumer may have waiting in shared memory to be stored. The rest
+    are not cut, and with TAIL the others are of so many rows of x, of which `tail_x` is a descriptor. `parts` fp32
+    [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros for each, say which are
+    there. With SHARES as many programs compute each tile. With STORES, where no tile is cut, out is a descriptor, and
+    so many boxes of it each consumer may have waiting in shared memory to be stored. The rest
     is that of `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
@@ -627,12 +774,12 @@ def nvfp4_wgmma_large_kernel(
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # The producer initializes the ring's.
+    # Whether all of these are initialized, by two warps.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     exchanged = ready  # not used
     if BLOCK_N == 64:
         exchanged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(started, count=1)
+    mbarrier.init(started, count=2)
     if STORES:  # noqa: SIM108  # constants decide what is compiled
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
     else:
@@ -641,22 +788,22 @@ def nvfp4_wgmma_large_kernel(
     routing = (tile_expert, tile_rows, tile_count)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
-    # The last two are the rest of the producer's four warps.
+    # The last one is the rest of the producer's four warps.
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, STORES, UNROLL,
-                SHARES, FP16, UNSCALE, ACTIVATION,
+                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES, TAIL, FP16,
+                UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, STORES, UNROLL,
-                SHARES, FP16, UNSCALE, ACTIVATION,
+                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES, TAIL, FP16,
+                UNSCALE, ACTIVATION,
             )),
             (_producer, (
-                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, DEPTH, STAGES, UNROLL,
-                gl.constexpr(parts is not None), SHARES, PDL,
+                x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL,
+                gl.constexpr(parts is not None), SHARES, TAIL, PDL,
             )),
-            (leave, (M,)),
+            (_init, (shared, BLOCK_N)),
             (leave, (M,)),
         ],
         [4, 1, 1, 2],
@@ -674,6 +821,14 @@ def shares_of(config: Config, tiles: int, groups: int, programs: int) -> int:
     else 0."""
     last = tiles % programs
     return config.shares if last and last * config.shares <= programs and config.shares <= groups else 0
+
+
+def tail_of(config: Config, m: int, tiles: int, programs: int) -> int:
+    """How many rows of x the tiles of the last wave have, where these are fewer than others'; else 0."""
+    if not config.tail_m or m < config.block_m or tiles < programs:
+        return 0
+    last = tiles % programs
+    return config.tail_m if last and last * (config.block_m // config.tail_m) <= programs else 0
 
 
 def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
@@ -743,8 +898,11 @@ def _launch(
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
+    tail = tail_of(config, m, tiles, programs) if routed.tile_expert is None and n % 8 == 0 else 0
     if routed.tile_expert is not None:
         shares, whole = 0, tiles
+    elif tail:
+        whole = tiles // programs * programs
     elif shares:
         whole = tiles // programs * programs
         if not whole:
@@ -754,7 +912,7 @@ def _launch(
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
-    if whole < tiles:
+    if whole < tiles and not tail:
         parts = torch.empty((programs, block_n, block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
@@ -770,12 +928,12 @@ def _launch(
     assert routed.row_map is None, "tiles are stored whole"
     launch(
         nvfp4_wgmma_large_kernel, (programs,),
-        row_descriptor(x, rest or block_m), row_scale,
+        row_descriptor(x, rest or block_m), row_descriptor(x, tail) if tail else None, row_scale,
         *packed_descriptors(words, scale_bytes, depth, row_tiles),
         global_scale, bias, target, parts, flags, routed.tile_expert, routed.tile_rows, routed.tile_count,
         m, n, k, whole, BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
-        UNROLL=UNROLL, SHARES=shares, REGISTERS=REGISTERS, FP16=fp16,
+        UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,
         ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip

@@ -171,6 +171,61 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
             assert taken == sorted(taken)
 
 
+@pytest.mark.parametrize(("rows", "tail"), [(256, 64), (256, 128), (320, 64)])
+def test_lower_tiles_take_every_row_of_the_last_wave_once(rows: int, tail: int) -> None:
+    tiles_m, tiles_n, whole, programs = 5, 7, 32, 16
+    (place,) = python("place")
+    taken = []
+    for program in range(programs):
+        _, tail_of_program = python("place", "_tail", programs=programs, program=program)
+        tile_m, tile_n, number, wanted = tail_of_program(tiles_m, tiles_n, whole, rows, tail)
+        taken += [(tile_m, tile_n, row) for row in range(number, number + tail)] * wanted
+    last = [place(tile, tiles_m, tiles_n) for tile in range(whole, tiles_m * tiles_n)]
+    assert taken == [(*tile, row) for tile in last for row in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "tail"),
+    [
+        # 160 tiles: 28 beyond a wave, which have 112 parts of 64 rows, but 140 if they are of 320.
+        ((1024, 5120), (256, 128, 0, 0, 64), 64),
+        ((1024, 5120), (320, 128, 0, 0, 64), 0),
+        ((960, 5760), (320, 128, 0, 0, 64), 64),
+        # 68 beyond one, and 56 beyond two.
+        ((1280, 5120), (256, 128, 0, 0, 128), 0),
+        ((2048, 5120), (256, 128, 0, 0, 64), 0),
+        ((2048, 5120), (256, 128, 0, 0, 128), 128),
+        # Fewer than a wave, whole waves, a tile beyond x, and results that are not lines of 16 bytes.
+        ((768, 5120), (256, 128, 0, 0, 64), 0),
+        ((3072, 5632), (256, 128, 0, 0, 64), 0),
+        ((200, 17000), (256, 128, 0, 0, 64), 0),
+        ((1024, 5118), (256, 128, 0, 0, 64), 0),
+    ],
+    ids=str,
+)
+def test_the_last_wave_has_lower_tiles_where_they_run_together(
+    shape: tuple[int, int], config: tuple[int, ...], tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+
+    launches = launches_of(nvfp4_wgmma_large, monkeypatch)
+    (m, n), config_ = shape, nvfp4_wgmma_large.Config(*config)
+    x = torch.zeros(m, 256, dtype=torch.bfloat16)
+    words, scales = torch.zeros(4, 1072, 128, dtype=torch.int32), torch.zeros(4, 1072, 64, dtype=torch.uint8)
+    nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config_)
+    ((arguments, options),) = launches
+    tail_x, parts, whole = arguments[1], arguments[8], arguments[-1]
+    assert options["TAIL"] == tail and parts is None
+    tiles = -(-m // config_.block_m) * -(-n // config_.block_n)
+    assert whole == (tiles // 132 * 132 if tail else tiles)
+    assert (tail_x is None) == (not tail)
+    if tail:
+        assert tail_x.block_shape[0] * tail_x.block_shape[1] == tail
+
+
 @pytest.mark.parametrize("split_k", [4, 2])
 @pytest.mark.parametrize("programs", [1, 3, 8, 20])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
@@ -295,7 +350,7 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     for config in {*nvfp4_wgmma_large.configs(m, n, 2048), nvfp4_wgmma_large.Config(256, 64, 0)}:
         nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
     for arguments, options in launches:
-        (out, parts), block_m = arguments[6:8], options["BLOCK_M"]
+        (out, parts), block_m = arguments[7:9], options["BLOCK_M"]
         stage = block_m * 128 + options["BLOCK_N"] * 36
         used = options["STAGES"] * stage
         if options["STORES"]:
