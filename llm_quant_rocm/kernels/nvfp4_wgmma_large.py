@@ -122,7 +122,8 @@ class Config:
             of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
             together; `cut` is for where they do not.
-        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128, where these run together.
+        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128 of 256, where these run together; of
+            x in 16 bits, with 128 rows of the weight.
     """
 
     block_m: int = 256
@@ -136,8 +137,8 @@ class Config:
             raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
         if self.block_n == 64 and (self.block_m != 256 or self.cut or self.shares):
             raise ValueError("tiles of 64 rows of the weight are of 256 rows of x and not cut")
-        if self.tail_m and (self.cut or self.shares or self.block_n == 64 or self.block_m % self.tail_m):
-            raise ValueError(f"tiles of {self.tail_m} rows are whole parts of tiles that are not cut")
+        if self.tail_m and (self.cut or self.shares or (self.block_m, self.block_n) != (256, 128)):
+            raise ValueError(f"tiles of {self.tail_m} rows stand for ones of 256 x 128 that are not cut")
 
 
 def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
@@ -163,10 +164,10 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
         last = tiles % SMS or SMS
         shared = () if block_n == 64 else (2, 3, 4, 6, 8)
         found += [Config(block_m, block_n, cuts[-1], shares) for shares in shared if last * shares <= SMS]
-        # Of those that run together the lowest are done first.
-        tails = [tail for tail in (64, 128) if block_n > 64 and tail < block_m and block_m % tail == 0]
-        tailed = [Config(block_m, block_n, 0, tail_m=tail) for tail in tails]
-        found += [config for config in tailed if tail_of(config, m, tiles, SMS)][:1]
+        if (block_m, block_n) == (256, 128) and not fp8:
+            tailed = [Config(block_m, block_n, 0, tail_m=tail) for tail in (64, 128)]
+            # Where both run together, the lower ones are done first.
+            found += [config for config in tailed if tail_of(config, m, tiles, SMS)][:1]
     return found
 
 
@@ -542,36 +543,28 @@ def _multiply(
 
 @gluon.jit
 def _compute_tail(
-    weight, at, place, groups, operands, shared, M, N, HALF: gl.constexpr, BLOCK_M: gl.constexpr, TAIL: gl.constexpr,
-    UNROLL: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    operand, stage, phase, steps, tile_m, tile_n, number, groups, operands, shared, M, N, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, TAIL: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """A consumer's half of the program's tile of the tail, from its product to its result."""
-    operand, words, scale_pairs = weight
-    stage, phase, steps = at
-    tile_m, tile_n, number = place
     row_scale, global_scale, bias, out, staging, parts, flags = operands
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     ROWS: gl.constexpr = operand.shape[0]
-    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
-    layout: gl.constexpr = acc_layout_of(TAIL, FP8)
+    layout: gl.constexpr = acc_layout_of(TAIL)
     acc = gl.zeros((ROWS, TAIL), gl.float32, layout=layout)
-    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 4 if FP8 else 2), assert_trivial=True)
-    if not EARLY:
-        ahead, ahead_phase = advance(stage, phase, ready.shape[0])
-        mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
-        words, scale_pairs = _load(codes, pairs, ahead, HALF, ROWS // 16)
-        steps -= 1
-    acc, rest, operand, words, scale_pairs, stage, phase, steps = _multiply(
-        acc, 0, operand, words, scale_pairs, stage, phase, steps, groups, shared, TAIL, 0, UNROLL, 1, HALF, True, FP16
+    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    ahead, ahead_phase = advance(stage, phase, ready.shape[0])
+    mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
+    words, scale_pairs = _load(codes, pairs, ahead, HALF, ROWS // 16)
+    acc, _, _, _, _, _, _, _ = _multiply(
+        acc, 0, operand, words, scale_pairs, stage, phase, steps - 1, groups, shared, TAIL, 0, UNROLL, 1, HALF, True,
+        FP16,
     )  # fmt: skip
     column = (tile_n * 2 + HALF) * ROWS
     scales = load_scales(global_scale, column, N, layout, ROWS)
-    row_scales = row_scale
-    if row_scale is not None:
-        row_scales = _load_row_scales(row_scale, tile_m, number, M, BLOCK_M, TAIL, staging.shape[1])
     acc = warpgroup_mma_wait(0, deps=[acc])
     result = (bias, out, staging, M, N, None)
-    _store(acc, scales, row_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
+    _store(acc, scales, None, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
 
 
 @gluon.jit
@@ -739,8 +732,8 @@ def _consumer(
     if TAIL:  # noqa: SIM102  # constants decide what is compiled
         if in_tail:
             _compute_tail(
-                (operand, words, scale_pairs), (stage, phase, steps), (tail_m, tail_n, number), tile_groups, operands,
-                shared, M, N, HALF, BLOCK_M, TAIL, UNROLL, EARLY, FP16, UNSCALE,
+                operand, stage, phase, steps, tail_m, tail_n, number, tile_groups, operands, shared, M, N, HALF,
+                BLOCK_M, TAIL, UNROLL, FP16, UNSCALE,
             )  # fmt: skip
     if STORES:
         tma.store_wait(0)
@@ -824,11 +817,11 @@ def shares_of(config: Config, tiles: int, groups: int, programs: int) -> int:
 
 
 def tail_of(config: Config, m: int, tiles: int, programs: int) -> int:
-    """How many rows of x the tiles of the last wave have, where these are fewer than others'; else 0."""
-    if not config.tail_m or m < config.block_m or tiles < programs:
-        return 0
+    """How many rows of x the tiles of the last wave of several have, where they are fewer than others'; else 0."""
     last = tiles % programs
-    return config.tail_m if last and last * (config.block_m // config.tail_m) <= programs else 0
+    if not config.tail_m or not last or tiles < programs or m < config.block_m:
+        return 0
+    return config.tail_m if last * config.block_m // config.tail_m <= programs else 0
 
 
 def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
@@ -898,7 +891,8 @@ def _launch(
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
-    tail = tail_of(config, m, tiles, programs) if routed.tile_expert is None and n % 8 == 0 else 0
+    # Only the accelerator stores its results.
+    tail = tail_of(config, m, tiles, programs) if n % 8 == 0 else 0
     if routed.tile_expert is not None:
         shares, whole = 0, tiles
     elif tail:

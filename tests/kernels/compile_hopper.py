@@ -169,7 +169,6 @@ CASES: dict[str, Callable[[], None]] = {
     "many rows of experts, weighted": lambda: routed(MANY(128, 128, 0)),
     "FP8": lambda: fp8(MANY(128, 128, 2)),
     "FP8, whole tiles": lambda: fp8(MANY(256, 128, 0)),
-    "FP8, whole tiles and a tail": lambda: fp8(MANY(256, 128, 0, tail_m=128), m=18000),
     "FP8, tiles of few rows of the weight": lambda: fp8(MANY(256, 64, 0)),
     "FP8, tiles of two accumulators": lambda: fp8(MANY(192, 128, 0)),
     "PTPC, few rows, on Blackwell": ptpc_on_blackwell,

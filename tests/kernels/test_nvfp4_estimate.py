@@ -104,7 +104,7 @@ def test_a_measured_configuration_gives_way_where_it_would_compute_many_rows_for
     assert fitted(512) == fitted(500) == measured
     few = Split(128, 2, programs=132)
     assert nvfp4_hopper.fitted(few, 65, *shape, measured_m=128) is few
-    assert nvfp4_hopper.fitted(Split(128, 4), 65, 7680, 5120, measured_m=128) == Split(96, 4)
+    assert nvfp4_hopper.fitted(Split(128, 2), 65, 7680, 5120, measured_m=128) == Split(96, 4)
     unknown = nvfp4_wgmma.Config(128, 64, 64)
     assert nvfp4_hopper.fitted(unknown, 300, *shape, measured_m=512) is unknown
 
