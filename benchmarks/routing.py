@@ -81,7 +81,7 @@ def variants(
             "torch": [lambda s=s: s[2][s[4].row_map.clamp_min(0) // topk] for s in sets],
         },
         "sum": {
-            "sum_rows": [lambda s=s: routing.sum_rows(s[3], s[0], None, experts, device) for s in sets],
+            "sum_rows": [lambda s=s: routing.sum_rows(s[3], s[4].slot_row, topk, device, in_tiles=False) for s in sets],
             "torch": [lambda s=s: s[3].view(tokens, topk, columns).sum(dim=1) for s in sets],
         },
     }

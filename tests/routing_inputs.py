@@ -124,7 +124,7 @@ def check_schedule(routing: Routing, hardware: Hardware, device: str = "cpu") ->
 
 def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> None:
     """kernels.routing.sum_rows adds the rows of the experts that are here, weighted and not, and reads no other,
-    whether they are in the order of slots or of a schedule."""
+    whether they are at the slots' numbers or in the schedule's tiles."""
     ids, expert_map, padding = _on(routing, device)
     tokens, topk = ids.shape
     rows = torch.randn(tokens * topk, 100, device=device).to(dtype)
@@ -133,10 +133,8 @@ def check_sum(routing: Routing, hardware: Hardware, device: str = "cpu", dtype: 
     schedule = kernels.schedule(ids, expert_map, routing.experts, routing.block_m, hardware, padding=padding)
     scheduled = torch.where(schedule.row_map[:, None] < 0, torch.nan, rows[schedule.row_map.clamp_min(0)])
     for weights in (None, torch.rand(tokens, topk, device=device)):
-        found = kernels.sum_rows(rows, ids, expert_map, routing.experts, hardware, weights, padding)
-        again = kernels.sum_rows(
-            scheduled, ids, expert_map, routing.experts, hardware, weights, padding, schedule.slot_row
-        )
+        found = kernels.sum_rows(rows, schedule.slot_row, topk, hardware, weights, in_tiles=False)
+        again = kernels.sum_rows(scheduled, schedule.slot_row, topk, hardware, weights, in_tiles=True)
         assert_same(again, found)
         parts = torch.where(absent[:, None], 0, rows.float()).view(tokens, topk, -1)
         total = torch.zeros(tokens, 100, device=device)

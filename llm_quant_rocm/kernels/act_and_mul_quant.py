@@ -3,7 +3,7 @@
 codes. Of a dense layer's rows, and of the slots of experts."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,26 +22,9 @@ from llm_quant_rocm.kernels.fp8_row import (
 )
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
-from llm_quant_rocm.kernels.routing import local_expert
 
 # Of rows, at most, that run together: sixteen for each multiprocessor of an H100 or an MI300X.
 PROGRAMS = 4096
-
-
-class Routed(NamedTuple):
-    """Whose rows they are where they are slots of experts: arguments of `routing.schedule`, and its map from slots to
-    rows where rows are not slots. Rows of slots whose expert is not here are left as torch.empty makes them."""
-
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor | None
-    padding: torch.Tensor | None
-    experts: int
-    slot_row: torch.Tensor | None = None
-
-    @property
-    def known(self) -> int:
-        """How many experts the ids are of."""
-        return self.experts if self.expert_map is None else self.expert_map.numel()
 
 
 @triton.jit
@@ -58,26 +41,22 @@ def activate(gate, ACTIVATION: tl.constexpr):
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["slots"])
 def act_and_mul_quant_kernel(
-    h_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, slots, known,
-    TOPK: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
+    h_ptr, q_ptr, scale_ptr, slot_row_ptr, slots,
+    IN_TILES: tl.constexpr, ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Codes and scale of T(activation(gate) * up) for each row h = [gate, up] of dtype T; of h itself without an
-    ACTIVATION. With ids_ptr rows are slots, those whose expert is here, or, with slot_row_ptr, where the schedule has
-    them."""
+    ACTIVATION. With slot_row_ptr of the slots whose expert is here, at their numbers or IN_TILES of the schedule."""
     if PDL:
         programmatic_launch()
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     # Programs for all rows would take longer to launch, where they are short, than what they do.
     for number in range(tl.program_id(0), slots, tl.num_programs(0)):
         slot = tl.cast(number, tl.int64)
-        is_here = True
-        if ids_ptr is not None:
-            is_here = local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0
-        if is_here:
-            row = slot
-            if slot_row_ptr is not None:
-                row = tl.load(slot_row_ptr + slot).to(tl.int64)
+        # Dense rows are all here.
+        tile_row = 0 if slot_row_ptr is None else tl.load(slot_row_ptr + slot).to(tl.int64)
+        if tile_row >= 0:
+            row = tile_row if IN_TILES else slot
             row_ptr = h_ptr + row * (COLUMNS if ACTIVATION is None else 2 * COLUMNS)
             largest = tl.zeros([BLOCK], tl.float32)
             rounded = tl.tuple([])
@@ -96,32 +75,36 @@ def act_and_mul_quant_kernel(
 
 
 def act_and_mul_quant_fp8(
-    h: torch.Tensor, activation: str | None, fmt: Fp8Format, hardware: Hardware, routed: Routed | None = None
+    h: torch.Tensor,
+    activation: str | None,
+    fmt: Fp8Format,
+    hardware: Hardware,
+    slot_row: torch.Tensor | None = None,
+    *,
+    in_tiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [rows, I] and fp32 scales [rows, 1] of T(activation(gate) * up), h [rows, 2I] of dtype T, contiguous, being
-    [gate, up]; of h [rows, I] itself without an activation. I <= per_token_quant.MAX_COLUMNS."""
+    [gate, up]; of h [rows, I] itself without an activation. I <= per_token_quant.MAX_COLUMNS.
+
+    With a schedule's slot_row, int32 [slots], rows are of slots, as `routing.sum_rows` takes them. Those of slots whose
+    expert is not here are left as torch.empty makes them.
+    """
     rows, inner = h.shape[0], h.shape[1] if activation is None else h.shape[1] // 2
     codes = torch.empty((rows, inner), dtype=fmt.dtype, device=h.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=h.device)
-    slots, known, topk = rows, 0, 1
-    ids = expert_map = padding = slot_row = None
-    if routed is not None:
-        ids, expert_map, padding, _, slot_row = routed
-        slots, known, topk = ids.numel(), routed.known, ids.shape[1]
+    slots = rows if slot_row is None else slot_row.numel()
     if slots:
         launch(
             act_and_mul_quant_kernel, (min(slots, PROGRAMS),),
-            h, codes, scale, slot_row, ids, expert_map, padding, slots, known,
-            **_constants(inner, activation, topk, fmt, hardware),
+            h, codes, scale, slot_row, slots, IN_TILES=in_tiles, **_constants(inner, activation, fmt, hardware),
         )  # fmt: skip
     return codes, scale
 
 
 @cache
-def _constants(columns: int, activation: str | None, topk: int, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
+def _constants(columns: int, activation: str | None, fmt: Fp8Format, hardware: Hardware) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
-        "TOPK": topk,
         "ACTIVATION": activation,
         "FP8_MAX": fmt.max,
         "MIN_SCALE": fmt.min_scale,

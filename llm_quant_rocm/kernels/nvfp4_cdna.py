@@ -49,11 +49,11 @@ def fitted(config: nvfp4_mfma.Config, m: int, n: int, k: int, measured_m: int) -
 
 def expert_products(
     x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
-) -> tuple[torch.Tensor, None]:
-    """Each slot's result times its router weight, at its number [T * k, H], of x [T, H]; see `nvfp4_moe`. Rows are
-    found and stored by the schedule's map, and nobody copies them."""
+) -> tuple[torch.Tensor, bool]:
+    """Each slot's result times its router weight, at its number [T * k, H] and not in tiles, of x [T, H]; see
+    `nvfp4_moe`. Rows are found and stored by the schedule's map, and nobody copies them."""
     h = gemm(x, *w13, None, rows_of(w13), hardware, config.w13, routing, activation=activation)
-    return gemm(h, *w2, None, rows_of(w2), hardware, config.w2, routing, row_weight=routing.row_weight), None
+    return gemm(h, *w2, None, rows_of(w2), hardware, config.w2, routing, row_weight=routing.row_weight), False
 
 
 def gemm_expanded(

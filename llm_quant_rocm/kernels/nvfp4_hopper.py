@@ -112,19 +112,17 @@ def grouped_gemm(
 
 def expert_products(
     x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each slot's result times its router weight, of x [T, H]; see `nvfp4_moe`. The accelerator reads whole tiles, so
-    rows are copied to them first. For many rows it stores whole tiles as well, and the results stay in the schedule's
-    order; kernels for few rows store each at its slot."""
+) -> tuple[torch.Tensor, bool]:
+    """Each slot's result times its router weight, of x [T, H], and whether they are in the schedule's tiles; see
+    `nvfp4_moe`. The accelerator reads whole tiles, so rows are copied to them first. For many rows it stores whole
+    tiles as well, and the results stay there; kernels for few rows store each at its slot's number."""
     rows = scatter_rows(x, routing.slot_row, routing.row_map.numel(), hardware)
     h = grouped_gemm(rows, w13, rows_of(w13), hardware, config.w13, routing, activation=activation)
-    if isinstance(config.w2, nvfp4_wgmma_large.Config):
-        # In the place of x's rows, which nobody needs any more.
-        y, row_map, slot_row = rows, None, routing.slot_row
-    else:
-        y, row_map, slot_row = x.new_empty((routing.slot_row.numel(), rows_of(w2))), routing.row_map, None
-    epilogue = {"row_map": row_map, "row_weight": routing.row_weight}
-    return grouped_gemm(h, w2, rows_of(w2), hardware, config.w2, routing, out=y, **epilogue), slot_row
+    in_tiles = isinstance(config.w2, nvfp4_wgmma_large.Config)
+    # Tiles take the place of x's rows, which nobody needs any more.
+    out = rows if in_tiles else x.new_empty((routing.slot_row.numel(), rows_of(w2)))
+    epilogue = {"row_map": None if in_tiles else routing.row_map, "row_weight": routing.row_weight}
+    return grouped_gemm(h, w2, rows_of(w2), hardware, config.w2, routing, out=out, **epilogue), in_tiles
 
 
 def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:

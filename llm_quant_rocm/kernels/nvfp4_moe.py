@@ -35,15 +35,15 @@ def nvfp4_moe(
     padding: torch.Tensor | None,
     activation: str,
     hardware: Hardware,
-    products: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    products: Callable[..., tuple[torch.Tensor, bool]],
     config: PairConfig,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.nvfp4_moe; all tensors contiguous, T > 0.
 
     w13 and w2 are packed for `products`, the `expert_products` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up
-    in turns; `config` has its configurations. It gives the slots' results, and where each has its own as `sum_rows`
-    takes that. topk_ids, expert_map and padding are those of `routing.schedule`. Of very many tokens some are computed
-    after the others.
+    in turns; `config` has its configurations. It gives the slots' results, and whether they are in the schedule's
+    tiles. topk_ids, expert_map and padding are those of `routing.schedule`. Of very many tokens some are computed after
+    the others.
     """
     experts, (tokens, topk) = w2[2].shape[0], topk_ids.shape
     most = max((MOST_BYTES - 1) // (topk * max(rows_of(w2), rows_of(w13) // 2) * x.element_size()), 1)
@@ -57,5 +57,5 @@ def nvfp4_moe(
         ]  # fmt: skip
         return torch.cat(out)
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
-    y, slot_row = products(x, w13, w2, activation, routing, hardware, config)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=slot_row)
+    y, in_tiles = products(x, w13, w2, activation, routing, hardware, config)
+    return sum_rows(y, routing.slot_row, topk, hardware, in_tiles=in_tiles)

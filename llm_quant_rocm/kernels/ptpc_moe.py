@@ -17,7 +17,7 @@ import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
+from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
@@ -154,6 +154,6 @@ def ptpc_moe(
 
     xq, xscale = per_token_quant_fp8(x, fmt)
     h = multiply(xq, xscale, w13, w13_scale, topk, None)
-    aq, ascale = act_and_mul_quant_fp8(h, activation, fmt, hardware, Routed(topk_ids, expert_map, padding, experts))
+    aq, ascale = act_and_mul_quant_fp8(h, activation, fmt, hardware, routing.slot_row)
     y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding)
+    return sum_rows(y, routing.slot_row, topk, hardware, in_tiles=False)

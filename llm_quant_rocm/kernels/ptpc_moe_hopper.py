@@ -17,13 +17,13 @@ import triton.language as tl
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_moe as everywhere
-from llm_quant_rocm.kernels.act_and_mul_quant import Routed, act_and_mul_quant_fp8
+from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config, grouped_gemm
-from llm_quant_rocm.kernels.routing import local_expert, schedule, sum_rows
+from llm_quant_rocm.kernels.routing import schedule, sum_rows
 
 # MoeConfig is of the kernel of all architectures.
 AnyConfig = PairConfig | everywhere.MoeConfig
@@ -75,18 +75,18 @@ def ptpc_moe(
             config,
         )  # fmt: skip
     routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
-    routed = Routed(topk_ids, expert_map, padding, experts, routing.slot_row)
-    codes, scale = _token_rows(x, routing.row_map.numel(), fmt, hardware, routed)
+    slot_row = routing.slot_row
+    codes, scale = _token_rows(x, slot_row, routing.row_map.numel(), fmt, hardware)
     fused = activation if config.w13.fuses else None
     h = grouped_gemm(codes, scale, w13, w13_scale, routing, None, fused, x.dtype, hardware, config.w13)
-    codes, scale = act_and_mul_quant_fp8(h, None if fused else activation, fmt, hardware, routed)
+    codes, scale = act_and_mul_quant_fp8(h, None if fused else activation, fmt, hardware, slot_row, in_tiles=True)
     y = grouped_gemm(codes, scale, w2, w2_scale, routing, routing.row_weight, None, x.dtype, hardware, config.w2)
-    return sum_rows(y, topk_ids, expert_map, experts, hardware, padding=padding, slot_row=routing.slot_row)
+    return sum_rows(y, slot_row, topk_ids.shape[1], hardware, in_tiles=True)
 
 
 @triton.jit
 def token_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, slot_row_ptr, ids_ptr, map_ptr, padding_ptr, known,
+    x_ptr, q_ptr, scale_ptr, slot_row_ptr,
     TOPK: tl.constexpr, FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
@@ -101,28 +101,25 @@ def token_rows_kernel(
         largest = larger(largest, tl.abs(widen(block)))
         x += (block,)
     for j in range(TOPK):
-        slot = token * TOPK + j
-        if local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0:
-            row = tl.load(slot_row_ptr + slot).to(tl.int64)
+        row = tl.load(slot_row_ptr + token * TOPK + j).to(tl.int64)
+        if row >= 0:
             store_quantized_row(
                 q_ptr + row * COLUMNS, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK
             )  # fmt: skip
 
 
 def _token_rows(
-    x: torch.Tensor, rows: int, fmt: Fp8Format, hardware: Hardware, routed: Routed
+    x: torch.Tensor, slot_row: torch.Tensor, rows: int, fmt: Fp8Format, hardware: Hardware
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, H] and scales [rows, 1] of x [T, H], each token's at the rows of its slots; others are left as
-    torch.empty makes them."""
-    topk_ids, expert_map, padding, _, slot_row = routed
-    (tokens, topk), hidden = topk_ids.shape, x.shape[1]
+    """Codes [rows, H] and scales [rows, 1] of x [T, H], each token's at the rows `slot_row` [T * k] of its slots;
+    others are left as torch.empty makes them."""
+    tokens, hidden = x.shape
     codes = torch.empty((rows, hidden), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     launch(
         token_rows_kernel, (tokens,),
-        x, codes, scale, slot_row, topk_ids, expert_map, padding, routed.known, TOPK=topk, FP8_MAX=fmt.max,
-        MIN_SCALE=fmt.min_scale, COLUMNS=hidden, PDL=hardware.pdl, **row_launch(hidden, hardware),
-        **pdl_option(hardware),
+        x, codes, scale, slot_row, TOPK=slot_row.numel() // tokens, FP8_MAX=fmt.max, MIN_SCALE=fmt.min_scale,
+        COLUMNS=hidden, PDL=hardware.pdl, **row_launch(hidden, hardware), **pdl_option(hardware),
     )  # fmt: skip
     return codes, scale
 

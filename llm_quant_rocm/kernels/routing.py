@@ -326,8 +326,8 @@ def scatter_rows(x: torch.Tensor, slot_row: torch.Tensor, rows: int, hardware: H
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr, ids_ptr, map_ptr, padding_ptr, slot_row_ptr, weight_ptr, out_ptr, known, columns,
-    TOPK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    rows_ptr, slot_row_ptr, weight_ptr, out_ptr, columns,
+    TOPK: tl.constexpr, IN_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -335,11 +335,8 @@ def sum_rows_kernel(
     places = tl.tuple([])
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        here = local_expert(ids_ptr, map_ptr, padding_ptr, slot, True, known, TOPK) >= 0
-        row = slot
-        if slot_row_ptr is not None:
-            row = tl.load(slot_row_ptr + slot).to(tl.int64)  # at the same time as the id
-        places += ((row * columns, tl.where(here, columns, 0)),)
+        row = tl.load(slot_row_ptr + slot).to(tl.int64)
+        places += (((row if IN_TILES else slot) * columns, tl.where(row >= 0, columns, 0)),)
     if PDL:
         programmatic_launch()
     total = tl.zeros([BLOCK], tl.float32)
@@ -354,32 +351,29 @@ def sum_rows_kernel(
 
 def sum_rows(
     rows: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    experts: int,
+    slot_row: torch.Tensor,
+    topk: int,
     hardware: Hardware,
     topk_weights: torch.Tensor | None = None,
-    padding: torch.Tensor | None = None,
-    slot_row: torch.Tensor | None = None,
+    *,
+    in_tiles: bool,
 ) -> torch.Tensor:
     """Sum [T, H] of the k rows of every token, times topk_weights fp32 [T, k] if given.
 
-    rows is [T * k, H], that of each slot at its number; or with the `slot_row` of a schedule, [rows of its tiles, H].
-    Added in fp32 in the order of the slots and rounded once to the rows' dtype. The row of a slot whose expert is not
-    here (`schedule` says which ids those are) is not read and adds nothing. All tensors are contiguous.
+    slot_row is a schedule's, int32 [T * k]. rows is [rows of its tiles, H] if they are `in_tiles`, or else [T * k, H],
+    that of each slot at its number. Added in fp32 in the order of the slots and rounded once to the rows' dtype. The
+    row of a slot whose expert is not here, -1 in slot_row, is not read and adds nothing. All tensors are contiguous.
 
-    Between what makes the ids and `slot_row` and this call stands a kernel that waits for what comes before it: they
-    are read before the kernel just before this one is waited for.
+    Between what makes slot_row and this call stands a kernel that waits for what comes before it: it is read before the
+    kernel just before this one is waited for.
     """
-    tokens, topk = topk_ids.shape
-    columns = rows.shape[1]
+    tokens, columns = slot_row.numel() // topk, rows.shape[1]
     out = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if out.numel():
         block = min(1024, next_power_of_2(columns))
-        known = experts if expert_map is None else expert_map.numel()
         launch(
             sum_rows_kernel, (tokens, cdiv(columns, block)),
-            rows, topk_ids, expert_map, padding, slot_row, topk_weights, out, known, columns, TOPK=topk, BLOCK=block,
-            PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
+            rows, slot_row, topk_weights, out, columns, TOPK=topk, IN_TILES=in_tiles, BLOCK=block, PDL=hardware.pdl,
+            num_warps=2, **pdl_option(hardware),
         )  # fmt: skip
     return out

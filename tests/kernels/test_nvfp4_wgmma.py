@@ -428,16 +428,16 @@ def test_experts_results_stay_in_their_tiles_or_go_to_their_slots(
     w13, w2 = ((copied, copied, torch.zeros(3, rows)) for rows in (2 * 40, 96))
     routing = Schedule(*(torch.zeros(64) for _ in range(5)), slot_row=torch.zeros(10))
     pair = PairConfig(few, many) if many_rows else PairConfig(many, few)
-    y, slot_row = nvfp4_hopper.expert_products(
+    y, in_tiles = nvfp4_hopper.expert_products(
         torch.zeros(5, 96), w13, w2, "silu", routing, hardware.nvidia(9, 0), pair
     )
     (x, n, first), (h, hidden, second) = products
     assert x is copied and (n, hidden) == (80, 96) and h.shape == (64, 40) and first == {"activation": "silu"}
     assert second["row_weight"] is routing.row_weight
     if many_rows:
-        assert y is copied and slot_row is routing.slot_row and second["row_map"] is None
+        assert y is copied and in_tiles and second["row_map"] is None
     else:
-        assert y.shape == (10, 96) and slot_row is None and second["row_map"] is routing.row_map
+        assert y.shape == (10, 96) and not in_tiles and second["row_map"] is routing.row_map
 
 
 def test_a_tile_has_a_rest_where_the_main_part_is_too_small() -> None:

@@ -37,4 +37,4 @@ def test_no_token() -> None:
     assert found.row_map.shape == found.tile_expert.shape == (0,)
     assert found.slot_row.shape == (0,)
     assert found.row_weight is not None and found.row_weight.shape == (0,)
-    assert sum_rows(torch.empty(0, 64), ids, None, 4, CPU).shape == (0, 64)
+    assert sum_rows(torch.empty(0, 64), found.slot_row, 8, CPU, in_tiles=False).shape == (0, 64)

@@ -38,7 +38,8 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
         schedule = routing.schedule(ids, None, experts, block_m, hardware, torch.empty(tokens, 8))
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
         routing.scatter_rows(x, schedule.slot_row, schedule.row_map.numel(), hardware)
-        routing.sum_rows(torch.empty(tokens * 8, hidden, dtype=torch.bfloat16), ids, None, experts, hardware)
+        rows = torch.empty(tokens * 8, hidden, dtype=torch.bfloat16)
+        routing.sum_rows(rows, schedule.slot_row, 8, hardware, in_tiles=False)
 
     return {
         f"{tokens} tokens of {name}": partial(launch, tokens, *shape, block_m)
