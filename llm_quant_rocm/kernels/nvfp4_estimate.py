@@ -35,35 +35,35 @@ SLOWING = 1.05
 # Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("expanded", 0, 0, "whole"): (3.034, 0.292, 0.0, 0.0),
-    ("fp8", 192, 128, "shares"): (3.753, 2.249, 2.941, 0.101),
+    ("fp8", 192, 128, "shares"): (0.944, 2.258, 2.892, 4.658),
     ("fp8", 192, 128, "whole"): (1.174, 2.224, 1.919, 0.0),
     ("fp8", 256, 64, "whole"): (1.15, 1.39, 2.175, 0.0),
     ("fp8", 256, 128, "cut"): (8.284, 2.665, 1.293, 1.026),
-    ("fp8", 256, 128, "shares"): (3.767, 2.538, 3.897, 0.077),
+    ("fp8", 256, 128, "shares"): (0.574, 2.56, 3.921, 4.788),
     ("fp8", 256, 128, "whole"): (1.441, 2.452, 1.983, 0.0),
-    ("fp8", 320, 128, "shares"): (3.788, 3.042, 7.07, 0.0),
+    ("fp8", 320, 128, "shares"): (0.0, 3.071, 6.718, 5.924),
     ("fp8", 320, 128, "whole"): (0.557, 3.129, 2.696, 0.0),
     ("large", 64, 128, "cut"): (4.096, 1.006, 0.0, 0.516),
-    ("large", 64, 128, "shares"): (2.708, 0.927, 1.721, 0.144),
+    ("large", 64, 128, "shares"): (1.889, 0.932, 1.685, 2.003),
     ("large", 64, 128, "whole"): (0.998, 0.922, 1.673, 0.0),
     ("large", 64, 256, "cut"): (4.416, 1.864, 0.0, 0.802),
-    ("large", 64, 256, "shares"): (0.0, 1.579, 5.875, 0.178),
+    ("large", 64, 256, "shares"): (0.0, 1.613, 4.716, 2.898),
     ("large", 64, 256, "whole"): (0.0, 1.467, 4.614, 0.0),
     ("large", 128, 128, "cut"): (4.594, 1.26, 0.397, 0.722),
-    ("large", 128, 128, "shares"): (3.06, 1.17, 1.961, 0.197),
+    ("large", 128, 128, "shares"): (1.783, 1.179, 1.901, 2.722),
     ("large", 128, 128, "whole"): (2.158, 1.183, 0.96, 0.0),
     ("large", 128, 256, "cut"): (6.999, 2.335, 0.0, 2.797),
-    ("large", 128, 256, "shares"): (3.142, 2.015, 5.264, 0.077),
+    ("large", 128, 256, "shares"): (1.034, 2.061, 4.505, 4.487),
     ("large", 128, 256, "whole"): (1.761, 1.914, 2.637, 0.0),
-    ("large", 192, 128, "shares"): (3.3, 1.579, 2.787, 0.121),
+    ("large", 192, 128, "shares"): (0.448, 1.586, 2.757, 4.602),
     ("large", 192, 128, "whole"): (1.005, 1.532, 1.722, 0.0),
     ("large", 256, 64, "whole"): (0.976, 1.153, 2.041, 0.0),
     ("large", 256, 128, "cut"): (5.541, 2.167, 0.787, 1.253),
-    ("large", 256, 128, "shares"): (2.727, 2.014, 3.573, 0.293),
+    ("large", 256, 128, "shares"): (0.208, 2.023, 3.522, 4.921),
     ("large", 256, 128, "tail of 128"): (3.942, 2.125, 1.0, 1.137),
     ("large", 256, 128, "tail of 64"): (2.82, 2.136, 1.078, 0.982),
     ("large", 256, 128, "whole"): (1.644, 2.019, 1.542, 0.0),
-    ("large", 320, 128, "shares"): (4.31, 2.554, 5.079, 0.137),
+    ("large", 320, 128, "shares"): (0.0, 2.573, 4.769, 6.981),
     ("large", 320, 128, "whole"): (0.938, 2.53, 2.395, 0.0),
     ("split", 8, 64, "shared"): (1.503, 0.186, 0.5, 0.468),
     ("split", 8, 64, "whole"): (1.167, 0.149, 1.121, 0.0),
@@ -101,8 +101,8 @@ class Load(NamedTuple):
             and how tiles are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
         tiles: tiles of which it computes something; 0 for cuBLAS, whose results `beside_fp8` counts.
-        parts: programs that compute one tile that is cut, or groups of steps of one of the tail; 0 where there are
-            neither.
+        parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
+            which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
     """
 
     kind: tuple[str, int, int, str]
@@ -130,7 +130,8 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, SMS)
     if shares:
         waves = tiles // SMS
-        return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, shares)
+        exchanging = tiles % SMS * shares / SMS
+        return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, exchanging)
     if tail := nvfp4_wgmma_large.tail_of(config, m, tiles, SMS):
         waves = tiles // SMS
         return Load(_kind(kernel, config, f"tail of {tail}"), waves * groups, waves, groups)
