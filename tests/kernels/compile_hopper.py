@@ -5,9 +5,9 @@ in FP8, and the norm of many wide rows.
     python -m tests.kernels.compile_hopper CASE
 
 prints how many bytes of registers spill, how many instructions of the innermost loops of products move them, whether
-ptxas says that it did not leave products in flight (C7510 and its neighbours), and in which order the kernel first asks
-the L2 cache and the accelerator for tiles, waits for the kernel before and launches the next. A case that says so is
-compiled for Blackwell. A process of its own, as Triton has one driver.
+ptxas says that it did not leave products in flight (C7510 and its neighbours), and what can be asked for before the
+kernel before is waited for: whether anything in the L2 cache, tiles of how many tensors, and whether one of these is
+the first argument, x. A case that says so is compiled for Blackwell. A process of its own, as Triton has one driver.
 """
 
 import re
@@ -43,12 +43,9 @@ from llm_quant_rocm.kernels.routing import Schedule
 from tests import engine_habits
 
 HOPPER, BLACKWELL = hardware.nvidia(9, 0), hardware.nvidia(10, 0)
-SIGNS = {
-    "prefetch": "cp.async.bulk.prefetch",
-    "wait": "griddepcontrol.wait",
-    "load": "cp.async.bulk.tensor",
-    "launch": "griddepcontrol.launch_dependents",
-}
+WAIT = "griddepcontrol.wait"
+# Of a tile, into shared memory; the group is the register of the descriptor.
+LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\S* \[%\w+\], \[(%\w+),"
 
 
 class Driver:
@@ -213,7 +210,11 @@ def compiled(case: str) -> list[str]:
     CASES[case]()
     (found,) = kernels
     ptx = found.asm["ptx"]
-    order = sorted((sign for sign in SIGNS if SIGNS[sign] in ptx), key=lambda sign: ptx.index(SIGNS[sign]))
+    before = "\n".join(before_wait(ptx))
+    x = re.search(r"mov\.b64\s+(%\w+), \w+_param_0;", ptx)
+    x = x and re.search(rf"cvta\.param\.u64\s+(%\w+), {x[1]};", ptx)
+    loads = set(re.findall(LOAD, before))
+    early = ["cp.async.bulk.prefetch" in before, len(loads), bool(x) and x[1] in loads]
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
@@ -221,12 +222,31 @@ def compiled(case: str) -> list[str]:
         said = output(ptxas, f"-arch={sm_arch_from_capability(capability)}", "-v", source, "-o", binary)
         sass = output(Path(ptxas).with_name("cuobjdump"), "-sass", binary)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    return [str(spilled), str(spills_in_loops(sass)), str("C75" in said), *order]
+    return [str(spilled), str(spills_in_loops(sass)), str("C75" in said), *map(str, early)]
 
 
 def output(*command: str | Path) -> str:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     return found.stdout + found.stderr
+
+
+def before_wait(ptx: str) -> list[str]:
+    """The lines that some way from a kernel's entry reaches without a wait for the kernel before: blocks of PTX do not
+    stand in the order in which they run. Of inline assembly, whose labels are not unique, every line counts."""
+    lines = [line.partition("//")[0].strip() for line in ptx[ptx.index(".entry") :].splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    tables = dict(re.findall(r"(\$\w+): \.branchtargets([^;]*);", " ".join(lines)))
+    reached, ahead = set(), [0]
+    while ahead:
+        at = ahead.pop()
+        if at in reached or WAIT in lines[at]:
+            continue
+        reached.add(at)
+        if branch := re.search(r"\b(?:bra(?:\.uni)?|brx\.idx\s+%\w+,)\s+(\$\w+);", lines[at]):
+            ahead += [labels[name] for name in re.findall(r"\$\w+", tables.get(branch[1], branch[1]))]
+        if not re.match(r"bra(\.uni)?\s+\$|brx|ret|exit", lines[at]):
+            ahead.append(at + 1)
+    return [lines[at] for at in sorted(reached)]
 
 
 def spills_in_loops(sass: str) -> int:
