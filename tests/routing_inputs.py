@@ -9,10 +9,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from llm_quant_rocm import reference
+from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from tests.inputs import assert_same
+from tests.inputs import assert_close_codes, assert_same, random_rows
 
 kernels = pytest.importorskip("llm_quant_rocm.kernels.routing", reason="needs Triton")
+act_and_mul_quant = pytest.importorskip("llm_quant_rocm.kernels.act_and_mul_quant", reason="needs Triton")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,26 @@ def check_scatter(hardware: Hardware, device: str = "cpu") -> None:
             found = kernels.scatter_rows(x, slot_row.flatten(), 48, hardware)
         assert_same(found, expected[1:])
         assert_same(left[:1], expected[:1])
+
+
+def check_activations(hardware: Hardware, device: str = "cpu") -> None:
+    """kernels.act_and_mul_quant stores the rows of the slots whose expert is here, at their numbers or in tiles, and no
+    other."""
+    fmt = fp8.of_dtype(hardware.fp8_dtype)
+    slot_row = torch.tensor([3, -1, 0, 5, -1], dtype=torch.int32, device=device)
+    for in_tiles, rows in ((False, [0, 2, 3]), (True, [3, 0, 5])):
+        h = random_rows(6, 2 * 48, torch.bfloat16).to(device)
+        # A row before the first one, where a slot without a row must not store either.
+        left = random_rows(7, 48, torch.bfloat16).to(fmt.dtype).to(device), torch.rand(7, 1, device=device)
+        before = [part.clone() for part in left]
+        outputs = SimpleNamespace(empty=Mock(side_effect=[part[1:] for part in left]), float32=torch.float32)
+        with patch.object(act_and_mul_quant, "torch", outputs):
+            found = act_and_mul_quant.act_and_mul_quant_fp8(h, "silu", fmt, hardware, slot_row, in_tiles=in_tiles)
+        expected = reference.act_and_mul_quant_fp8(h[rows].cpu(), "silu", fmt)
+        assert_close_codes([part[rows] for part in found], expected, h.dtype)
+        others = [0, *(1 + row for row in range(6) if row not in rows)]
+        for part, same in zip(left, before, strict=True):
+            assert_same(part[others].cpu(), same[others].cpu())
 
 
 def _on(routing: Routing, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

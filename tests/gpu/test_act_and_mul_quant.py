@@ -8,6 +8,7 @@ from llm_quant_rocm import hardware, ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops import act_and_mul_quant as operator
 from tests.inputs import DTYPE_IDS, DTYPES, assert_close_codes, assert_same, nasty_rows, random_rows
+from tests.routing_inputs import check_activations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -71,3 +72,7 @@ def test_rows_too_wide_for_registers() -> None:
 def test_no_trace_of_uninitialized_memory(poisoned: None) -> None:
     for width in (1, 100, 4096):
         assert_equals_reference(random_rows(33, 2 * width, torch.bfloat16))
+
+
+def test_slots_whose_expert_is_not_here_have_no_row() -> None:
+    check_activations(hardware.detect(torch.device("cuda")), "cuda")

@@ -14,6 +14,7 @@ from llm_quant_rocm.kernels import act_and_mul_quant
 from tests.amd.budget import FP8_CAST, Budget
 from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES, assert_close_codes, assert_same, nasty_rows, random_rows
+from tests.routing_inputs import check_activations
 
 BUDGETS = {"act_and_mul_quant_kernel": Budget(uses=FP8_CAST)}
 # Of MLPs: Qwen3 4B, Llama 3 8B, Qwen3 32B, Llama 3 70B and Llama 3 405B.
@@ -76,6 +77,7 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         },
         **{f"{width} columns": partial(random, 2, width) for width in WIDTHS},
         **{name: partial(random, 6, 96, activation=name) for name in ("gelu", "gelu_tanh")},
+        "slots": partial(check_activations, hardware),
         "strided views": strided,
         "fewer programs than rows": fewer_programs_than_rows,
         "beyond fp16": beyond_fp16,
