@@ -556,10 +556,10 @@ def _compute_tail(
     ahead, ahead_phase = advance(stage, phase, ready.shape[0])
     mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
     words, scale_pairs = _load(codes, pairs, ahead, HALF, ROWS // 16)
-    acc, _, _, _, _, _, _, _ = _multiply(
+    acc = _multiply(
         acc, 0, operand, words, scale_pairs, stage, phase, steps - 1, groups, shared, TAIL, 0, UNROLL, 1, HALF, True,
         FP16,
-    )  # fmt: skip
+    )[0]  # fmt: skip
     column = (tile_n * 2 + HALF) * ROWS
     scales = load_scales(global_scale, column, N, layout, ROWS)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -758,8 +758,8 @@ def nvfp4_wgmma_large_kernel(
     are not cut, and with TAIL the others are of so many rows of x, of which `tail_x` is a descriptor. `parts` fp32
     [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros for each, say which are
     there. With SHARES as many programs compute each tile. With STORES, where no tile is cut, out is a descriptor, and
-    so many boxes of it each consumer may have waiting in shared memory to be stored. The rest
-    is that of `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut.
+    so many boxes of it each consumer may have waiting in shared memory to be stored. The rest is that of
+    `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut, and there is no tail.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
     ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
@@ -892,12 +892,10 @@ def _launch(
     groups = groups_of(k, block_k)
     shares = shares_of(config, tiles, groups, programs)
     # Only the accelerator stores its results.
-    tail = tail_of(config, m, tiles, programs) if n % 8 == 0 else 0
+    tail = tail_of(config, m, tiles, programs) if n % 8 == 0 and x.element_size() == 2 else 0
     if routed.tile_expert is not None:
-        shares, whole = 0, tiles
-    elif tail:
-        whole = tiles // programs * programs
-    elif shares:
+        shares, tail, whole = 0, 0, tiles
+    elif tail or shares:
         whole = tiles // programs * programs
         if not whole:
             programs = tiles * shares

@@ -225,6 +225,27 @@ def test_the_last_wave_has_lower_tiles_where_they_run_together(
         assert tail_x.block_shape[0] * tail_x.block_shape[1] == tail
 
 
+@pytest.mark.parametrize("of", ["experts", "FP8"])
+def test_experts_and_fp8_have_whole_tiles_alone(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+
+    launches = launches_of(nvfp4_wgmma_large, monkeypatch)
+    x = torch.zeros(1024, 256, dtype=torch.bfloat16)
+    weight = torch.zeros(4, 320, 128, dtype=torch.int32), torch.zeros(4, 320, 64, dtype=torch.uint8), x, None
+    hopper, config = hardware.nvidia(9, 0), nvfp4_wgmma_large.Config(256, 128, 0, tail_m=64)
+    if of == "experts":
+        routed = nvfp4_wgmma.Routed(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
+        nvfp4_wgmma_large.gemm_large(x, *weight, 5120, hopper, config, routed)
+    else:
+        out = torch.zeros(1024, 5120, dtype=torch.bfloat16)
+        nvfp4_wgmma_large.gemm_large_fp8(x.to(torch.float8_e4m3fn), x, *weight, out, hopper, config)
+    ((arguments, options),) = launches
+    assert arguments[1] is None and options["TAIL"] == 0 and arguments[-1] == 160
+
+
 @pytest.mark.parametrize("split_k", [4, 2])
 @pytest.mark.parametrize("programs", [1, 3, 8, 20])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
