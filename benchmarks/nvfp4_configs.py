@@ -88,7 +88,7 @@ def described(config: Config) -> list[Any]:
         return ["large", config.block_m, config.block_n, config.cut, config.shares, config.tail_m]
     if isinstance(config, Expanded):
         return ["expanded", config.values]
-    return ["split", config.block_m, config.split_k, config.programs]
+    return ["split", config.block_m, config.split_k, config.programs, config.consumers, config.cluster]
 
 
 def main() -> None:

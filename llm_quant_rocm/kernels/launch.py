@@ -10,6 +10,7 @@ kept here.
 from typing import Any
 
 import torch
+from triton import FutureKernel
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -19,19 +20,25 @@ from triton.runtime.jit import JITFunction
 _kept: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any], tuple[Any, ...]]] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`.
+def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`. With a `cluster` (Hopper on) each program of the grid is so many, numbered on,
+    that run at the same time and reach each other's shared memory; `options` must tell such a kernel from others.
 
     Tensors, their descriptors and numbers that a kernel is not compiled for are arguments by position, constants and
     Triton's options by name; none is left to a default. Triton launches what is new, what is not its own kernel (an
     interpreted one), and everything while somebody has replaced its `run`.
     """
     if not isinstance(kernel, JITFunction) or JITFunction.run.__module__ != JITFunction.__module__:
-        kernel[grid](*args, **options)
+        if cluster == 1 or _in_clusters(kernel.warmup(*args, grid=grid, **options), cluster):
+            kernel[grid](*args, **options)
         return
     kind = (id(kernel), driver.active.get_current_device(), *_kinds(args), *options, *options.values())
     kept = _kept.get(kind)
     if kept is None:
+        if cluster > 1:
+            compiled = kernel.warmup(*args, grid=grid, **options)
+            if not _in_clusters(compiled.result() if isinstance(compiled, FutureKernel) else compiled, cluster):
+                return
         compiled = kernel[grid](*args, **options)
         if isinstance(compiled, CompiledKernel):
             layouts = (getattr(value, "layout", None) for value in args)
@@ -40,6 +47,16 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) ->
         return
     compiled, constants, _ = kept
     compiled[(*grid, 1, 1)](*args, *constants)
+
+
+def _in_clusters(compiled: Any, cluster: int) -> bool:
+    """Has all launches of a kernel be in clusters; False where it is not compiled yet. Triton tells the driver of
+    clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
+    if not isinstance(compiled, CompiledKernel):
+        return False
+    warps, _, shared_bytes = compiled.packed_metadata
+    compiled.packed_metadata = warps, cluster, shared_bytes
+    return True
 
 
 def _kinds(args: tuple[Any, ...]) -> list[Any]:

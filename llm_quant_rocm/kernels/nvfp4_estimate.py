@@ -43,6 +43,14 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("fp8", 256, 128, "whole"): (1.441, 2.452, 1.983, 0.0),
     ("fp8", 320, 128, "shares"): (0.0, 3.071, 6.718, 5.924),
     ("fp8", 320, 128, "whole"): (0.557, 3.129, 2.696, 0.0),
+    ("half", 8, 64, "cluster"): (2.386, 0.151, 0.076, 0.0),
+    ("half", 8, 64, "whole"): (1.796, 0.166, 0.441, 0.0),
+    ("half", 16, 64, "cluster"): (2.063, 0.154, 0.354, 0.0),
+    ("half", 16, 64, "whole"): (1.515, 0.165, 0.586, 0.0),
+    ("half", 32, 64, "cluster"): (1.715, 0.171, 0.483, 0.0),
+    ("half", 32, 64, "whole"): (1.406, 0.181, 0.569, 0.0),
+    ("half", 64, 64, "cluster"): (2.247, 0.223, 0.26, 0.0),
+    ("half", 64, 64, "whole"): (1.492, 0.224, 0.617, 0.0),
     ("large", 64, 128, "cut"): (4.096, 1.006, 0.0, 0.516),
     ("large", 64, 128, "shares"): (1.889, 0.932, 1.685, 2.003),
     ("large", 64, 128, "whole"): (0.998, 0.922, 1.673, 0.0),
@@ -65,24 +73,29 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("large", 256, 128, "whole"): (1.644, 2.019, 1.542, 0.0),
     ("large", 320, 128, "shares"): (0.0, 2.573, 4.769, 6.981),
     ("large", 320, 128, "whole"): (0.938, 2.53, 2.395, 0.0),
+    ("split", 8, 64, "cluster"): (1.585, 0.118, 1.405, 0.0),
     ("split", 8, 64, "shared"): (1.503, 0.186, 0.5, 0.468),
     ("split", 8, 64, "whole"): (1.167, 0.149, 1.121, 0.0),
     ("split", 8, 128, "shared"): (0.962, 0.374, 1.103, 0.585),
     ("split", 8, 128, "whole"): (0.847, 0.261, 1.78, 0.0),
+    ("split", 16, 64, "cluster"): (1.554, 0.126, 1.5, 0.0),
     ("split", 16, 64, "shared"): (1.601, 0.185, 0.665, 0.468),
     ("split", 16, 64, "whole"): (1.076, 0.154, 1.311, 0.0),
     ("split", 16, 128, "shared"): (1.336, 0.385, 1.464, 0.47),
     ("split", 16, 128, "whole"): (0.687, 0.278, 2.099, 0.0),
+    ("split", 32, 64, "cluster"): (1.718, 0.139, 1.715, 0.0),
     ("split", 32, 64, "shared"): (2.311, 0.19, 0.919, 0.378),
     ("split", 32, 64, "whole"): (0.803, 0.165, 1.621, 0.0),
     ("split", 32, 128, "shared"): (1.559, 0.37, 1.584, 0.416),
     ("split", 32, 128, "whole"): (0.555, 0.297, 1.973, 0.0),
+    ("split", 64, 64, "cluster"): (1.318, 0.183, 1.987, 0.139),
     ("split", 64, 64, "shared"): (1.513, 0.24, 1.151, 0.571),
     ("split", 64, 64, "whole"): (0.665, 0.201, 2.049, 0.0),
     ("split", 64, 128, "shared"): (1.98, 0.429, 1.217, 0.558),
     ("split", 64, 128, "whole"): (0.468, 0.361, 2.368, 0.0),
     ("split", 96, 64, "whole"): (0.846, 0.276, 2.255, 0.0),
     ("split", 96, 128, "whole"): (0.661, 0.509, 2.412, 0.0),
+    ("split", 128, 64, "cluster"): (0.721, 0.293, 2.228, 0.418),
     ("split", 128, 64, "shared"): (1.07, 0.478, 1.631, 0.632),
     ("split", 128, 64, "whole"): (0.941, 0.3, 2.323, 0.0),
     ("split", 128, 128, "shared"): (1.874, 0.608, 1.816, 0.808),
@@ -97,12 +110,13 @@ class Load(NamedTuple):
     """What the program with the most work does.
 
     Attributes:
-        kind: kernel ("fp8" is the large one in FP8, "expanded" cuBLAS in FP8), rows of x and of the weight in a tile,
-            and how tiles are shared out.
+        kind: kernel ("half" is the split one with two consumers, "fp8" the large one in FP8, "expanded" cuBLAS in FP8),
+            rows of x and of the weight in a tile, and how tiles are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
-        tiles: tiles of which it computes something; 0 for cuBLAS, whose results `beside_fp8` counts.
-        parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
-            which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
+        tiles: tiles of which it computes something, or with two consumers its multiprocessor; 0 for cuBLAS, whose
+            results `beside_fp8` counts.
+        parts: programs that compute one tile that is cut or a cluster's; of tiles with `shares`, how much of the GPU
+            exchanges parts, which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
     """
 
     kind: tuple[str, int, int, str]
@@ -122,8 +136,12 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
             share = cdiv(tiles * steps, config.programs)
             touched = _touched(tiles, steps, config.programs)
             return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
+        kernel = "split" if config.consumers == 4 else "half"
+        if config.cluster > 1:
+            waves = cdiv(tiles, nvfp4_wgmma_split.CLUSTERS[config.cluster])
+            return Load(_kind(kernel, config, "cluster"), waves * cdiv(steps, config.cluster), waves, config.cluster)
         waves = cdiv(tiles, SMS)
-        return Load(_kind("split", config, "whole"), waves * steps, waves, 0)
+        return Load(_kind(kernel, config, "whole"), waves * steps, waves, 0)
     kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = nvfp4_wgmma_large.groups_of(k, nvfp4_wgmma_large.STEP_BYTES // value_bytes)
@@ -189,8 +207,13 @@ def total(times: Sequence[float], load: Load) -> float:
 def configs(m: int, n: int, k: int) -> Iterator[Config]:
     """Configurations of both kernels that could be the fastest, and that no sum of parts makes slow for sure."""
     for whole in nvfp4_wgmma_split.configs(m):
-        if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS:
+        if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * (4 // whole.consumers):
             yield whole
+    for cluster in nvfp4_wgmma_split.cluster_configs(m):
+        # A multiprocessor has one program or, with two consumers, two; and each consumer a step.
+        programs = cluster.tiles(m, n) * cluster.cluster
+        if SMS // 3 <= programs <= SMS * (4 // cluster.consumers) and k > cluster.cluster * cluster.split_k * COLUMNS:
+            yield cluster
     for shared in nvfp4_wgmma_split.shared_configs(m, n):
         if shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= _LEAST_STEPS * shared.programs:
             yield shared

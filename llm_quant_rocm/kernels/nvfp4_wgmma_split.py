@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix product of 16-bit activations and NVFP4 weights on Hopper: one program a multiprocessor, K split within it.
+"""Matrix product of 16-bit activations and NVFP4 weights on Hopper: a program or two a multiprocessor, K split within.
 
 As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
 units. Such a product holds its warps until it has read those registers, so four warps either decode or multiply, and
 where a layer has no more than a tile for each multiprocessor, that is what it waits for. Here a program has four
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
-In the end each adds a share of the columns, its own from registers and the others' from shared memory; several programs
-would have to through the L2 cache. A producer, one warp, has the tensor memory accelerator fill a ring of codes, scales
-and x. A short product takes as long as its first steps take to come, so these are asked for before anything else is
-prepared.
+In the end each adds a share of the columns, its own from registers and the others' from shared memory. A producer, one
+warp, has the tensor memory accelerator fill a ring of codes, scales and x. A short product takes as long as its first
+steps take to come, so these are asked for before anything else is prepared.
 
-A program has one tile, or its share of the steps of all tiles (`wgmma_parts`): then the consumers' sums have room of
-their own beside the ring, which stays full from one tile to the next. Of routed experts, each tile of rows has its
-own expert's weight, and programs always share. Tiles of 96 rows have two accumulators, of 64 and of 32.
+With two consumers a program leaves room on its multiprocessor for another: of its own kernel, or of the next one, which
+then has its first codes when the kernel before it ends. Of a weight with few tiles the programs of a `cluster` share
+the steps of each.
+
+A program has one tile, its cluster's share of one, or its share of the steps of all tiles (`wgmma_parts`): then the
+consumers' sums have room of their own beside the ring, which stays full from one tile to the next. Of routed experts,
+each tile of rows has its own expert's weight, and programs always share. Tiles of 96 rows have two accumulators, of 64
+and of 32.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -30,6 +36,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
+from llm_quant_rocm.kernels.cluster import (
+    MOST_INBOX_BYTES,
+    add_parts,
+    arrive,
+    inbox_bytes,
+    inbox_of,
+    init_inbox,
+    piece_columns,
+    send_parts,
+    wait_for_all,
+)
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
@@ -76,20 +93,41 @@ from llm_quant_rocm.kernels.wgmma_parts import (
     take_parts,
 )
 
-RING_BYTES = 216 * 1024
 # Of the ring; more bring nothing.
 MOST_STAGES = 16
-CONSUMERS = 4
-# Registers of a consumer's threads, of 96 that each of a program's 640 threads starts with, and of the others'.
-REGISTERS, FEW_REGISTERS = 112, 32
+
+
+class _Room(NamedTuple):
+    """What a program with so many consumers takes of a multiprocessor.
+
+    Attributes:
+        ring_bytes: shared memory for the ring and what parts of sums need beside it.
+        registers: of a consumer's threads, while they work.
+        few_registers: of the others.
+        options: Triton's, of the launch.
+    """
+
+    ring_bytes: int
+    registers: int
+    few_registers: int
+    options: Mapping[str, int]
+
+
+# All of it with 640 threads that start with 96 registers each, or half of it with 384 that start with 80.
+ROOM = {4: _Room(216 * 1024, 112, 32, {}), 2: _Room(110 * 1024, 104, 32, {"maxnreg": 80})}
 
 
 @gluon.constexpr_function
-def _sums_shape(rows, split_k):
+def _sums_shape(rows, split_k, consumers):
     """Of the sums of a tile with so many rows of x: for each slice of its columns, those of all consumers but the one
     that adds them."""
     columns = max(rows // split_k, 8)
-    return [CONSUMERS // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
+    return [consumers // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
+
+
+# Programs of a cluster, and how many clusters run on an H100 together, a program a multiprocessor: as CUDA says, which
+# puts the programs of one in the same part of the GPU (GPC), and these are not multiples of three or four.
+CLUSTERS = {2: 66, 3: 39, 4: 30}
 
 
 @dataclass(frozen=True)
@@ -102,19 +140,38 @@ class Config:
             where it has 128.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
             and never with routed experts.
+        consumers: 4, or 2, of which two programs fit on a multiprocessor: with `split_k` 2, tiles of 64 rows of the
+            weight and up to 64 of x, and a program for each tile or cluster.
+        cluster: programs that share the steps of one tile of 64 rows of the weight.
     """
 
     block_m: int
     split_k: int
     programs: int = 0
+    consumers: int = 4
+    cluster: int = 1
 
     def __post_init__(self) -> None:
-        if main_part(self.block_m) < self.block_m and self.programs:
-            raise ValueError(f"each program has one tile of {self.block_m} rows")
+        if main_part(self.block_m) < self.block_m and (self.programs or self.consumers < 4 or self.cluster > 1):
+            raise ValueError(f"each program has four consumers and one tile of {self.block_m} rows")
+        if self.programs and (self.consumers < 4 or self.cluster > 1):
+            raise ValueError("programs that share the steps of all tiles have four consumers and are in no cluster")
+        if self.consumers < 4 and (self.split_k, self.block_m > 64) != (2, False):
+            raise ValueError("two consumers share the steps of a tile of up to 64 rows")
+        if self.cluster > 1 and (self.block_n > 64 or self.inbox_bytes > MOST_INBOX_BYTES):
+            raise ValueError(f"{self.cluster} programs do not share a tile of {self.block_m} x {self.block_n}")
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Shared memory for what the others of a cluster send."""
+        if self.cluster == 1:
+            return 0
+        size: int = inbox_bytes(self.consumers, max(self.block_m // self.split_k, 8), self.cluster)
+        return size
 
     @property
     def block_n(self) -> int:
-        return CONSUMERS // self.split_k * 64
+        return self.consumers // self.split_k * 64
 
     def tiles(self, m: int, n: int) -> int:
         return cdiv(m, self.block_m) * cdiv(n, self.block_n)
@@ -135,8 +192,17 @@ def configs(m: int) -> list[Config]:
     """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
     two."""
     covering = _covering(m)
-    lows = (8, 16, 32, 64, 96, 128)
-    return [Config(block_m, split_k) for split_k in (4, 2) for block_m in lows if block_m <= covering]
+    lows = [low for low in (8, 16, 32, 64, 96, 128) if low <= covering]
+    return [
+        *(Config(block_m, split_k) for split_k in (4, 2) for block_m in lows),
+        *(Config(block_m, 2, consumers=2) for block_m in lows if block_m <= 64),
+    ]
+
+
+def cluster_configs(m: int) -> list[Config]:
+    """Those in which the programs of a cluster share a tile."""
+    whole = [config for config in configs(m) if config.block_n == 64 and config.block_m != 96]
+    return [replace(config, cluster=cluster) for config in whole for cluster in CLUSTERS]
 
 
 def shared_configs(m: int, n: int) -> list[Config]:
@@ -162,7 +228,9 @@ def _place(tile, tiles_m, tiles_n):
 
 
 @gluon.jit
-def _stretch(tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr):
+def _stretch(
+    tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr, CLUSTER: gl.constexpr = 1
+):  # fmt: skip
     """Tiles of N, steps in each tile, where the program's stretch of the steps of all begins and ends, and the tile in
     which it begins."""
     program = gl.program_id(0)
@@ -173,8 +241,10 @@ def _stretch(tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED
         begin = begin_of(program, steps)
         return tiles_n, tile_steps, begin, begin_of(program + 1, steps), begin // tile_steps
     else:
-        begin = program * tile_steps
-        return tiles_n, tile_steps, begin, begin + tile_steps, program
+        tile, rank = program // CLUSTER, program % CLUSTER
+        begin = tile * tile_steps
+        end = begin + begin_of(rank + 1, tile_steps, CLUSTER)
+        return tiles_n, tile_steps, begin + begin_of(rank, tile_steps, CLUSTER), end, tile
 
 
 @gluon.jit
@@ -220,37 +290,51 @@ def _turns(tile, tile_steps, begin, end, MINE: gl.constexpr, SPLIT_K: gl.constex
 
 
 @gluon.jit
+def _end(value, CLUSTER: gl.constexpr):
+    """`leave`, of warps that send nothing to the others of a cluster."""
+    if CLUSTER > 1:
+        arrive(value)
+        wait_for_all(value)
+    leave(value)
+
+
+@gluon.jit
 def _init(
-    routing, global_scale, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr,
-    SPLIT_K: gl.constexpr, EAGER: gl.constexpr
+    given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr, SPLIT_K: gl.constexpr,
+    EAGER: gl.constexpr, CLUSTER: gl.constexpr
 ):  # fmt: skip
     """Initializes all barriers but those of the first stages, which the producer does: in a warp of its own, because it
     takes about as long as memory does to answer. Of experts it then asks the L2 cache for the global scales of the
     program's tiles: nobody else reads them, and the epilogue would wait for memory."""
+    operands, routing, shared, sizes = given
+    global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     BLOCK_N: gl.constexpr = GROUPS * 64
     mbarrier.init(added, count=GROUPS * SPLIT_K)
     mbarrier.init(taken, count=GROUPS * SPLIT_K)
     init_ring(ready, empty, started, GROUPS, EAGER)
+    if CLUSTER > 1:
+        init_inbox(inbox, GROUPS * SPLIT_K, sums.shape[1] * 8, CLUSTER)
     if tile_expert is not None:
         tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
         tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
         for tile in range(first_tile, gl.cdiv(end, tile_steps)):
             tile_m, tile_n = _place(tile, tiles_m, tiles_n)
             ask_for_scales(global_scale, gl.load(tile_expert + tile_m), tile_n, N, BLOCK_N, True)
-    leave(EAGER)
+    _end(EAGER, CLUSTER)
 
 
 @gluon.jit
 def _producer(
-    x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, PDL: gl.constexpr
+    x, words, scale_pairs, given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, CLUSTER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
+    operands, routing, shared, sizes = given
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
@@ -265,7 +349,7 @@ def _producer(
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     mbarrier.arrive(started, count=1)
-    tiles_n, tile_steps, begin, end, tile = _stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED)
+    tiles_n, tile_steps, begin, end, tile = _stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED, CLUSTER)
     tile_m, tile_n = _place(tile, tiles_m, tiles_n)
     piece = 0
     if tile_expert is not None:
@@ -302,7 +386,7 @@ def _producer(
             load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
         step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
         stage, phase = advance(stage, phase, STAGES)
-    leave(stage)
+    _end(stage, CLUSTER)
 
 
 @gluon.jit
@@ -341,14 +425,15 @@ def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.cons
 
 @gluon.jit
 def _consumer(
-    NUMBER: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT_K: gl.constexpr, SHARED: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    NUMBER: gl.constexpr, given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, CLUSTER: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
     ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
+    operands, routing, shared, sizes = given
     global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
     MINE: gl.constexpr = NUMBER % SPLIT_K
@@ -358,12 +443,15 @@ def _consumer(
     GROUPS: gl.constexpr = BLOCK_N // 64
     SLICE: gl.constexpr = sums.shape[1] * 8
     SLICES: gl.constexpr = MAIN // SLICE
+    PIECE: gl.constexpr = piece_columns(SLICE, CLUSTER)
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     acc_layout: gl.constexpr = acc_layout_of(MAIN)
     slice_layout: gl.constexpr = acc_layout_of(SLICE)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-    tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED)
+    tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED, CLUSTER)
+    if CLUSTER > 1:
+        arrive(first_tile)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = gl.to_tensor(MINE)
     phase = gl.to_tensor(0)
@@ -429,11 +517,20 @@ def _consumer(
                     )  # fmt: skip
                 else:
                     give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
+            number = MINE * SLICE
+            if CLUSTER > 1:
+                rank = gl.program_id(0) % CLUSTER
+                wait_for_all(rank)
+                total = send_parts(total, inbox, rank, NUMBER, CLUSTER)
+                whole = rank < SLICE // PIECE
+                number += rank * PIECE
             if whole:
-                row = row_in_tile(tile_m, MINE * SLICE, M, BLOCK_M)
+                if CLUSTER > 1:
+                    total = add_parts(total, inbox, NUMBER, CLUSTER)
+                row = row_in_tile(tile_m, number, M, BLOCK_M)
                 epilogue(
                     total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_map, row_weight, M, N,
-                    SLICE, 64, dtype, UNSCALE, ACTIVATION, slice_layout, 4,
+                    PIECE, 64, dtype, UNSCALE, ACTIVATION, acc_layout_of(PIECE), 4,
                 )  # fmt: skip
             if REST:
                 total = _add_up(rest, rest_sums, GROUP, MINE, SPLIT_K)
@@ -445,6 +542,8 @@ def _consumer(
                 )  # fmt: skip
         elif SHARED:
             mbarrier.arrive(taken, count=1)
+        elif CLUSTER > 1:
+            wait_for_all(first_tile)
     leave(stage)
 
 
@@ -453,11 +552,11 @@ def _consumer(
 def nvfp4_wgmma_split_kernel(
     x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
-    EAGER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
+    EAGER: gl.constexpr, CLUSTER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
+    FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """One tile of out, of BLOCK_M rows and BLOCK_N = 256 / SPLIT_K columns, or with `parts` a program's share of the
-    steps of all tiles.
+    """One tile of out, of BLOCK_M rows and BLOCK_N columns, a program's share of one that CLUSTER programs share, or with
+    `parts` its share of the steps of all tiles. There are BLOCK_N / 64 * SPLIT_K consumers, 2 or 4.
 
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
     K, row tiles, 32]. N is the number of rows of the weight that are stored; the packed weight has them padded. `parts`
@@ -472,13 +571,15 @@ def nvfp4_wgmma_split_kernel(
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K)
+    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K, BLOCK_N // 64 * SPLIT_K)
     if SHARED:
         sums = gl.allocate_shared_memory(gl.float32, sums_shape, sums_layout)
     else:
         sums = reinterpret(ring, gl.float32, sums_shape, sums_layout)
     if MAIN < BLOCK_M:
-        rest_sums = reinterpret(rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K), sums_layout)
+        rest_sums = reinterpret(
+            rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K, BLOCK_N // 64 * SPLIT_K), sums_layout
+        )
     else:
         rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -489,38 +590,57 @@ def nvfp4_wgmma_split_kernel(
     # Whether all of these are initialized, by two warps.
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(started, count=2)
+    inbox = M
+    if CLUSTER > 1:
+        inbox = inbox_of(M, BLOCK_N // 64 * SPLIT_K, sums_shape[1] * 8, CLUSTER)
     operands = (global_scale, bias, out, parts, flags)
-    shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken)
+    shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox)
     routing = (tile_expert, tile_count, row_map, row_weight)
     sizes = (M, N, K)
-    # The last one is the rest of the producer's four warps.
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
-                UNSCALE, ACTIVATION,
-            )),
-            (_consumer, (
-                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
-                UNSCALE, ACTIVATION,
-            )),
-            (_consumer, (
-                gl.constexpr(2), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
-                UNSCALE, ACTIVATION,
-            )),
-            (_consumer, (
-                gl.constexpr(3), operands, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, FP16,
-                UNSCALE, ACTIVATION,
-            )),
-            (_producer, (
-                x, words, scale_pairs, routing, shared, sizes, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, PDL,
-            )),
-            (_init, (routing, global_scale, shared, sizes, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER)),
-            (leave, (M,)),
-        ],
-        [4, 4, 4, 1, 1, 2],
-        [REGISTERS, REGISTERS, REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
-    )  # fmt: skip
+    given = (operands, routing, shared, sizes)
+    # Of the partitions the last one is the rest of the producer's four warps.
+    if BLOCK_N // 64 * SPLIT_K == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    gl.constexpr(0), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_consumer, (
+                    gl.constexpr(1), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_producer, (
+                    x, words, scale_pairs, given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, CLUSTER, PDL,
+                )),
+                (_init, (given, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER, CLUSTER)),
+                (_end, (M, CLUSTER)),
+            ],
+            [4, 1, 1, 2],
+            [REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    gl.constexpr(0), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_consumer, (
+                    gl.constexpr(1), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_consumer, (
+                    gl.constexpr(2), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_consumer, (
+                    gl.constexpr(3), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                )),
+                (_producer, (
+                    x, words, scale_pairs, given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, CLUSTER, PDL,
+                )),
+                (_init, (given, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER, CLUSTER)),
+                (_end, (M, CLUSTER)),
+            ],
+            [4, 4, 4, 1, 1, 2],
+            [REGISTERS, REGISTERS, REGISTERS, FEW_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+        )  # fmt: skip
 
 
 def gemm_split(
@@ -545,16 +665,17 @@ def gemm_split(
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if block_m <= 64 else 1
     tiles = config.tiles(m, n)
-    programs, parts, flags, sum_bytes = tiles, None, None, 0
+    programs, parts, flags, sum_bytes = tiles, None, None, config.inbox_bytes
+    room = ROOM[config.consumers]
     assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
         programs = min(config.programs, multiprocessors(x.device), tiles * cdiv(k, depth * COLUMNS))
         slice_m = max(block_m // config.split_k, 8)
-        parts = torch.empty((programs, CONSUMERS, 64 * slice_m), dtype=torch.float32, device=x.device)
+        parts = torch.empty((programs, config.consumers, 64 * slice_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
         sum_bytes = block_n * (config.split_k - 1) * block_m * 4
-    stages = min((RING_BYTES - sum_bytes) // ((block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
+    stages = min((room.ring_bytes - sum_bytes) // ((block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS
     # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still to be
@@ -566,7 +687,8 @@ def gemm_split(
         *packed_descriptors(words, scale_bytes, depth, row_tiles),
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
-        EAGER=min(_eager(block_m), stages), REGISTERS=REGISTERS, FEW_REGISTERS=FEW_REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+        EAGER=min(_eager(block_m), stages), CLUSTER=config.cluster, REGISTERS=room.registers,
+        FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation,
+        PDL=hardware.pdl, num_warps=4, cluster=config.cluster, **room.options, **pdl_option(hardware),
     )  # fmt: skip
     return out

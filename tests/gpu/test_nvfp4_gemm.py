@@ -19,12 +19,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
-class SharedTiles(NamedTuple):
+class Split(NamedTuple):
     """Of the kernel that splits K within a program."""
 
     block_m: int
     split_k: int
-    programs: int
+    programs: int = 0
+    consumers: int = 4
+    cluster: int = 1
 
 
 # Of every kind: whole and split sums, each tile size, both depths, 4 and 8 warps.
@@ -41,24 +43,37 @@ CONFIGS = [
     (256, 64, 64, 0, 2, 3, 4),
     (256, 128, 64, 0, 2, 3, 8),
     # The kernel that splits K within a program: a tile each, and tiles shared among programs.
-    (8, 4),
-    (16, 4),
-    (32, 2),
-    (64, 4),
-    (64, 2),
-    (96, 4),
-    (96, 2),
-    (128, 4),
-    (128, 2),
-    SharedTiles(8, 4, 132),
-    SharedTiles(8, 2, 5),
-    SharedTiles(16, 4, 3),
-    SharedTiles(32, 4, 128),
-    SharedTiles(32, 2, 1),
-    SharedTiles(64, 4, 11),
-    SharedTiles(64, 2, 132),
-    SharedTiles(128, 4, 5),
-    SharedTiles(128, 2, 132),
+    Split(8, 4),
+    Split(16, 4),
+    Split(32, 2),
+    Split(64, 4),
+    Split(64, 2),
+    Split(96, 4),
+    Split(96, 2),
+    Split(128, 4),
+    Split(128, 2),
+    Split(8, 4, 132),
+    Split(8, 2, 5),
+    Split(16, 4, 3),
+    Split(32, 4, 128),
+    Split(32, 2, 1),
+    Split(64, 4, 11),
+    Split(64, 2, 132),
+    Split(128, 4, 5),
+    Split(128, 2, 132),
+    # Two programs on a multiprocessor, clusters, and both.
+    Split(8, 2, consumers=2),
+    Split(16, 2, consumers=2),
+    Split(64, 2, consumers=2),
+    Split(8, 4, cluster=2),
+    Split(16, 4, cluster=3),
+    Split(32, 4, cluster=4),
+    Split(64, 4, cluster=3),
+    Split(128, 4, cluster=2),
+    Split(128, 4, cluster=4),
+    Split(8, 2, consumers=2, cluster=3),
+    Split(32, 2, consumers=2, cluster=2),
+    Split(64, 2, consumers=2, cluster=4),
     # The kernel for many tokens.
     (256, 128, 2),
     (256, 128, 1),
@@ -77,7 +92,7 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
 def config_of(values: tuple[int, ...]) -> Any:
     from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
-    if len(values) == 2 or isinstance(values, SharedTiles):
+    if isinstance(values, Split):
         return nvfp4_wgmma_split.Config(*values)
     return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 
@@ -171,7 +186,17 @@ def test_the_same_bits_every_run(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [(16, 64, 128, 50, 2, 3, 4), SharedTiles(8, 4, 132), SharedTiles(64, 2, 7), (256, 128, 2)], ids=str
+    "config",
+    [
+        (16, 64, 128, 50, 2, 3, 4),
+        Split(8, 4, 132),
+        Split(64, 2, 7),
+        Split(64, 4, cluster=3),
+        Split(64, 2, consumers=2),
+        Split(32, 2, consumers=2, cluster=4),
+        (256, 128, 2),
+    ],
+    ids=str,
 )
 def test_parts_of_tiles_in_replayed_graphs(config: tuple[int, ...]) -> None:
     """Calls in a row, each of which begins before the one before is finished, do not meet each other's parts."""

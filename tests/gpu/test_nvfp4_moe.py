@@ -10,7 +10,7 @@ from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
-from tests.gpu.test_nvfp4_gemm import SharedTiles, config_of
+from tests.gpu.test_nvfp4_gemm import Split, config_of
 from tests.moe_inputs import relative_error
 from tests.nvfp4_inputs import experts, moe64
 
@@ -62,10 +62,10 @@ PAIRS = [
     ((16, 128, 64, 528, 2, 3), (16, 128, 64, 264, 4, 4)),
     ((16, 64, 128, 5, 2, 3), (16, 128, 64, 1, 2, 3)),
     ((32, 64, 128, 264, 2, 2), (32, 64, 128, 528, 2, 2)),
-    (SharedTiles(8, 4, 132), SharedTiles(8, 2, 132)),
-    (SharedTiles(16, 2, 7), SharedTiles(16, 4, 1)),
-    (SharedTiles(8, 4, 132), (8, 64, 64, 0, 4, 3)),
-    ((32, 64, 128, 0, 2, 2), SharedTiles(32, 4, 100)),
+    (Split(8, 4, 132), Split(8, 2, 132)),
+    (Split(16, 2, 7), Split(16, 4, 1)),
+    (Split(8, 4, 132), (8, 64, 64, 0, 4, 3)),
+    ((32, 64, 128, 0, 2, 2), Split(32, 4, 100)),
     ((64, 256, 0), (64, 128, 0)),
     ((128, 256, 0), (128, 128, 0)),
     ((128, 128, 0), (128, 256, 0)),

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a tile's sum on Hopper, from the programs of a cluster to those of them that add, by way of each other's
+shared memory.
+
+The programs of a cluster run at the same time on neighbouring multiprocessors and share the steps along K of one tile.
+Each adds some of the tile's columns, as far as these go; what the others have of them comes to its inbox from their
+registers, and a barrier there counts the bytes. Programs that are none of a cluster leave their parts in the L2 cache
+(`wgmma_parts`), which takes several times as long.
+
+Triton has clusters only where several multiprocessors run one program. Here each runs a program of its own
+(`launch.launch` puts them together), so that inboxes are declared, and reached, in PTX, beside the shared memory that
+Triton knows of.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from llm_quant_rocm.kernels.hopper import acc_layout_of
+from llm_quant_rocm.kernels.wgmma_parts import columns_of
+
+# PTX declares no more shared memory than this in a kernel.
+MOST_INBOX_BYTES = 48 * 1024
+# The consumers' barriers come first. Triton's shared memory comes after the inbox, and tiles that the tensor memory
+# accelerator swizzles begin at multiples of so many bytes.
+_BARRIERS = gl.constexpr(1024)
+# Of the values that the 128 threads of a consumer have of eight columns of its 64 rows, 16 bytes each.
+_EIGHT_COLUMNS = gl.constexpr(2048)
+
+
+@gluon.constexpr_function
+def piece_columns(columns, programs):
+    """How many of a consumer's so many columns a program of a cluster adds; its first `columns` // that many do."""
+    piece = 8
+    while piece * programs < columns:
+        piece *= 2
+    return piece
+
+
+@gluon.constexpr_function
+def inbox_bytes(consumers, columns, programs):
+    """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each."""
+    return 1024 + consumers * (programs - 1) * piece_columns(columns, programs) * 256
+
+
+@gluon.constexpr_function
+def _inbox_assembly(consumers, columns, programs):
+    size = inbox_bytes(consumers, columns, programs)
+    return f"{{ .shared .align 1024 .b8 inbox[{size}]; mov.u32 $0, inbox; }} // $1"
+
+
+@gluon.constexpr_function
+def _init_assembly(consumers, columns, programs):
+    """Each barrier waits for one turn of all bytes that come; only the first lane writes."""
+    expected = (programs - 1) * piece_columns(columns, programs) * 256
+    barriers = [f"[$1 + {8 * consumer}]" for consumer in range(consumers)]
+    return "\n".join([
+        "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;",
+        *(f"@one mbarrier.init.shared::cta.b64 {barrier}, 1;" for barrier in barriers),
+        "@one fence.mbarrier_init.release.cluster;",
+        *(f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, {barrier}, {expected};" for barrier in barriers),
+        "mov.b32 $0, $1; }",
+    ])  # fmt: skip
+
+
+# $4 to $7 are values of a thread and $8 the address of its consumer's first in the inbox, $12 the barrier's and $16 the
+# program that they are sent to.
+_SEND = gl.constexpr(
+    "{ .reg .b32 at, barrier; mov.u32 at, %tid.x; and.b32 at, at, 127; mad.lo.u32 at, at, 16, $8; "
+    "mapa.shared::cluster.u32 at, at, $16; mapa.shared::cluster.u32 barrier, $12, $16; "
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [at], {$4, $5, $6, $7}, [barrier]; "
+    "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; }"
+)
+_WAIT = gl.constexpr(
+    "{ .reg .pred there; wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [$1], 0; "
+    "@!there bra wait; mov.b32 $0, 0; }"
+)
+_RECEIVE = gl.constexpr(
+    "{ .reg .b32 at; mov.u32 at, %tid.x; and.b32 at, at, 127; mad.lo.u32 at, at, 16, $4; "
+    "ld.shared::cta.v4.b32 {$0, $1, $2, $3}, [at]; }"
+)
+
+
+@gluon.jit
+def _run(ASSEMBLY: gl.constexpr, value):
+    """Runs PTX with one operand."""
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def inbox_of(value, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """The address of the program's inbox, for CONSUMERS with 64 rows and COLUMNS columns each. Once in a kernel, as it
+    declares it; `value` is any number."""
+    return _run(_inbox_assembly(CONSUMERS, COLUMNS, PROGRAMS), value)
+
+
+@gluon.jit
+def init_inbox(inbox, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Initializes the barriers of an inbox, for a warp alone that then tells the others of the cluster (`arrive`)."""
+    _run(_init_assembly(CONSUMERS, COLUMNS, PROGRAMS), inbox)
+
+
+@gluon.jit
+def arrive(value):
+    """Tells the cluster that this thread is there. Every thread does, once, and waits for all others before it ends."""
+    _run("barrier.cluster.arrive.release; mov.b32 $0, $1;", value)
+
+
+@gluon.jit
+def wait_for_all(value):
+    """Waits until every thread of the cluster has arrived: inboxes are there then."""
+    _run("barrier.cluster.wait.acquire; mov.b32 $0, $1;", value)
+
+
+@gluon.jit
+def _addresses(first, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Of each value [64, COLUMNS], where those of its eight columns begin; `first` is where the first do."""
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    return gl.zeros((64, COLUMNS), gl.int32, layout=layout) + (first + column // 8 * _EIGHT_COLUMNS)[None, :]
+
+
+@gluon.jit
+def _place(inbox, source, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Where in an inbox a consumer finds what program number `source` after its own has sent."""
+    return inbox + _BARRIERS + (CONSUMER * (PROGRAMS - 1) + source - 1) * (COLUMNS // 8 * _EIGHT_COLUMNS)
+
+
+@gluon.jit
+def send_parts(total, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Sends the other programs of the cluster what they add of a consumer's total [64, M], and returns what program
+    `rank` itself adds of it, [64, `piece_columns`], of no use where that is nothing."""
+    PIECE: gl.constexpr = piece_columns(total.shape[1], PROGRAMS)
+    layout: gl.constexpr = acc_layout_of(PIECE)
+    zeros = gl.zeros((64, PIECE), gl.int32, layout=layout)
+    mine = columns_of(total, PIECE, 0, layout)
+    for adder in gl.static_range(total.shape[1] // PIECE):
+        columns = columns_of(total, PIECE, adder, layout)
+        if rank == adder:
+            mine = columns
+        else:
+            place = _place(inbox, (rank + PROGRAMS - adder) % PROGRAMS, CONSUMER, PIECE, PROGRAMS)
+            gl.inline_asm_elementwise(
+                _SEND, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [columns, _addresses(place, PIECE, layout), zeros + (inbox + CONSUMER * 8), zeros + adder],
+                dtype=gl.int32, is_pure=False, pack=4,
+            )  # fmt: skip
+    return mine
+
+
+@gluon.jit
+def add_parts(total, inbox, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
+    """total plus what the other programs of the cluster have sent of it, in order."""
+    COLUMNS: gl.constexpr = total.shape[1]
+    layout: gl.constexpr = total.type.layout
+    _run(_WAIT, inbox + CONSUMER * 8)
+    for source in gl.static_range(1, PROGRAMS):
+        place = _place(inbox, source, CONSUMER, COLUMNS, PROGRAMS)
+        total += gl.inline_asm_elementwise(
+            _RECEIVE, "=r,=r,=r,=r,r,r,r,r", [_addresses(place, COLUMNS, layout)],
+            dtype=gl.float32, is_pure=False, pack=4,
+        )  # fmt: skip
+    return total
