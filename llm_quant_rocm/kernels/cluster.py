@@ -119,9 +119,10 @@ def _addresses(first, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _place(inbox, source, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
-    """Where in an inbox a consumer finds what program number `source` after its own has sent."""
-    return inbox + _BARRIERS + (CONSUMER * (PROGRAMS - 1) + source - 1) * (COLUMNS // 8 * _EIGHT_COLUMNS)
+def _place(inbox, sender, adder, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Where in the inbox of program `adder` a consumer finds what program `sender` has sent; anywhere for the same."""
+    other = gl.minimum(sender - (sender > adder).to(gl.int32), PROGRAMS - 2)
+    return inbox + _BARRIERS + (CONSUMER * (PROGRAMS - 1) + other) * (COLUMNS // 8 * _EIGHT_COLUMNS)
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def send_parts(total, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexp
         if rank == adder:
             mine = columns
         else:
-            place = _place(inbox, (rank + PROGRAMS - adder) % PROGRAMS, CONSUMER, PIECE, PROGRAMS)
+            place = _place(inbox, rank, adder, CONSUMER, PIECE, PROGRAMS)
             gl.inline_asm_elementwise(
                 _SEND, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
                 [columns, _addresses(place, PIECE, layout), zeros + (inbox + CONSUMER * 8), zeros + adder],
@@ -147,15 +148,18 @@ def send_parts(total, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexp
 
 
 @gluon.jit
-def add_parts(total, inbox, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
-    """total plus what the other programs of the cluster have sent of it, in order."""
-    COLUMNS: gl.constexpr = total.shape[1]
-    layout: gl.constexpr = total.type.layout
+def add_parts(mine, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr):
+    """What all programs of the cluster have of the columns that program `rank` adds, of which `mine` is its own. In the
+    programs' order: a row of x that two halves of a tile have is added alike by the two that add these."""
+    COLUMNS: gl.constexpr = mine.shape[1]
+    layout: gl.constexpr = mine.type.layout
     _run(_WAIT, inbox + CONSUMER * 8)
-    for source in gl.static_range(1, PROGRAMS):
-        place = _place(inbox, source, CONSUMER, COLUMNS, PROGRAMS)
-        total += gl.inline_asm_elementwise(
+    total = gl.zeros_like(mine)
+    for sender in gl.static_range(PROGRAMS):
+        place = _place(inbox, rank * 0 + sender, rank, CONSUMER, COLUMNS, PROGRAMS)
+        sent = gl.inline_asm_elementwise(
             _RECEIVE, "=r,=r,=r,=r,r,r,r,r", [_addresses(place, COLUMNS, layout)],
             dtype=gl.float32, is_pure=False, pack=4,
         )  # fmt: skip
+        total += gl.where(rank == sender, mine, sent)
     return total

@@ -526,7 +526,7 @@ def _consumer(
                 number += rank * PIECE
             if whole:
                 if CLUSTER > 1:
-                    total = add_parts(total, inbox, NUMBER, CLUSTER)
+                    total = add_parts(total, inbox, rank, NUMBER, CLUSTER)
                 row = row_in_tile(tile_m, number, M, BLOCK_M)
                 epilogue(
                     total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_map, row_weight, M, N,
@@ -555,7 +555,7 @@ def nvfp4_wgmma_split_kernel(
     EAGER: gl.constexpr, CLUSTER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
     FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """One tile of out, of BLOCK_M rows and BLOCK_N columns, a program's share of one that CLUSTER programs share, or with
+    """One tile of out, of BLOCK_M rows and BLOCK_N columns, a program's share of one that CLUSTER have, or with
     `parts` its share of the steps of all tiles. There are BLOCK_N / 64 * SPLIT_K consumers, 2 or 4.
 
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
