@@ -119,9 +119,9 @@ def _addresses(first, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _place(inbox, sender, adder, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
+def _slot(inbox, sender, adder, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
     """Where in the inbox of program `adder` a consumer finds what program `sender` has sent; anywhere for the same."""
-    other = gl.minimum(sender - (sender > adder).to(gl.int32), PROGRAMS - 2)
+    other = gl.minimum(gl.where(sender > adder, sender - 1, sender), PROGRAMS - 2)
     return inbox + _BARRIERS + (CONSUMER * (PROGRAMS - 1) + other) * (COLUMNS // 8 * _EIGHT_COLUMNS)
 
 
@@ -138,10 +138,10 @@ def send_parts(total, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexp
         if rank == adder:
             mine = columns
         else:
-            place = _place(inbox, rank, adder, CONSUMER, PIECE, PROGRAMS)
+            slot = _slot(inbox, rank, adder, CONSUMER, PIECE, PROGRAMS)
             gl.inline_asm_elementwise(
                 _SEND, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-                [columns, _addresses(place, PIECE, layout), zeros + (inbox + CONSUMER * 8), zeros + adder],
+                [columns, _addresses(slot, PIECE, layout), zeros + (inbox + CONSUMER * 8), zeros + adder],
                 dtype=gl.int32, is_pure=False, pack=4,
             )  # fmt: skip
     return mine
@@ -156,9 +156,9 @@ def add_parts(mine, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr)
     _run(_WAIT, inbox + CONSUMER * 8)
     total = gl.zeros_like(mine)
     for sender in gl.static_range(PROGRAMS):
-        place = _place(inbox, rank * 0 + sender, rank, CONSUMER, COLUMNS, PROGRAMS)
+        slot = _slot(inbox, sender, rank, CONSUMER, COLUMNS, PROGRAMS)
         sent = gl.inline_asm_elementwise(
-            _RECEIVE, "=r,=r,=r,=r,r,r,r,r", [_addresses(place, COLUMNS, layout)],
+            _RECEIVE, "=r,=r,=r,=r,r,r,r,r", [_addresses(slot, COLUMNS, layout)],
             dtype=gl.float32, is_pure=False, pack=4,
         )  # fmt: skip
         total += gl.where(rank == sender, mine, sent)

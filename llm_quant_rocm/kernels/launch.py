@@ -28,7 +28,10 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
     Triton's options by name; none is left to a default. Triton launches what is new, what is not its own kernel (an
     interpreted one), and everything while somebody has replaced its `run`.
     """
-    if not isinstance(kernel, JITFunction) or JITFunction.run.__module__ != JITFunction.__module__:
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](*args, **options)
+        return
+    if JITFunction.run.__module__ != JITFunction.__module__:
         if cluster == 1 or _in_clusters(kernel.warmup(*args, grid=grid, **options), cluster):
             kernel[grid](*args, **options)
         return
@@ -50,9 +53,9 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
 
 
 def _in_clusters(compiled: Any, cluster: int) -> bool:
-    """Has all launches of a kernel be in clusters; False where it is not compiled yet. Triton tells the driver of
+    """Has all launches of a kernel be in clusters; False where it is only to be compiled. Triton tells the driver of
     clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
-    if not isinstance(compiled, CompiledKernel):
+    if compiled is None or isinstance(compiled, FutureKernel):
         return False
     warps, _, shared_bytes = compiled.packed_metadata
     compiled.packed_metadata = warps, cluster, shared_bytes

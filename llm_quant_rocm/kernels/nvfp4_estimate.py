@@ -210,9 +210,10 @@ def configs(m: int, n: int, k: int) -> Iterator[Config]:
         if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * (4 // whole.consumers):
             yield whole
     for cluster in nvfp4_wgmma_split.cluster_configs(m):
-        # A multiprocessor has one program or, with two consumers, two; and each consumer a step.
-        programs = cluster.tiles(m, n) * cluster.cluster
-        if SMS // 3 <= programs <= SMS * (4 // cluster.consumers) and k > cluster.cluster * cluster.split_k * COLUMNS:
+        # A multiprocessor has one program or, with two consumers, two; each consumer has a step, and the weight tiles.
+        least, most = SMS // 3, SMS * (4 // cluster.consumers)
+        fits = cluster.tiles(1, n) * cluster.cluster >= least and cluster.tiles(m, n) * cluster.cluster <= most
+        if fits and k > cluster.cluster * cluster.split_k * COLUMNS:
             yield cluster
     for shared in nvfp4_wgmma_split.shared_configs(m, n):
         if shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= _LEAST_STEPS * shared.programs:

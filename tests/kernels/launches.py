@@ -16,8 +16,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from llm_quant_rocm import hardware
+from llm_quant_rocm.kernels import compile_ahead, nvfp4_hopper, nvfp4_wgmma
 from llm_quant_rocm.kernels import launch as launches
-from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma
 from tests.kernels.compile_hopper import Driver, nvfp4
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -141,6 +141,33 @@ def descriptors() -> tuple[list[Any], list[Any], int]:
         nvfp4_wgmma.gemm(x, *weight, None, 512, hardware.nvidia(9, 0), config, nvfp4_hopper.nvfp4_wgmma.DENSE, out)
     theirs, ours = (list(map(plain, given)) for given in recorder.launched)
     return theirs, ours, len(launches._kept)
+
+
+def clusters() -> list[int]:
+    """Programs in a cluster that the driver is told of: by the first launch of a kernel, the next, one of a kernel that
+    was compiled ahead, and the first while somebody has replaced Triton's `run` with another that launches."""
+    recorder = Recorder("sm_90")
+    driver.set_active(recorder)
+    run: Any = JITFunction.run
+    function: Any = JITFunction
+
+    def launch(block: int) -> None:
+        args = torch.zeros(64), None, 64, 1, 0.5
+        launches.launch(add_kernel, (5,), *args, cluster=3, BLOCK=block, SIGN=1.0, NOTE="a")
+
+    ahead: Any = compile_ahead
+    ahead.job_of = lambda key, compile_fn: None  # in this process
+    launch(64)
+    launch(64)
+    with compile_ahead.compile_ahead():
+        launch(32)
+    assert len(recorder.launched) == 2
+    launch(32)
+    function.run = lambda kernel, *args, **options: run(kernel, *args, **options)
+    launch(16)
+    function.run = run
+    assert {given[:3] for given in recorder.launched} == {(5, 1, 1)}
+    return [given[5][1] for given in recorder.launched]
 
 
 def replaced() -> list[str]:

@@ -7,7 +7,7 @@ from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
-from tests.kernels.launches import TARGETS, coarser, descriptors, replaced, twice
+from tests.kernels.launches import TARGETS, clusters, coarser, descriptors, replaced, twice
 
 every_triton = pytest.mark.parametrize("triton", tritons.VERSIONS)
 every_arch = pytest.mark.parametrize("arch", TARGETS)
@@ -33,6 +33,11 @@ def test_the_driver_is_given_the_same(arch: str, triton: str) -> None:
 def test_descriptors_are_given_as_they_are(triton: str) -> None:
     theirs, ours, kinds = isolated.call(triton, descriptors)
     assert ours == theirs and kinds == 1
+
+
+@every_triton
+def test_every_launch_of_a_cluster_is_one(triton: str) -> None:
+    assert isolated.call(triton, clusters, limit=300) == [3, 3, 3, 3]
 
 
 def test_who_replaces_tritons_run_is_asked() -> None:

@@ -54,6 +54,12 @@ def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[A
         (Split(8, 4), (1, 8192, 8192), (64, 1, 0)),
         # 160 of them are two waves.
         (Split(8, 4), (1, 10240, 8192), (128, 2, 0)),
+        # 33 tiles of 56 steps, three programs each, and 66 of them, four each, of which 120 run together.
+        (Split(64, 4, cluster=3), (64, 2112, 7168), (19, 1, 0)),
+        (Split(32, 4, cluster=4), (64, 2112, 7168), (3 * 14, 3, 0)),
+        # With two consumers a multiprocessor has two of 160 tiles, or of 80 tiles two programs each.
+        (Split(32, 2, consumers=2), (64, 5120, 2048), (2 * 16, 2, 0)),
+        (Split(64, 2, consumers=2, cluster=2), (64, 5120, 2048), (2 * 8, 2, 0)),
         # 80 tiles of 128 rows and 64 steps among 132 programs: up to 39 steps, of two tiles.
         (Split(64, 2, programs=132), (64, 10240, 8192), (39, 2, 132 / 80)),
         # 128 programs for 160 tiles: a tile and a quarter each, and never of three.

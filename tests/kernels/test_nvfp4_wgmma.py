@@ -18,9 +18,9 @@ def python(
     load: Callable[..., int] | None = None, prefetch: Callable[..., None] | None = None
 ) -> list[Callable[..., Any]]:  # fmt: skip
     """Functions of the kernels, as one of so many programs runs them, in a grid of one dimension or of several."""
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+    from llm_quant_rocm.kernels import cluster, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 
-    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma)
+    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma, cluster)
     grid, at = ((each,) if isinstance(each, int) else each for each in (programs, program))
     gl = SimpleNamespace(
         minimum=min,
@@ -37,6 +37,7 @@ def python(
         static_range=range,
     )
     names: dict[str, Any] = {"gl": gl, "prefetch": prefetch}
+    names |= {name: getattr(cluster, name).value for name in ("_BARRIERS", "_EIGHT_COLUMNS")}
     for name in functions:
         function = next(getattr(module, name) for module in modules if hasattr(module, name))
         exec(textwrap.dedent(inspect.getsource(function.fn)).replace("@gluon.jit\n", ""), names)
@@ -297,6 +298,40 @@ def test_consumers_take_every_step_once_in_the_producers_order(
         assert sorted(everything) == [(step // tile_steps, step) for step in steps]
 
 
+@pytest.mark.parametrize("programs", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [16, 128, 600, 2048, 7168])
+def test_the_programs_of_a_cluster_share_the_steps_of_their_tile(k: int, programs: int) -> None:
+    tiles_n, steps = 5, -(-k // 128)
+    shares = []
+    for program in range(2 * tiles_n * programs):
+        _, stretch = python("begin_of", "_stretch", program=program)
+        *sizes, begin, end, tile = stretch(2, 64 * tiles_n, k, 64, 128, False, programs)
+        assert sizes == [tiles_n, steps] and tile == program // programs
+        shares.append(range(begin, end))
+    assert [step for share in shares for step in share] == list(range(2 * tiles_n * steps))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("programs", [2, 3, 4])
+@pytest.mark.parametrize("columns", [8, 16, 32])
+def test_what_comes_to_an_inbox_has_room_of_its_own(columns: int, programs: int) -> None:
+    from llm_quant_rocm.kernels.cluster import inbox_bytes, piece_columns
+
+    (slot,) = python("_slot")
+    piece = piece_columns(columns, programs)
+    assert piece * programs >= columns, "programs add all columns"
+    for adder in range(columns // piece):
+        senders = [sender for sender in range(programs) if sender != adder]
+        begins = sorted(
+            slot(1000, sender, adder, consumer, piece, programs) for sender in senders for consumer in range(4)
+        )
+        assert begins[0] >= 1000 + 4 * 8, "the barriers come first"
+        assert all(there - here >= piece * 64 * 4 for here, there in pairwise(begins))
+        assert begins[-1] + piece * 64 * 4 <= 1000 + inbox_bytes(4, columns, programs)
+        # What is read where the program's own is, and not used, is the inbox, too.
+        assert slot(1000, adder, adder, 3, piece, programs) in begins
+
+
 def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """What a module's kernel is launched with from now on, on an H100's multiprocessors: arguments, and options with
     the grid."""
@@ -347,12 +382,38 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
     x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
     words = torch.zeros(16, 8, 128, dtype=torch.int32, device="cpu")
     scales = torch.zeros(16, 8, 64, dtype=torch.uint8, device="cpu")
-    for config in nvfp4_wgmma_split.configs(m) + nvfp4_wgmma_split.shared_configs(m, 10240):
+    shared = nvfp4_wgmma_split.cluster_configs(m) + nvfp4_wgmma_split.shared_configs(m, 10240)
+    configs = nvfp4_wgmma_split.configs(m) + shared
+    for config in configs:
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
-    assert launches
-    for _, options in launches:
+    for config, (_, options) in zip(configs, launches, strict=True):
         assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
         assert 0 < options["EAGER"] <= options["STAGES"]
+        # With the ring there is room for an inbox, what Triton needs and, of each program, the 1 KB that CUDA takes.
+        stage = options["DEPTH"] * 64 * (options["BLOCK_M"] * 2 + options["BLOCK_N"] * 9 // 16)
+        used = options["STAGES"] * stage + config.inbox_bytes + 4 * 1024
+        assert used <= 228 * 1024 // (4 // config.consumers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_m": 96, "split_k": 4, "cluster": 2}, "one tile of 96 rows"),
+        ({"block_m": 96, "split_k": 2, "consumers": 2}, "one tile of 96 rows"),
+        ({"block_m": 8, "split_k": 4, "programs": 132, "cluster": 2}, "in no cluster"),
+        ({"block_m": 8, "split_k": 2, "programs": 132, "consumers": 2}, "have four consumers"),
+        ({"block_m": 128, "split_k": 2, "consumers": 2}, "up to 64 rows"),
+        ({"block_m": 64, "split_k": 4, "consumers": 2}, "two consumers"),
+        ({"block_m": 64, "split_k": 2, "cluster": 2}, "2 programs do not share a tile of 64 x 128"),
+        ({"block_m": 128, "split_k": 4, "cluster": 8}, "8 programs do not share a tile of 128 x 64"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_have_is_no_configuration(fields: dict[str, int], message: str) -> None:
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config
+
+    with pytest.raises(ValueError, match=message):
+        Config(**fields)
 
 
 @pytest.mark.parametrize("n", [5120, 1001])

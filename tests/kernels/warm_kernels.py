@@ -98,7 +98,8 @@ def pretend(arch: str) -> torch.dtype:
 class Kernel:
     """What a kernel is compiled to here."""
 
-    function = packed_metadata = None
+    function = None
+    packed_metadata = (4, 1, 0)
     launched = 0
 
     def launch_metadata(self, *arguments: Any) -> None:
