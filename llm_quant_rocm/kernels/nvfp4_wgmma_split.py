@@ -21,6 +21,7 @@ and of 32.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ class Config:
         if self.cluster > 1 and (self.block_n > 64 or self.inbox_bytes > MOST_INBOX_BYTES):
             raise ValueError(f"{self.cluster} programs do not share a tile of {self.block_m} x {self.block_n}")
 
-    @property
+    @cached_property
     def inbox_bytes(self) -> int:
         """Shared memory for what the others of a cluster send."""
         if self.cluster == 1:
