@@ -5,7 +5,7 @@ shared memory.
 The programs of a cluster run at the same time on neighbouring multiprocessors and share the steps along K of one tile.
 Each adds some of the tile's columns, as far as these go; what the others have of them comes to its inbox from their
 registers, and a barrier there counts the bytes. Programs that are none of a cluster leave their parts in the L2 cache
-(`wgmma_parts`), which takes several times as long.
+(`wgmma_parts`), which takes longer.
 
 Triton has clusters only where several multiprocessors run one program. Here each runs a program of its own
 (`launch.launch` puts them together), so that inboxes are declared, and reached, in PTX, beside the shared memory that
@@ -18,8 +18,6 @@ from triton.experimental.gluon import language as gl
 from llm_quant_rocm.kernels.hopper import acc_layout_of
 from llm_quant_rocm.kernels.wgmma_parts import columns_of
 
-# PTX declares no more shared memory than this in a kernel.
-MOST_INBOX_BYTES = 48 * 1024
 # The consumers' barriers come first. Triton's shared memory comes after the inbox, and tiles that the tensor memory
 # accelerator swizzles begin at multiples of so many bytes.
 _BARRIERS = gl.constexpr(1024)
@@ -37,21 +35,26 @@ def piece_columns(columns, programs):
 
 
 @gluon.constexpr_function
+def _piece_bytes(columns, programs):
+    return piece_columns(columns, programs) // 8 * _EIGHT_COLUMNS.value
+
+
+@gluon.constexpr_function
 def inbox_bytes(consumers, columns, programs):
-    """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each."""
-    return 1024 + consumers * (programs - 1) * piece_columns(columns, programs) * 256
+    """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each. PTX declares up to 48 KB."""
+    return _BARRIERS.value + consumers * (programs - 1) * _piece_bytes(columns, programs)
 
 
 @gluon.constexpr_function
 def _inbox_assembly(consumers, columns, programs):
     size = inbox_bytes(consumers, columns, programs)
-    return f"{{ .shared .align 1024 .b8 inbox[{size}]; mov.u32 $0, inbox; }} // $1"
+    return f"{{ .shared .align 1024 .b8 inbox[{size}]; mov.u32 $0, inbox; }}"
 
 
 @gluon.constexpr_function
 def _init_assembly(consumers, columns, programs):
     """Each barrier waits for one turn of all bytes that come; only the first lane writes."""
-    expected = (programs - 1) * piece_columns(columns, programs) * 256
+    expected = (programs - 1) * _piece_bytes(columns, programs)
     barriers = [f"[$1 + {8 * consumer}]" for consumer in range(consumers)]
     return "\n".join([
         "{ .reg .pred one; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 one, lane, 0;",

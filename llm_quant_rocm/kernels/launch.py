@@ -13,6 +13,7 @@ import torch
 from triton import FutureKernel
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 # By kind of arguments: what Triton compiled, the values of its constants, and objects whose identity is part of the
@@ -32,16 +33,14 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
         kernel[grid](*args, **options)
         return
     if JITFunction.run.__module__ != JITFunction.__module__:
-        if cluster == 1 or _in_clusters(kernel.warmup(*args, grid=grid, **options), cluster):
+        if cluster == 1 or _in_clusters(cluster, kernel, grid, args, options):
             kernel[grid](*args, **options)
         return
     kind = (id(kernel), driver.active.get_current_device(), *_kinds(args), *options, *options.values())
     kept = _kept.get(kind)
     if kept is None:
-        if cluster > 1:
-            compiled = kernel.warmup(*args, grid=grid, **options)
-            if not _in_clusters(compiled.result() if isinstance(compiled, FutureKernel) else compiled, cluster):
-                return
+        if cluster > 1 and not _in_clusters(cluster, kernel, grid, args, options):
+            return
         compiled = kernel[grid](*args, **options)
         if isinstance(compiled, CompiledKernel):
             layouts = (getattr(value, "layout", None) for value in args)
@@ -52,9 +51,14 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
     compiled[(*grid, 1, 1)](*args, *constants)
 
 
-def _in_clusters(compiled: Any, cluster: int) -> bool:
-    """Has all launches of a kernel be in clusters; False where it is only to be compiled. Triton tells the driver of
-    clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
+def _in_clusters(
+    cluster: int, kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
+    """Has all launches of a kernel be in clusters; False where this thread only compiles. Triton tells the
+    driver of clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
+    compiled = kernel.warmup(*args, grid=grid, **options)
+    if isinstance(compiled, FutureKernel) and active_mode.get() is None:
+        compiled = compiled.result()
     if compiled is None or isinstance(compiled, FutureKernel):
         return False
     warps, _, shared_bytes = compiled.packed_metadata

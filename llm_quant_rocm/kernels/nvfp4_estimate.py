@@ -210,7 +210,7 @@ def configs(m: int, n: int, k: int) -> Iterator[Config]:
         if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * (4 // whole.consumers):
             yield whole
     for cluster in nvfp4_wgmma_split.cluster_configs(m):
-        # A multiprocessor has one program or, with two consumers, two; each consumer has a step, and the weight tiles.
+        # A multiprocessor has one program or, with two consumers, two; at least every other consumer has a step.
         least, most = SMS // 3, SMS * (4 // cluster.consumers)
         fits = cluster.tiles(1, n) * cluster.cluster >= least and cluster.tiles(m, n) * cluster.cluster <= most
         if fits and k > cluster.cluster * cluster.split_k * COLUMNS:

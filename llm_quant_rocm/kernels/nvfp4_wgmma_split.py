@@ -38,7 +38,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.cluster import (
-    MOST_INBOX_BYTES,
     add_parts,
     arrive,
     inbox_bytes,
@@ -126,8 +125,8 @@ def _sums_shape(rows, split_k, consumers):
     return [consumers // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
 
 
-# Programs of a cluster, and how many clusters run on an H100 together, a program a multiprocessor: as CUDA says, which
-# puts the programs of one in the same part of the GPU (GPC), and these are not multiples of three or four.
+# Programs of a cluster, and how many clusters run together, a program a multiprocessor, as CUDA said of the H100 that
+# was measured: those of one come to the same part of the GPU (GPC), whose size is no multiple of three or four.
 CLUSTERS = {2: 66, 3: 39, 4: 30}
 
 
@@ -137,13 +136,12 @@ class Config:
 
     Attributes:
         block_m: rows of x in a tile, 8 to 128, a power of two or 96.
-        split_k: consumers that share the steps of the same rows of the weight: 4, where a tile has 64 of these, or 2,
-            where it has 128.
+        split_k: consumers, 4 or 2, that share the steps of the same 64 rows of the weight.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
             and never with routed experts.
-        consumers: 4, or 2, of which two programs fit on a multiprocessor: with `split_k` 2, tiles of 64 rows of the
-            weight and up to 64 of x, and a program for each tile or cluster.
-        cluster: programs that share the steps of one tile of 64 rows of the weight.
+        consumers: of a program: 4, or 2, with which two programs fit on a multiprocessor: then `split_k` is 2, tiles
+            have up to 64 rows of x, and there is a program for each tile or each of its cluster.
+        cluster: programs that share the steps of one tile of 64 rows of the weight; 1: none do.
     """
 
     block_m: int
@@ -153,14 +151,16 @@ class Config:
     cluster: int = 1
 
     def __post_init__(self) -> None:
+        if self.consumers not in ROOM or self.cluster not in (1, *CLUSTERS):
+            raise ValueError(f"no program has {self.consumers} consumers in a cluster of {self.cluster}")
         if main_part(self.block_m) < self.block_m and (self.programs or self.consumers < 4 or self.cluster > 1):
             raise ValueError(f"each program has four consumers and one tile of {self.block_m} rows")
         if self.programs and (self.consumers < 4 or self.cluster > 1):
             raise ValueError("programs that share the steps of all tiles have four consumers and are in no cluster")
         if self.consumers < 4 and (self.split_k, self.block_m > 64) != (2, False):
             raise ValueError("two consumers share the steps of a tile of up to 64 rows")
-        if self.cluster > 1 and (self.block_n > 64 or self.inbox_bytes > MOST_INBOX_BYTES):
-            raise ValueError(f"{self.cluster} programs do not share a tile of {self.block_m} x {self.block_n}")
+        if self.cluster > 1 and self.block_n > 64:
+            raise ValueError(f"programs of a cluster share a tile of 64 rows of the weight, not {self.block_n}")
 
     @cached_property
     def inbox_bytes(self) -> int:

@@ -145,7 +145,7 @@ def descriptors() -> tuple[list[Any], list[Any], int]:
 
 def clusters() -> list[int]:
     """Programs in a cluster that the driver is told of: by the first launch of a kernel, the next, one of a kernel that
-    was compiled ahead, and the first while somebody has replaced Triton's `run` with another that launches."""
+    was compiled ahead, and one of either kind while somebody has replaced Triton's `run` with another that launches."""
     recorder = Recorder("sm_90")
     driver.set_active(recorder)
     run: Any = JITFunction.run
@@ -163,8 +163,11 @@ def clusters() -> list[int]:
         launch(32)
     assert len(recorder.launched) == 2
     launch(32)
+    with compile_ahead.compile_ahead():
+        launch(8)
     function.run = lambda kernel, *args, **options: run(kernel, *args, **options)
     launch(16)
+    launch(8)
     function.run = run
     assert {given[:3] for given in recorder.launched} == {(5, 1, 1)}
     return [given[5][1] for given in recorder.launched]

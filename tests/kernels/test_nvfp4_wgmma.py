@@ -327,7 +327,8 @@ def test_what_comes_to_an_inbox_has_room_of_its_own(columns: int, programs: int)
         )
         assert begins[0] >= 1000 + 4 * 8, "the barriers come first"
         assert all(there - here >= piece * 64 * 4 for here, there in pairwise(begins))
-        assert begins[-1] + piece * 64 * 4 <= 1000 + inbox_bytes(4, columns, programs)
+        assert begins[-1] + piece * 64 * 4 <= 1000 + inbox_bytes(4, columns, programs) <= 1000 + 48 * 1024
+        assert inbox_bytes(4, columns, programs) % 1024 == 0, "swizzled tiles come after it"
         # What is read where the program's own is, and not used, is the inbox, too.
         assert slot(1000, adder, adder, 3, piece, programs) in begins
 
@@ -389,9 +390,11 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
     for config, (_, options) in zip(configs, launches, strict=True):
         assert options["STAGES"] > 0 and options["STAGES"] % options["SPLIT_K"] == 0
         assert 0 < options["EAGER"] <= options["STAGES"]
-        # With the ring there is room for an inbox, what Triton needs and, of each program, the 1 KB that CUDA takes.
+        # With the ring there is room for an inbox, for sums beside it, and for 3 KB that Triton takes and 1 KB that
+        # CUDA does of each program.
         stage = options["DEPTH"] * 64 * (options["BLOCK_M"] * 2 + options["BLOCK_N"] * 9 // 16)
-        used = options["STAGES"] * stage + config.inbox_bytes + 4 * 1024
+        sums = (config.split_k - 1) * options["BLOCK_M"] * options["BLOCK_N"] * 4 * bool(config.programs)
+        used = options["STAGES"] * stage + config.inbox_bytes + sums + 4 * 1024
         assert used <= 228 * 1024 // (4 // config.consumers)
 
 
@@ -404,8 +407,10 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         ({"block_m": 8, "split_k": 2, "programs": 132, "consumers": 2}, "have four consumers"),
         ({"block_m": 128, "split_k": 2, "consumers": 2}, "up to 64 rows"),
         ({"block_m": 64, "split_k": 4, "consumers": 2}, "two consumers"),
-        ({"block_m": 64, "split_k": 2, "cluster": 2}, "2 programs do not share a tile of 64 x 128"),
-        ({"block_m": 128, "split_k": 4, "cluster": 8}, "8 programs do not share a tile of 128 x 64"),
+        ({"block_m": 64, "split_k": 2, "cluster": 2}, "64 rows of the weight, not 128"),
+        ({"block_m": 8, "split_k": 4, "cluster": 8}, "4 consumers in a cluster of 8"),
+        ({"block_m": 8, "split_k": 4, "cluster": 0}, "4 consumers in a cluster of 0"),
+        ({"block_m": 8, "split_k": 2, "consumers": 3}, "3 consumers in a cluster of 1"),
     ],
     ids=str,
 )
