@@ -2,6 +2,7 @@
 """What `kernels.launch` keeps and launches, as tests/kernels/test_launch.py asks in a process of its own, since Triton
 has one driver. No kernel runs: what a GPU's driver would be given is written down."""
 
+import threading
 from itertools import product
 from typing import Any
 
@@ -145,7 +146,8 @@ def descriptors() -> tuple[list[Any], list[Any], int]:
 
 def clusters() -> list[int]:
     """Programs in a cluster that the driver is told of: by the first launch of a kernel, the next, one of a kernel that
-    was compiled ahead, and one of either kind while somebody has replaced Triton's `run` with another that launches."""
+    was compiled ahead, one of either kind while somebody has replaced Triton's `run` with another that launches, and
+    one in a thread while another compiles ahead."""
     recorder = Recorder("sm_90")
     driver.set_active(recorder)
     run: Any = JITFunction.run
@@ -169,6 +171,11 @@ def clusters() -> list[int]:
     launch(16)
     launch(8)
     function.run = run
+    with compile_ahead.compile_ahead():
+        launch(4)
+        other = threading.Thread(target=launch, args=(4,))
+        other.start()
+    other.join()
     assert {given[:3] for given in recorder.launched} == {(5, 1, 1)}
     return [given[5][1] for given in recorder.launched]
 
