@@ -54,8 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
 def _in_clusters(
     cluster: int, kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
-    """Has all launches of a kernel be in clusters; False where this thread only compiles. Triton tells the
-    driver of clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
+    """Has all launches of a kernel be in clusters; False where this thread only compiles. Triton tells the driver of
+    clusters as of several multiprocessors that run one program, and would compile a kernel for that."""
     compiled = kernel.warmup(*args, grid=grid, **options)
     if isinstance(compiled, FutureKernel) and active_mode.get() is None:
         compiled = compiled.result()

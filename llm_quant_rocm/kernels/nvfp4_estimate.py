@@ -115,8 +115,8 @@ class Load(NamedTuple):
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
         tiles: tiles of which it computes something, or with two consumers its multiprocessor; 0 for cuBLAS, whose
             results `beside_fp8` counts.
-        parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU
-            exchanges parts, which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
+        parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
+            which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
     """
 
     kind: tuple[str, int, int, str]

@@ -572,15 +572,14 @@ def nvfp4_wgmma_split_kernel(
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K, BLOCK_N // 64 * SPLIT_K)
+    CONSUMERS: gl.constexpr = BLOCK_N // 64 * SPLIT_K
+    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K, CONSUMERS)
     if SHARED:
         sums = gl.allocate_shared_memory(gl.float32, sums_shape, sums_layout)
     else:
         sums = reinterpret(ring, gl.float32, sums_shape, sums_layout)
     if MAIN < BLOCK_M:
-        rest_sums = reinterpret(
-            rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K, BLOCK_N // 64 * SPLIT_K), sums_layout
-        )
+        rest_sums = reinterpret(rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K, CONSUMERS), sums_layout)
     else:
         rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -593,14 +592,15 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=2)
     inbox = M
     if CLUSTER > 1:
-        inbox = inbox_of(M, BLOCK_N // 64 * SPLIT_K, sums_shape[1] * 8, CLUSTER)
+        inbox = inbox_of(M, CONSUMERS, sums_shape[1] * 8, CLUSTER)
     operands = (global_scale, bias, out, parts, flags)
     shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox)
     routing = (tile_expert, tile_count, row_map, row_weight)
     sizes = (M, N, K)
     given = (operands, routing, shared, sizes)
-    # Of the partitions the last one is the rest of the producer's four warps.
-    if BLOCK_N // 64 * SPLIT_K == 2:
+    # Of the partitions the last one is the rest of the producer's four warps. They are written out twice: Triton does
+    # not concatenate tuples that have a None in them.
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (

@@ -398,6 +398,24 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         assert used <= 228 * 1024 // (4 // config.consumers)
 
 
+def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        nvfp4_wgmma_split, "launch",
+        lambda kernel, grid, *args, cluster, **options: said.append((grid, cluster, options["CLUSTER"])),
+    )  # fmt: skip
+    x, words = torch.zeros(40, 1024, dtype=torch.bfloat16), torch.zeros(16, 32, 128, dtype=torch.int32)
+    scales = torch.zeros(16, 32, 64, dtype=torch.uint8)
+    for config in nvfp4_wgmma_split.cluster_configs(16) + nvfp4_wgmma_split.configs(16):
+        nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 500, hardware.nvidia(9, 0), config)
+        assert said.pop() == ((config.tiles(40, 500),), config.cluster, config.cluster)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
