@@ -597,7 +597,8 @@ def _consumer(
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
     EARLY: gl.constexpr = BLOCK_M <= 128
-    # Scales are asked for while the last step is multiplied, or the epilogue would wait. With 320 rows there are no
+    # Scales are asked for before the epilogue, which would wait for them: of a dense weight when a tile begins, of
+    # experts, whose number comes from memory first, while the last step is multiplied. With 320 rows there are no
     # registers for them then, nor for where the tile is.
     EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
 
@@ -631,8 +632,12 @@ def _consumer(
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
             rows = gl.load(tile_rows + tile_m)
-        if EARLY_SCALES and HALF == 0:
-            ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
+        first_column = tile_n * BLOCK_N + PART * ROWS
+        if EARLY_SCALES:
+            if tile_expert is None:
+                scales = load_scales(scale, first_column, N, acc_layout, ROWS)
+            elif HALF == 0:
+                ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
         rest = 0  # not used
         if REST:
@@ -641,8 +646,7 @@ def _consumer(
             acc, rest, operand, words, scale_pairs, stage, phase, steps, last - first, shared, MAIN, REST, UNROLL,
             APART, PART, EARLY, FP16,
         )  # fmt: skip
-        first_column = tile_n * BLOCK_N + PART * ROWS
-        if EARLY_SCALES:
+        if EARLY_SCALES and tile_expert is not None:
             scales = load_scales(scale, first_column, N, acc_layout, ROWS)
         # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
         row_scales, rest_scales = row_scale, row_scale  # None, where rows have none
