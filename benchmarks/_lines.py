@@ -22,8 +22,12 @@ def speed_up(rows: Sequence[Mapping[str, Any]], size: str, base: str) -> dict[st
 
 
 def by_size(axis: Any, sizes: Sequence[float]) -> None:
-    """Gives an axis a logarithmic x with `sizes`, or every second one if they are many, as plain numbers."""
-    shown = sizes[:: 1 if len(sizes) < 9 else 2]
+    """Gives an axis a logarithmic x with those of `sizes`, ascending, that leave each other room, as plain numbers."""
+    apart = (sizes[-1] / sizes[0]) ** (1 / 10)
+    shown: list[float] = []
+    for size in sizes:
+        if not shown or size / shown[-1] >= apart:
+            shown.append(size)
     axis.set_xscale("log", base=2)
     axis.set_xticks(shown, [f"{size:g}" for size in shown], rotation=30, fontsize=8)
     axis.minorticks_off()
