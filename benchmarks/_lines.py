@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report's plain plots: curves over sizes, a panel a case."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -21,15 +21,15 @@ def speed_up(rows: Sequence[Mapping[str, Any]], size: str, base: str) -> dict[st
     return {name: points for name, points in found.items() if points}
 
 
-def by_size(axis: Any, sizes: Sequence[float]) -> None:
-    """Gives an axis a logarithmic x with those of `sizes`, ascending, that leave each other room, as plain numbers."""
+def by_size(axis: Any, sizes: Sequence[float], text: Callable[[Any], str] = "{:g}".format) -> None:
+    """Gives an axis a logarithmic x with those of `sizes`, ascending, that leave each other room, written by `text`."""
     apart = (sizes[-1] / sizes[0]) ** (1 / 10)
     shown: list[float] = []
     for size in sizes:
         if not shown or size / shown[-1] >= apart:
             shown.append(size)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(shown, [f"{size:g}" for size in shown], rotation=30, fontsize=8)
+    axis.set_xticks(shown, [text(size) for size in shown], rotation=30, fontsize=8)
     axis.minorticks_off()
 
 

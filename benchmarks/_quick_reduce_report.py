@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks import _lines as lines
 from benchmarks._markdown import RESULTS, measured_on, table
 
 BASE = "NCCL"
@@ -42,9 +43,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         latency.plot(sizes, [t for _, t, _ in points], marker=".", label=name, **style)
         speed.plot(sizes, [base / t for _, t, base in points], marker=".", label=name, **style)
     for axis, label in ((latency, "microseconds a call"), (speed, f"speed-up over {BASE}")):
-        ticks = [row["bytes"] for row in result["rows"]][:: 1 if len(result["rows"]) < 10 else 2]
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [size(nbytes) for nbytes in ticks], rotation=45, fontsize=8)
+        lines.by_size(axis, [row["bytes"] for row in result["rows"]], size)
         axis.set_xlabel("bytes of the message (bf16)")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)

@@ -157,3 +157,18 @@ def test_an_engine_that_failed_leaves_its_cells_empty(
     assert all(bool(row[-2]) == (missing != "bf16") for row in rows)
     said = _figures.totals(methods, "bf16")
     assert ("nvfp4" in said, bool(said)) == (False, missing != "bf16")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [
+        ([1, 2, 4, 8], ["1", "2", "4", "8"]),
+        ([1, 48, 64, 256, 700, 1000, 1024, 4096], ["1", "48", "256", "700", "4096"]),
+        ([300], ["300"]),
+    ],
+)
+def test_sizes_on_an_axis_leave_each_other_room(sizes: list[int], shown: list[str]) -> None:
+    axis = _lines.plt.figure().subplots()
+    _lines.by_size(axis, sizes)
+    assert [label.get_text() for label in axis.get_xticklabels()] == shown
+    _lines.plt.close("all")
