@@ -10,12 +10,14 @@ kept here.
 from typing import Any
 
 import torch
-from triton import FutureKernel
+from triton import FutureKernel, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
+# Whether Triton compiles for shorter addresses where a tensor's memory allows it: for AMD.
+ADDRESSES_BY_SIZE = torch.version.hip is not None
 # By kind of arguments: what Triton compiled, the values of its constants, and objects whose identity is part of the
 # key, which nothing else may come to have.
 _kept: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any], tuple[Any, ...]]] = {}
@@ -36,7 +38,8 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
         if cluster == 1 or _in_clusters(cluster, kernel, grid, args, options):
             kernel[grid](*args, **options)
         return
-    kind = (id(kernel), driver.active.get_current_device(), *_kinds(args), *options, *options.values())
+    device = driver.active.get_current_device()
+    kind = (id(kernel), device, *_kinds(args), *options, *options.values())
     kept = _kept.get(kind)
     if kept is None:
         if cluster > 1 and not _in_clusters(cluster, kernel, grid, args, options):
@@ -48,7 +51,18 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
             _kept[kind] = compiled, constants, (kernel, *layouts)
         return
     compiled, constants, _ = kept
-    compiled[(*grid, 1, 1)](*args, *constants)
+    if _calls(knobs.runtime.launch_enter_hook) or _calls(knobs.runtime.launch_exit_hook):
+        compiled[(*grid, 1, 1)](*args, *constants)
+        return
+    x, y, z, *_ = *grid, 1, 1
+    stream = driver.active.get_current_stream(device)
+    # What the call above comes to without hooks: it makes a function, and asks for the device again.
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
+
+
+def _calls(hook: Any) -> Any:
+    """Whether a hook of Triton's calls anything: it is a chain, or what somebody has put in its place."""
+    return getattr(hook, "calls", hook)
 
 
 def _in_clusters(
@@ -68,20 +82,21 @@ def _in_clusters(
 
 def _kinds(args: tuple[Any, ...]) -> list[Any]:
     """What arguments are to a compiler, with no fewer distinctions than Triton's own, to which
-    tests/kernels/test_launch.py compares them. Once a launch: what comes most often is asked for first."""
+    tests/kernels/test_launch.py compares them. Once a launch: what costs least is asked for first."""
     kinds: list[Any] = []
     add = kinds.append
     for value in args:
         kind = type(value)
-        if isinstance(value, torch.Tensor):
-            add(value.dtype)
-            add(value.data_ptr() % 16 == 0)
-            add(value.untyped_storage().size() < 2**31)  # Triton for AMD has shorter addresses for that
-        elif kind is int:
-            add(1 if value == 1 else 16 if value % 16 == 0 else 0)
+        if kind is int:
+            add(1 if value == 1 else 16 if value & 15 == 0 else 0)
             add(value >> 31)
         elif value is None or kind is float:
             add(kind)
+        elif isinstance(value, torch.Tensor):
+            add(value.dtype)
+            add(value.data_ptr() & 15 == 0)
+            if ADDRESSES_BY_SIZE:
+                add(value.untyped_storage().nbytes() < 2**31)
         else:
             add(value.base.dtype)
             kinds += value.block_shape

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import LazyDict
 from triton.experimental.gluon import language as gl
@@ -22,7 +23,9 @@ from llm_quant_rocm.kernels import launch as launches
 from tests.kernels.compile_hopper import Driver, nvfp4
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
-SIZES = (0, 1, 2, 15, 16, 17, 48, -1, -16, -(2**31), 2**31 - 16, 2**31, 2**31 + 1, 2**63 - 16, 2**63, 2**63 + 1)
+# Of what a launcher is given: what hooks are told, and the hooks.
+HOOKS = slice(6, 9)
+SIZES = (0, 1, 2, 8, 15, 16, 17, 48, -1, -16, -(2**31), 2**31 - 16, 2**31, 2**31 + 1, 2**63 - 16, 2**63, 2**63 + 1)
 
 
 @triton.jit
@@ -56,6 +59,12 @@ class Recorder(Driver):
         return lambda *args: self.launched.append(args)
 
 
+def use(recorder: Recorder) -> None:
+    """Makes the launches those of the recorder's architecture."""
+    driver.set_active(recorder)
+    launches.ADDRESSES_BY_SIZE = recorder.get_current_target().backend == "hip"
+
+
 def values(arch: str) -> dict[str, Any]:
     """Arguments of all kinds, some of which are the same to Triton."""
     found: dict[str, Any] = {f"number {size}": size for size in SIZES}
@@ -82,7 +91,7 @@ def values(arch: str) -> dict[str, Any]:
 def coarser(arch: str) -> tuple[int, int, list[str]]:
     """How many kinds Triton has of `values`, how many the launches have, and what they take for one kind that Triton
     does not."""
-    driver.set_active(Recorder(arch))
+    use(Recorder(arch))
     *_, binder = one_kernel.create_binder()
     triton_kinds: dict[str, str] = {}
     kinds: dict[tuple[Any, ...], list[str]] = {}
@@ -106,11 +115,16 @@ def plain(value: Any) -> Any:
     return value
 
 
+def without_hooks(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A launch without what only hooks are told."""
+    return given[: HOOKS.start] + given[HOOKS.stop :]
+
+
 def twice(arch: str) -> tuple[list[Any], list[Any], int]:
     """What the driver is given by Triton's own launches and by ours, each the second of its kind, and how many kinds
     ours keep."""
     recorder = Recorder(arch)
-    driver.set_active(recorder)
+    use(recorder)
     x, y = torch.zeros(64), torch.zeros(65)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((x, out, n, stride, bias), {"NOTE": "a", "BLOCK": block, "num_warps": warps, "SIGN": -1.0})
@@ -122,26 +136,52 @@ def twice(arch: str) -> tuple[list[Any], list[Any], int]:
     theirs, ours = [], []
     for args, options in calls:
         add_kernel[(3, 2)](*args, **options)
-        theirs.append(list(map(plain, recorder.launched.pop())))
+        theirs.append(list(map(plain, without_hooks(recorder.launched.pop()))))
     for kept, (args, options) in product((False, True), calls):
         launches.launch(add_kernel, (3, 2), *args, **options)
         (given,) = recorder.launched
         recorder.launched.clear()
         if kept:
-            ours.append(list(map(plain, given)))
+            assert given[HOOKS] == (None, None, None)
+            ours.append(list(map(plain, without_hooks(given))))
     return theirs, ours, len(launches._kept)
 
 
 def descriptors() -> tuple[list[Any], list[Any], int]:
     """`twice`, for a kernel that takes descriptors; its first launch is Triton's."""
     recorder = Recorder("sm_90")
-    driver.set_active(recorder)
+    use(recorder)
     weight, config = nvfp4(512, 1024), nvfp4_wgmma.Config(8, 64, 128, stages=2)
     x, out = torch.zeros(8, 1024, dtype=torch.bfloat16), torch.zeros(8, 512, dtype=torch.bfloat16)
     for _ in range(2):
         nvfp4_wgmma.gemm(x, *weight, None, 512, hardware.nvidia(9, 0), config, nvfp4_hopper.nvfp4_wgmma.DENSE, out)
-    theirs, ours = (list(map(plain, given)) for given in recorder.launched)
+    theirs, ours = (list(map(plain, without_hooks(given))) for given in recorder.launched)
     return theirs, ours, len(launches._kept)
+
+
+def hooked(arch: str) -> tuple[list[Any], list[Any]]:
+    """What the driver is given, by Triton's own launch and by a kept one of ours, while a hook is called before each
+    launch, then one after each, and then one that stands where Triton has its chain of hooks."""
+    recorder = Recorder(arch)
+    use(recorder)
+    args, options = (torch.zeros(64), None, 64, 1, 0.5), {"BLOCK": 64, "SIGN": 1.0, "NOTE": "a"}
+    launches.launch(add_kernel, (3,), *args, **options)
+    recorder.launched.clear()
+
+    def both() -> None:
+        add_kernel[(3,)](*args, **options)
+        launches.launch(add_kernel, (3,), *args, **options)
+
+    runtime: Any = knobs.runtime
+    for hooks in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        hooks.add(print)
+        both()
+        hooks.remove(print)
+    with runtime.scope():
+        runtime.launch_enter_hook = print
+        both()
+    theirs, ours = ([list(map(plain, given)) for given in recorder.launched[first::2]] for first in (0, 1))
+    return theirs, ours
 
 
 def clusters() -> list[int]:
@@ -149,7 +189,7 @@ def clusters() -> list[int]:
     was compiled ahead, one of either kind while somebody has replaced Triton's `run` with another that launches, and
     one in a thread while another compiles ahead."""
     recorder = Recorder("sm_90")
-    driver.set_active(recorder)
+    use(recorder)
     run: Any = JITFunction.run
     function: Any = JITFunction
 
@@ -183,7 +223,7 @@ def clusters() -> list[int]:
 def replaced() -> list[str]:
     """Who launches, before, while and after somebody has replaced Triton's `run`."""
     recorder = Recorder("gfx942")
-    driver.set_active(recorder)
+    use(recorder)
     said: list[str] = []
     run: Any = JITFunction.run
 

@@ -7,7 +7,7 @@ from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
-from tests.kernels.launches import TARGETS, clusters, coarser, descriptors, replaced, twice
+from tests.kernels.launches import TARGETS, clusters, coarser, descriptors, hooked, replaced, twice
 
 every_triton = pytest.mark.parametrize("triton", tritons.VERSIONS)
 every_arch = pytest.mark.parametrize("arch", TARGETS)
@@ -27,6 +27,14 @@ def test_the_driver_is_given_the_same(arch: str, triton: str) -> None:
     theirs, ours, kinds = isolated.call(triton, twice, arch)
     assert ours == theirs
     assert kinds == 6, "64 and 48 elements are alike, as are two values of a number that nothing is compiled for"
+
+
+@every_triton
+@every_arch
+def test_hooks_are_told_the_same(arch: str, triton: str) -> None:
+    theirs, ours = isolated.call(triton, hooked, arch)
+    assert ours == theirs and len(ours) == 3
+    assert None not in ours[0][6:9], "what is launched, and the hooks"
 
 
 @every_triton
