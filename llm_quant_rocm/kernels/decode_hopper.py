@@ -13,11 +13,9 @@ bring sign, exponent and mantissa of both codes to the places that a bf16 has fo
 What stands there is the code's value times 2^-126: E2M1's exponent bias is 1, bf16's 127. Its block scale, times 2^118,
 is one multiplication away from a product that is exact and neither overflows nor is denormal.
 
-E4M3 is made of the bf16 product's sixth (`formats.nvfp4.to_fp8`): 27 instructions for 8 codes. The conversion reads
-fp32. Of the two bf16 in a register the upper one is an fp32 as it stands: the lower one, below its last bit, adds less
-than 2^-7 of it. That and the rounding of the sixth to bf16 change no rounding to E4M3, because a product's sixth is a
-number of E4M3 or lies further than that from the middle of two; all but the ties among denormals, which may fall
-either way.
+E4M3 is the product's sixth, rounded (`formats.nvfp4.to_fp8`). There are few: eight magnitudes under each of 127 block
+scales. A table of them stands in shared memory, and 8 codes take 20.5 instructions, two of them loads. Arithmetic took
+27, and with many rows of x the matrix units waited for it.
 """
 
 from triton.experimental import gluon
@@ -101,69 +99,110 @@ def decode_words(words, scale_pairs, FP16: gl.constexpr):
     return gl.join(low, high)
 
 
-# Word WORD, with its rows' scale bytes where SCALES selects them from $6, as four E4M3 of each row, in ROW0 and ROW1.
-_WORD_TO_FP8 = """
-    prmt.b32 s, $6, 0, SCALES;
-    mad.lo.u32 s, s, 16, 0x6F806F80;
-    mov.b32 {l, h}, s;
-    mov.b32 a, {l, l};
-    mov.b32 b, {h, h};
-    shl.b32 t, WORD, 6;
-    shl.b32 u, WORD, 2;
-    and.b32 t, t, 0x81C081C0;
-    and.b32 u, u, 0x81C081C0;
-    mul.bf16x2 t, t, a;
-    mul.bf16x2 u, u, a;
-    mul.bf16x2 t, t, sixth;
-    mul.bf16x2 u, u, sixth;
-    shl.b32 v, t, 16;
-    shl.b32 w, u, 16;
-    cvt.rn.satfinite.e4m3x2.f32 l, w, v;
-    cvt.rn.satfinite.e4m3x2.f32 h, u, t;
-    mov.b32 ROW0, {l, h};
-    shf.r.wrap.b32 t, WORD, WORD, 4;
-    shr.u32 u, WORD, 8;
-    and.b32 t, t, 0x81C081C0;
-    and.b32 u, u, 0x00400040;
-    lop3.b32 u, WORD, 0x81808180, u, 0xEA;
-    mul.bf16x2 t, t, b;
-    mul.bf16x2 u, u, b;
-    mul.bf16x2 t, t, sixth;
-    mul.bf16x2 u, u, sixth;
-    shl.b32 v, t, 16;
-    shl.b32 w, u, 16;
-    cvt.rn.satfinite.e4m3x2.f32 l, w, v;
-    cvt.rn.satfinite.e4m3x2.f32 h, u, t;
-    mov.b32 ROW1, {l, h};
+# Thread t fills the table for the block scales with bytes t and t + 128: the eight magnitudes of E2M1, times the scale,
+# times a sixth, as E4M3. A scale byte is bits 14 to 7 of the scale times 2^7 in fp16; 0.5 and 1.5 are given times 2^-7.
+# These products are exact, and fp32's sixth is so little above 1/6 that a quotient that fp32 has is hit, ties of E4M3
+# among them.
+_ENTRY = """
+    shl.b32 lo, t, 7;
+    mov.b32 {l, h}, lo;
+    cvt.f32.f16 v1, l;
+    mul.f32 v3, v1, 0f3C400000;
+    mul.f32 v1, v1, 0f3B800000;
+    mul.f32 v3, v3, 0f3E2AAAAB;
+    mul.f32 v1, v1, 0f3E2AAAAB;
+    add.f32 v2, v1, v1;
+    add.f32 v4, v2, v2;
+    add.f32 v5, v3, v3;
+    add.f32 v6, v4, v4;
+    add.f32 v7, v5, v5;
+    cvt.rn.satfinite.e4m3x2.f32 l, v1, 0f00000000;
+    cvt.rn.satfinite.e4m3x2.f32 h, v3, v2;
+    mov.b32 lo, {l, h};
+    cvt.rn.satfinite.e4m3x2.f32 l, v5, v4;
+    cvt.rn.satfinite.e4m3x2.f32 h, v7, v6;
+    mov.b32 hi, {l, h};
+    mad.lo.u32 at, t, 8, $0;
+    st.shared.v2.b32 [at], {lo, hi};
 """
-
-
-def _word_to_fp8(**places: str) -> str:
-    text = _WORD_TO_FP8
-    for name, place in places.items():
-        text = text.replace(name, place)
-    return text
-
-
-# Two words, because the scale bytes of two come in one register. 0x422B is 2^8 / 6 in bf16.
-_WORDS_TO_FP8 = gl.constexpr(
-    "{ .reg .b32 s, a, b, t, u, v, w, sixth; .reg .b16 l, h; mov.b32 sixth, 0x422B422B;"
-    + _word_to_fp8(WORD="$4", SCALES="0x4140", ROW0="$0", ROW1="$2")
-    + _word_to_fp8(WORD="$5", SCALES="0x4342", ROW0="$1", ROW1="$3")
-    + "}"
+_FILL_TABLE = gl.constexpr(
+    "{ .shared .align 1024 .b8 table[2048]; .reg .b32 t, at, lo, hi; .reg .b16 l, h; .reg .f32 v<8>; "
+    f"mov.u32 $0, table; mov.u32 t, %tid.x; and.b32 t, t, 127; {_ENTRY} add.u32 t, t, 128; {_ENTRY} }}"
 )
+
+# Two words $4 and $5, because the scale bytes of two come in one register, as four E4M3 of either row: $0 and $1 of
+# the first row, $2 and $3 of the second. A prmt takes four magnitudes' E4M3 from eight bytes by the numbers in the low
+# half of a register, four bits each of which three count here; signs come with the last instruction.
+_WORDS_TO_FP8 = gl.constexpr("""
+    {
+    .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, m, n, x, y, u, v;
+    prmt.b32 s, $6, 0, 0x4440;
+    mad.lo.u32 s, s, 8, $7;
+    ld.shared.v2.b32 {al, ah}, [s];
+    prmt.b32 s, $6, 0, 0x4442;
+    mad.lo.u32 s, s, 8, $7;
+    ld.shared.v2.b32 {bl, bh}, [s];
+    prmt.b32 s, $6, 0, 0x4441;
+    mad.lo.u32 s, s, 8, $7;
+    ld.shared.v2.b32 {cl, ch}, [s];
+    prmt.b32 s, $6, 0, 0x4443;
+    mad.lo.u32 s, s, 8, $7;
+    ld.shared.v2.b32 {dl, dh}, [s];
+
+    prmt.b32 m, $4, $5, 0x6420;
+    and.b32 m, m, 0x77777777;
+    shr.u32 n, m, 16;
+    prmt.b32 x, al, ah, m;
+    prmt.b32 y, bl, bh, n;
+    prmt.b32 u, $4, $5, 0x7531;
+    shl.b32 v, u, 6;
+    shl.b32 u, u, 2;
+    prmt.b32 m, v, u, 0x5140;
+    prmt.b32 n, v, u, 0x7362;
+    lop3.b32 $0, m, 0x80808080, x, 0xEA;
+    lop3.b32 $1, n, 0x80808080, y, 0xEA;
+
+    shr.u32 m, $4, 10;
+    shr.u32 n, $5, 10;
+    shr.u32 u, $4, 2;
+    shr.u32 v, $5, 2;
+    lop3.b32 m, u, 0x00600060, m, 0xE2;
+    lop3.b32 n, v, 0x00600060, n, 0xE2;
+    prmt.b32 m, m, n, 0x6420;
+    and.b32 m, m, 0x77777777;
+    shr.u32 n, m, 16;
+    prmt.b32 x, cl, ch, m;
+    prmt.b32 y, dl, dh, n;
+    shl.b32 u, $4, 4;
+    shl.b32 v, $5, 4;
+    prmt.b32 u, u, $4, 0x7052;
+    prmt.b32 v, v, $5, 0x7052;
+    lop3.b32 $2, u, 0x80808080, x, 0xEA;
+    lop3.b32 $3, v, 0x80808080, y, 0xEA;
+    }
+""")
 
 
 @gluon.jit
-def decode_words_fp8(words, scale_pairs):
+def fp8_table(value):
+    """The address of a table in shared memory for `decode_words_fp8`, which the 128 threads that call it fill, and may
+    read after a barrier. Once in a kernel, or once for each of its partitions; `value` is any number."""
+    return gl.inline_asm_elementwise(_FILL_TABLE, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def decode_words_fp8(words, scale_pairs, table):
     """E4M3 [..., row half, 4], four in an int32, of words [...] (int32) and the two rows' scale bytes (uint16).
 
     The four are of columns 0, 8, 1 and 9, counted from the word's first: `per_token_quant_fp8(interleave=True)` puts
     those of x in the same order.
     """
+    tables = gl.zeros_like(words) + table
+    # "Pure", though it reads memory: what has come after the table's barrier, as the words have, is decoded after it.
     rows = gl.inline_asm_elementwise(
-        _WORDS_TO_FP8, "=r,=r,=r,=r,r,r,r", [words, scale_pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=2
-    )
+        _WORDS_TO_FP8, "=r,=r,=r,=r,r,r,r,r,r", [words, scale_pairs, tables], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=2,
+    )  # fmt: skip
     return gl.join(rows[0], rows[1])
 
 

@@ -8,7 +8,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8
+from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8, fp8_table
+from llm_quant_rocm.kernels.hopper import cta_barrier
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
@@ -37,7 +38,9 @@ def nvfp4_expand_kernel(
     codes = gl.load(words + piece[:, None] * 128 + word[None, :])
     pairs = gl.load(scale_bytes + piece[:, None] * 32 + pair[None, :])
     # piece, tile, row, lane % 4, step, row half
-    values = decode_words_fp8(codes, pairs).reshape(DEPTH, NT, 8, 4, 4, 2)
+    table = fp8_table(N)
+    cta_barrier()
+    values = decode_words_fp8(codes, pairs, table).reshape(DEPTH, NT, 8, 4, 4, 2)
     values = values.permute(1, 5, 2, 0, 4, 3).reshape(NT * 16, DEPTH * 16)
     values = gl.convert_layout(values, out_layout)
     row = gl.program_id(1) * (NT * 16) + gl.arange(0, NT * 16, layout=gl.SliceLayout(1, out_layout))

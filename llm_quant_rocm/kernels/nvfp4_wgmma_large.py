@@ -41,7 +41,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
-from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, fp8_table, split_bytes
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     SMS,
@@ -343,12 +343,14 @@ def _load(codes, pairs, stage, HALF: gl.constexpr, NT: gl.constexpr):
 
 
 @gluon.jit
-def _operand(words, scale_pairs, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr):
+def _operand(
+    words, scale_pairs, table, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
     """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it."""
     if FP8:
         NT: gl.constexpr = words.shape[0] // DEPTH
         # piece, tile, row, lane % 4, step, row half, column
-        values = split_bytes(decode_words_fp8(words, scale_pairs)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = split_bytes(decode_words_fp8(words, scale_pairs, table)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)
     else:
@@ -500,7 +502,7 @@ def _store_sums(
 
 @gluon.jit
 def _multiply(
-    acc, rest, operand, words, scale_pairs, stage, phase, steps, groups, shared, ROWS: gl.constexpr,
+    acc, rest, operand, words, scale_pairs, table, stage, phase, steps, groups, shared, ROWS: gl.constexpr,
     REST: gl.constexpr, UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr,
     FP16: gl.constexpr
 ):  # fmt: skip
@@ -529,14 +531,14 @@ def _multiply(
             mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
             stage, phase = advance(stage, phase, STAGES, APART)
             if EARLY:
-                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                operand = _operand(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
             ahead, ahead_phase = stage, phase
             if EARLY:
                 ahead, ahead_phase = advance(stage, phase, STAGES)
             mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
             words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
             if not EARLY:
-                operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+                operand = _operand(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
             steps -= 1
     return acc, rest, operand, words, scale_pairs, stage, phase, steps
 
@@ -557,7 +559,7 @@ def _compute_tail(
     mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
     words, scale_pairs = _load(codes, pairs, ahead, HALF, ROWS // 16)
     acc = _multiply(
-        acc, 0, operand, words, scale_pairs, stage, phase, steps - 1, groups, shared, TAIL, 0, UNROLL, 1, HALF, True,
+        acc, 0, operand, words, scale_pairs, 0, stage, phase, steps - 1, groups, shared, TAIL, 0, UNROLL, 1, HALF, True,
         FP16,
     )[0]  # fmt: skip
     column = (tile_n * 2 + HALF) * ROWS
@@ -616,10 +618,14 @@ def _consumer(
         tail_m, tail_n, number, in_tail = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
         groups += gl.where(in_tail, tile_groups, 0)
     steps = groups * (UNROLL // APART) - 1
+    table = 0  # not used
+    if FP8:
+        table = fp8_table(M)
+        cta_barrier()
     mbarrier.wait(started, 0)
     mbarrier.wait(ready.index(stage), 0, pred=pieces > 0)
     words, scale_pairs = _load(codes, pairs, stage, PART, NT)
-    operand = _operand(words, scale_pairs, DEPTH, FP8, FP16, operand_layout)
+    operand = _operand(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
     if EARLY:
         ahead, ahead_phase = advance(stage, phase, STAGES)
         mbarrier.wait(ready.index(ahead), ahead_phase, pred=steps > 0)
@@ -643,8 +649,8 @@ def _consumer(
         if REST:
             rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
         acc, rest, operand, words, scale_pairs, stage, phase, steps = _multiply(
-            acc, rest, operand, words, scale_pairs, stage, phase, steps, last - first, shared, MAIN, REST, UNROLL,
-            APART, PART, EARLY, FP16,
+            acc, rest, operand, words, scale_pairs, table, stage, phase, steps, last - first, shared, MAIN, REST,
+            UNROLL, APART, PART, EARLY, FP16,
         )  # fmt: skip
         if EARLY_SCALES and tile_expert is not None:
             scales = load_scales(scale, first_column, N, acc_layout, ROWS)
