@@ -54,9 +54,9 @@ def measured(row: Row) -> Iterator[tuple[Config, float]]:
         yield config_of(fields), us
 
 
-def beside(config: Config, row: Row) -> float:
+def beside(row: Row) -> float:
     """Microseconds of `row` that the table does not have."""
-    return nvfp4_estimate.beside_fp8(config, row["m"], row["n"], row["k"]) if row["fp8"] else 0
+    return nvfp4_estimate.quantizing(row["m"], row["k"]) if row["fp8"] else 0
 
 
 def fit(rows: Sequence[Row]) -> Times:
@@ -66,7 +66,7 @@ def fit(rows: Sequence[Row]) -> Times:
         for config, us in measured(row):
             kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
             loads[kind].append([1, *load_])
-            times[kind].append((us - beside(config, row)) ** (1 / nvfp4_estimate.SLOWING))
+            times[kind].append((us - beside(row)) ** (1 / nvfp4_estimate.SLOWING))
     return {kind: _least_squares(np.array(loads[kind], float), np.array(times[kind])) for kind in sorted(loads)}
 
 
@@ -93,7 +93,7 @@ def chosen(row: Row, times: Times) -> Chosen:
 
     def estimate(config: Config) -> float:
         work = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
-        return beside(config, row) + nvfp4_estimate.total(times[work.kind], work)
+        return beside(row) + nvfp4_estimate.total(times[work.kind], work)
 
     config = min(us, key=estimate)
     return Chosen(row, config, estimate(config), us[config], min(us.values()))

@@ -34,15 +34,15 @@ SLOWING = 1.05
 
 # Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
-    ("expanded", 0, 0, "whole"): (3.034, 0.292, 0.0, 0.0),
-    ("fp8", 192, 128, "shares"): (0.944, 2.258, 2.892, 4.658),
-    ("fp8", 192, 128, "whole"): (1.174, 2.224, 1.919, 0.0),
-    ("fp8", 256, 64, "whole"): (1.15, 1.39, 2.175, 0.0),
-    ("fp8", 256, 128, "cut"): (8.284, 2.665, 1.293, 1.026),
-    ("fp8", 256, 128, "shares"): (0.574, 2.56, 3.921, 4.788),
-    ("fp8", 256, 128, "whole"): (1.441, 2.452, 1.983, 0.0),
-    ("fp8", 320, 128, "shares"): (0.0, 3.071, 6.718, 5.924),
-    ("fp8", 320, 128, "whole"): (0.557, 3.129, 2.696, 0.0),
+    ("expanded", 0, 0, "whole"): (4.855, 0.269, 0.483, 0.52),
+    ("fp8", 192, 128, "shares"): (1.229, 2.082, 2.773, 4.128),
+    ("fp8", 192, 128, "whole"): (1.412, 2.024, 1.661, 0.0),
+    ("fp8", 256, 64, "whole"): (1.193, 1.346, 2.038, 0.0),
+    ("fp8", 256, 128, "cut"): (7.786, 2.569, 1.263, 1.113),
+    ("fp8", 256, 128, "shares"): (0.912, 2.436, 3.834, 4.523),
+    ("fp8", 256, 128, "whole"): (1.499, 2.35, 1.966, 0.0),
+    ("fp8", 320, 128, "shares"): (0.0, 3.037, 6.015, 5.411),
+    ("fp8", 320, 128, "whole"): (0.284, 2.991, 2.75, 0.0),
     ("half", 8, 64, "cluster"): (2.172, 0.164, 0.051, 0.0),
     ("half", 8, 64, "whole"): (2.786, 0.147, 0.0, 0.0),
     ("half", 16, 64, "cluster"): (1.951, 0.162, 0.317, 0.0),
@@ -102,7 +102,7 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("split", 128, 128, "whole"): (0.0, 0.52, 3.415, 0.0),
 }
 
-# Bytes a microsecond of quantizing x, of expanding a weight and of storing a result, and microseconds of a launch more.
+# Bytes a microsecond of quantizing x, and microseconds of a launch more.
 _COPY, _LAUNCH = 2.9e6, 2.5
 
 
@@ -113,10 +113,11 @@ class Load(NamedTuple):
         kind: kernel ("half" is the split one with two consumers, "fp8" the large one in FP8, "expanded" cuBLAS in FP8),
             rows of x and of the weight in a tile, and how tiles are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
-        tiles: tiles of which it computes something, or with two consumers its multiprocessor; 0 for cuBLAS, whose
-            results `beside_fp8` counts.
+        tiles: tiles of which it computes something, or with two consumers its multiprocessor; for cuBLAS millions of
+            results, which it stores after a tile's steps, not meanwhile.
         parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
-            which the L2 cache limits; of a tail, groups of steps of one of its tiles. Else 0.
+            which the L2 cache limits; of a tail, groups of steps of one of its tiles; for cuBLAS millions of the
+            weight's values, which are expanded before. Else 0.
     """
 
     kind: tuple[str, int, int, str]
@@ -129,7 +130,7 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     """What `config` gives the busiest program to do, on 132 multiprocessors."""
     if isinstance(config, Expanded):
         waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
-        return Load(("expanded", 0, 0, "whole"), waves * k / 128, 0, 0)
+        return Load(("expanded", 0, 0, "whole"), waves * k / 128, m * n / 1e6, n * k / 1e6)
     if isinstance(config, nvfp4_wgmma_split.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
         if config.programs:
@@ -181,17 +182,12 @@ def microseconds(config: Config, m: int, n: int, k: int) -> float:
 
 def microseconds_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
     """Of the product in FP8, with the quantization of x before it."""
-    return beside_fp8(config, m, n, k) + _microseconds(load_of(config, m, n, k, fp8=True))
+    return quantizing(m, k) + _microseconds(load_of(config, m, n, k, fp8=True))
 
 
-def beside_fp8(config: Fp8Config, m: int, n: int, k: int) -> float:
-    """Microseconds beside those of the steps in FP8: of quantizing x and, for cuBLAS, of expanding the weight, of which
-    9/16 of a byte of each value are read and one is written, and of storing the result, which it does after a tile's
-    steps, not meanwhile: with few columns in K that takes longer than they do."""
-    quantizing = 3 * m * k / _COPY + _LAUNCH
-    if not isinstance(config, Expanded):
-        return quantizing
-    return quantizing + (n * k * 25 / 16 + 2 * m * n) / _COPY + _LAUNCH
+def quantizing(m: int, k: int) -> float:
+    """Microseconds of making x [m, k] E4M3: two bytes of a value are read and one is written."""
+    return 3 * m * k / _COPY + _LAUNCH
 
 
 def _microseconds(load: Load) -> float:
