@@ -22,9 +22,9 @@ Config = nvfp4_wgmma_large.Config | nvfp4_wgmma_split.Config
 # How the product in FP8 is computed.
 Fp8Config = nvfp4_wgmma_large.Config | Expanded
 
-# Bytes of x in 16 bits that the L2 cache holds beside the weight. Programs at different columns of more wait for memory:
-# each of their steps took 1.3 to 1.8 times as long. In FP8, of which a step is as many bytes and takes longer, they took
-# up to 1.17 times as long, which is left out.
+# Bytes of x, in 16 bits, that the L2 cache holds beside the weight. Programs at different columns of more wait for
+# memory: each of their steps took 1.3 to 1.8 times as long. In FP8, where a step is as many bytes and takes longer, it
+# was up to 1.17 times, which is left out.
 _CACHED, _UNCACHED_STEP = 32e6, 1.6
 # Programs that share the steps of all tiles have so many each, or more.
 _LEAST_STEPS = 8
