@@ -88,8 +88,8 @@ def quantize_checkpoint(
         target: a folder that is empty, does not exist, or is of the same call.
         layout: one of `SCHEMES[scheme]`.
         ignore: patterns (`*` matches anything) of the names of modules that stay in 16 bits.
-        share_global_scales: in NVFP4, layers that engines fuse (q, k, v; gate, up) share the largest of their global
-            scales. This project reads each shard with its own, other engines with one for all.
+        share_global_scales: in NVFP4, layers that engines fuse (q, k, v; gate, up) share the global scale of their
+            largest value. This project reads each shard with its own, other engines with one for all.
         input_amax: by module, the largest magnitude of its input over some text; makes a W4A4 checkpoint.
         scheme: "nvfp4" or "ptpc_fp8".
         search: in NVFP4, take of a few block scales the one that leaves the least squared error.

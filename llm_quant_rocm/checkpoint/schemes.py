@@ -89,7 +89,7 @@ class NvFp4:
         self._siblings = siblings
         self._read = read
         self._input_amax = input_amax
-        self._global_scales: dict[str, torch.Tensor] = {}
+        self._amax: dict[str, torch.Tensor] = {}
 
     def check(self, name: str, tensor: TensorInfo) -> None:
         _check_dtype(name, tensor)
@@ -106,17 +106,17 @@ class NvFp4:
     def quantize(self, name: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], float]:
         together, shared = self._siblings(name), None
         if len(together) > 1:
-            scales = [self._global_scale(other, w if other == name else None) for other in together]
-            shared = torch.stack(scales).amax(0).to(w.device)
+            amax = torch.stack([self._amax_of(other, w if other == name else None) for other in together]).amax(0)
+            shared = nvfp4.global_scale_of(amax).to(w.device)
         weight = nvfp4.quantize(w, shared, name, search=self._search)
         tensors = self._layout.weight(weight)
         if self._input_amax is not None and self._layout.input is not None:
-            amax = self._input_amax[name.removesuffix(".weight")]
-            tensors |= self._layout.input(torch.tensor(amax / nvfp4.RANGE, dtype=torch.float32, device="cpu"))
+            input_amax = self._input_amax[name.removesuffix(".weight")]
+            tensors |= self._layout.input(torch.tensor(input_amax / nvfp4.RANGE, dtype=torch.float32, device="cpu"))
         return tensors, relative_error(w, weight.chunks())
 
-    def _global_scale(self, name: str, w: torch.Tensor | None) -> torch.Tensor:
+    def _amax_of(self, name: str, w: torch.Tensor | None) -> torch.Tensor:
         """Of a weight, on the CPU; read again only where it was not seen yet."""
-        if name not in self._global_scales:
-            self._global_scales[name] = nvfp4.global_scale_of(self._read(name) if w is None else w, name).cpu()
-        return self._global_scales[name]
+        if name not in self._amax:
+            self._amax[name] = nvfp4.amax_of(self._read(name) if w is None else w, name).cpu()
+        return self._amax[name]

@@ -189,15 +189,25 @@ def row_slices(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def global_scale_of(w: torch.Tensor, name: str = "weight") -> torch.Tensor:
-    """The global scale of each matrix of w [..., N, K]: amax / 2688, fp32 [...], a multiplier.
-
-    The largest one of several shards serves them all.
+def amax_of(w: torch.Tensor, name: str = "weight") -> torch.Tensor:
+    """The largest magnitude in each matrix of w [..., N, K], fp32 [...].
 
     Raises:
         ValueError: w holds NaN or infinity.
     """
-    return _divisor(w, name).reciprocal()
+    amax = fp8.row_amax(w).flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2], dtype=torch.float32)
+    if not bool(amax.isfinite().all()):
+        raise ValueError(f"{name} holds NaN or infinity, which NVFP4 cannot: mend the checkpoint, or keep this layer")
+    return amax
+
+
+def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """The global scale, a multiplier, of matrices with `amax_of` amax: amax / 2688, fp32 of amax's shape.
+
+    That of the largest amax of several shards serves them all. Of their scales the largest may not: an all-zero shard
+    has 1.
+    """
+    return _divisor(amax).reciprocal()
 
 
 def quantize(
@@ -210,7 +220,7 @@ def quantize(
         code    = e2m1(value / (scale / divisor))                      ties to even
 
     Each matrix [N, K] of the leading dimensions has a global scale of its own. `global_scale` takes its place: fp32, a
-    multiplier, one value or one for each matrix or row (`global_scale_of` of shards that are to share one). fp32
+    multiplier, one value or one for each matrix or row (`global_scale_of` for shards that are to share one). fp32
     temporaries stay small however large w is. With `search` a block's scale is, of that one and its neighbours in E4M3,
     the one that leaves the least squared error: any reader of NVFP4 reads it, and eight times the work makes it.
 
@@ -224,7 +234,7 @@ def quantize(
         raise ValueError(f"{name} has shape {tuple(w.shape)}; a weight is [..., N, K]")
     *rows_shape, k = w.shape
     _check_columns(k, name)
-    divisor = _divisor(w, name).unsqueeze(-1).expand(rows_shape)
+    divisor = _divisor(amax_of(w, name)).unsqueeze(-1).expand(rows_shape)
     if global_scale is None:
         multiplier = divisor.reciprocal()
     else:
@@ -328,11 +338,8 @@ def _best_scales(blocks: torch.Tensor, scale: torch.Tensor, divisor: torch.Tenso
     return best
 
 
-def _divisor(w: torch.Tensor, name: str) -> torch.Tensor:
-    """2688 / amax of every matrix of w [..., N, K], fp32 [...]."""
-    amax = fp8.row_amax(w).flatten(-2).amax(-1) if w.numel() else w.new_zeros(w.shape[:-2], dtype=torch.float32)
-    if not bool(amax.isfinite().all()):
-        raise ValueError(f"{name} holds NaN or infinity, which NVFP4 cannot: mend the checkpoint, or keep this layer")
+def _divisor(amax: torch.Tensor) -> torch.Tensor:
+    """2688 / amax, fp32 of amax's shape."""
     divisor = RANGE / amax
     return torch.where(divisor <= _GLOBAL_MAX, divisor, 1.0)
 

@@ -130,10 +130,30 @@ def test_layers_that_engines_fuse_share_the_largest_global_scale(tmp_path: Path)
     for layer in range(2):
         for parent, group in (("self_attn", "qkv"), ("self_attn", "o"), ("mlp", ("gate", "up")), ("mlp", ("down",))):
             modules = [f"model.layers.{layer}.{parent}.{member}_proj" for member in group]
-            own = [nvfp4.global_scale_of(original[f"{module}.weight"]) for module in modules]
+            own = [nvfp4.global_scale_of(nvfp4.amax_of(original[f"{module}.weight"])) for module in modules]
             assert [apart[f"{module}.weight_scale_2"] for module in modules] == own
             assert len(own) == 1 or len(set(map(float, own))) == len(own)
             assert {float(shared[f"{module}.weight_scale_2"]) for module in modules} == {float(max(own))}
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38], ids=["zero", "tiny"])
+def test_a_shard_of_nothing_leaves_the_others_their_global_scale(tmp_path: Path, size: float) -> None:
+    """A bias-only k_proj, a pruned gate: alone its global scale would be 1, far above those of the others."""
+    original = tensors_of_a_model(torch.float32)
+    empty = {"self_attn.k_proj": ("q_proj", "v_proj"), "mlp.up_proj": ("gate_proj",)}
+    for name in empty:
+        original[f"model.layers.0.{name}.weight"] = torch.randn(LINEARS[name]) * size
+    quantize_checkpoint(write(tmp_path / "source", original), tmp_path / "target", "modelopt")
+    found = read(tmp_path / "target")
+    for name, siblings in empty.items():
+        modules = [f"model.layers.0.{name.partition('.')[0]}.{sibling}" for sibling in siblings]
+        amax = max(original[f"{module}.weight"].abs().max() for module in modules)
+        for module in (f"model.layers.0.{name}", *modules):
+            assert_same(found[f"{module}.weight_scale_2"], nvfp4.global_scale_of(amax))
+        for module in modules:
+            w = original[f"{module}.weight"]
+            assert (weight_of(found, module).dequantize() - w).norm() / w.norm() < 0.12
+        assert not weight_of(found, f"model.layers.0.{name}").dequantize().any()
 
 
 @pytest.mark.parametrize(
