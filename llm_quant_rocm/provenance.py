@@ -3,6 +3,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +50,11 @@ def triton_version() -> str | None:
     except ImportError:
         return None
     return triton.__version__
+
+
+def without_count(device: str) -> str:
+    """The GPU's name in `device` of `environment`, which says how many there are."""
+    return re.sub(r"^(\d+ of )?\d+ x ", "", device)
 
 
 def _gpus(used: int | None) -> str:

@@ -10,7 +10,8 @@ A file holds where it was measured and, for every shape, what won:
 Shapes of routed experts are {"experts": 128, "hidden": 2048, "inner": 768, "slots": 512, ...} instead.
 
 A file of the cache serves the versions of Triton and of this package that it was measured with: under others its
-configurations may not fit.
+configurations may not fit. Of everything else `measured_on` may say several values, as "2.11.0; 2.12.0", where what was
+measured under the one was gone on with under the other.
 """
 
 import json
@@ -86,6 +87,9 @@ class MeasuredExperts:
 
 
 Shape = Measured | MeasuredExperts
+
+# What a file of the cache must have been measured with.
+_VERSIONS = ("llm-quant-rocm", "triton")
 
 
 def cache_file(operator: str, arch: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -167,11 +171,7 @@ def measured(operator: str, file: Traversable, here: Mapping[str, str | None] | 
     try:
         content = json.loads(text)
         measured_on, entries = dict(content["measured_on"]), content["shapes"]
-        other = [
-            f"{name} {measured_on.get(name)}"
-            for name, version in (here or {}).items()
-            if measured_on.get(name) != version
-        ]
+        other = others(measured_on, here) if here else []
         if other:
             logger.warning("%s was measured with %s: run llm-quant-rocm tune again", file, " and ".join(other))
             return []
@@ -185,6 +185,12 @@ def measured(operator: str, file: Traversable, here: Mapping[str, str | None] | 
             f"{file} is no file of measured configurations ({error!r}): delete it, and run llm-quant-rocm tune again"
         ) from error
     return found
+
+
+def others(measured_on: Mapping[str, str | None], here: Mapping[str, str | None]) -> list[str]:
+    """The versions for which measurements do not serve `here`, whose own are others; both as `provenance.environment`
+    says them."""
+    return [f"{name} {measured_on.get(name)}" for name in _VERSIONS if measured_on.get(name) != here.get(name)]
 
 
 def _is_sound(shape: Shape) -> bool:

@@ -31,6 +31,7 @@ def test_gpus_of_figures(there: int, used: int | None, device: str) -> None:
         patch.object(torch.cuda, "get_device_name", return_value="H200"),
     ):
         assert provenance.environment(used)["device"] == device
+        assert provenance.without_count(device) == "H200"
 
 
 def test_amds_name_of_aiter(monkeypatch: pytest.MonkeyPatch) -> None:

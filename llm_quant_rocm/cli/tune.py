@@ -17,7 +17,7 @@ from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 
 if TYPE_CHECKING:
     from llm_quant_rocm.hardware import Hardware
-    from llm_quant_rocm.tune.record import Record
+    from llm_quant_rocm.tune.record import Measurements, Record
     from llm_quant_rocm.tune.workload import Tuner
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -189,6 +189,8 @@ def _tune_all_reduce(
         task = progress.add_task(f"{QUICK_REDUCE}: compiling", total=len(SIZES))
 
         def heard(word: str, what: Any) -> None:
+            if word == "anew":
+                _say_anew(what, messages)
             if word == "row":
                 times = ", ".join(f"{who} {time_us:.1f}" for who, time_us in what["us"].items())
                 line = f"{what['bytes']:>10} bytes, microseconds: {times}"
@@ -222,6 +224,8 @@ def _tune(
     method = tuner(name)
     path = out / name / f"{device.arch}.json" if out else tuning.cache_file(name, device.arch)
     record = Record(path, measured_on)
+    if record.others:
+        _say_anew(record, messages)
     points = [Point(layer, shape, m) for layer, shape in shapes.items() for m in ms or method.ms]
     left = [point for point in points if not record.holds(method.key(point.shape, point.m))]
     if left:
@@ -231,6 +235,11 @@ def _tune(
         f"{name}: {budget.ending(len(left), len(points), 'shapes')}; {path}", highlight=False, soft_wrap=True
     )
     return record
+
+
+def _say_anew(kept: "Measurements", messages: Console) -> None:
+    what = " and ".join(kept.others)
+    messages.print(f"{kept.path} was measured with {what}: it is measured anew", highlight=False, soft_wrap=True)
 
 
 def _measure(

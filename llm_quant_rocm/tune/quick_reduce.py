@@ -9,7 +9,7 @@ from typing import Any
 from llm_quant_rocm.comm.crossovers import merged
 from llm_quant_rocm.measure import all_reduce
 from llm_quant_rocm.measure.ranks import Report
-from llm_quant_rocm.tune.record import same_but_date, write_whole
+from llm_quant_rocm.tune.record import Measurements, write_whole
 
 
 def tune(
@@ -22,25 +22,25 @@ def tune(
     Args:
         file: as `comm.policy` reads it.
         measured_on: the device, versions and commit.
-        heard: see `all_reduce.measure`.
+        heard: see `all_reduce.measure`; and "anew" with the `Measurements` that others left, which do not count here.
     """
     rows_file = file.with_name(f"{file.stem}.tp{world}.part")
-    known = _rows(rows_file, measured_on)
-    there = {row["bytes"] for row in known}
-    left = [size for size in all_reduce.SIZES if size not in there]
-    result: dict[str, Any] = {"world": world, "rows": known}
+    kept = Measurements(rows_file, measured_on, "rows")
+    if kept.others:
+        heard("anew", kept)
+    left = [size for size in all_reduce.SIZES if not kept.holds({"bytes": size})]
 
     def keep(word: str, what: Any) -> None:
         if word == "row":
-            result["rows"] = sorted([*result["rows"], what], key=lambda row: row["bytes"])
+            kept.put(what)
             left.remove(what["bytes"])
-            write_whole(rows_file, {"measured_on": dict(measured_on), "rows": result["rows"]})
         heard(word, what)
 
     if left:
         all_reduce.measure(world, keep, tuple(left), seconds=seconds)
     if not left:
-        write(file, all_reduce.entries(result), measured_on)
+        rows = sorted(kept.entries, key=lambda row: row["bytes"])
+        write(file, all_reduce.entries({"world": world, "rows": rows}), kept.measured_on)
         rows_file.unlink(missing_ok=True)
     return left
 
@@ -52,12 +52,3 @@ def write(file: Path, entries: Sequence[Mapping[str, Any]], measured_on: Mapping
     except ValueError:
         known = None  # a broken file is measured anew
     write_whole(file, merged(known, entries, measured_on))
-
-
-def _rows(file: Path, measured_on: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was measured before, on the same device with the same versions."""
-    try:
-        content = json.loads(file.read_text())
-        return list(content["rows"]) if same_but_date(content["measured_on"], measured_on) else []
-    except (OSError, KeyError, TypeError, ValueError):
-        return []

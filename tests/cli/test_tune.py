@@ -149,8 +149,21 @@ def test_shapes_that_are_there_are_not_measured_again(timed: list[int]) -> None:
 def test_other_versions_are_measured_anew(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     run("--layers", "llama-o", "--ms", "16")
     monkeypatch.setitem(MEASURED_ON, "triton", "4")
-    run("--layers", "llama-o", "--ms", "16")
+    result = run("--layers", "llama-o", "--ms", "16")
     assert timed == [16, 16]
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    assert f"{file} was measured with triton 3: it is measured anew" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("torch", "2"), ("commit", "abc-dirty"), ("device", "8 x a GPU")])
+def test_what_the_library_still_serves_is_not_measured_again(
+    timed: list[int], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    run("--layers", "llama-o", "--ms", "16")
+    monkeypatch.setitem(MEASURED_ON, name, value)
+    found = json.loads(run("--layers", "llama-o", "--json").stdout)["ptpc_gemm"]
+    assert timed == [16, 1] and found["measured_on"][name].endswith(f"; {value}")
+    assert {shape.m for shape in tuning.shapes("ptpc_gemm", "sm_90") if shape.config == {"tile": 2}} == {1, 16}
 
 
 def test_out_takes_the_place_of_the_cache(timed: list[int], tmp_path: Path) -> None:

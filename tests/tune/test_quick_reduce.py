@@ -69,8 +69,20 @@ def test_other_numbers_of_ranks_stay(sizes: list[tuple[int, ...]], tmp_path: Pat
 
 def test_another_version_is_measured_anew(sizes: list[tuple[int, ...]], tmp_path: Path) -> None:
     tune(2, tmp_path / "sm_90.json", MEASURED_ON, lambda word, what: None)
-    tune(2, tmp_path / "sm_90.json", MEASURED_ON | {"triton": "4"}, lambda word, what: None)
+    heard: list[Any] = []
+    tune(2, tmp_path / "sm_90.json", MEASURED_ON | {"triton": "4"}, lambda word, what: heard.append((word, what)))
     assert sizes[0] == sizes[1] == all_reduce.SIZES
+    word, left = heard[0]
+    assert word == "anew" and left.others == ["triton 3"] and left.path == tmp_path / "sm_90.tp2.part"
+
+
+def test_another_version_of_what_does_not_count_is_gone_on_with(sizes: list[tuple[int, ...]], tmp_path: Path) -> None:
+    """The crossovers then say both."""
+    file = tmp_path / "sm_90.json"
+    for number in range(3):
+        tune(2, file, MEASURED_ON | {"torch": str(number)}, lambda word, what: None)
+    assert len(sizes) == 3
+    assert json.loads(file.read_text())["crossovers"][0]["measured_on"] == MEASURED_ON | {"torch": "0; 1; 2"}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"measured_on": {}}'])

@@ -9,7 +9,14 @@ import pytest
 
 from llm_quant_rocm.tune.record import Record
 
-HERE = {"device": "a GPU", "torch": "2.11", "triton": "3.6", "commit": "1234567", "date": "2026-11-22"}
+HERE = {
+    "device": "a GPU",
+    "torch": "2.11",
+    "triton": "3.6",
+    "llm-quant-rocm": "0.1",
+    "commit": "1234567",
+    "date": "2026-11-22",
+}
 KEY = {"n": 8, "k": 16, "m": 1}
 
 
@@ -19,15 +26,45 @@ class Config:
 
 
 @pytest.mark.parametrize(
-    ("changes", "goes_on"),
-    [({}, True), ({"date": "2026-11-23"}, True), ({"device": "another"}, False), ({"triton": "3.9"}, False)],
-    ids=["same", "next-day", "device", "triton"],
+    ("changes", "others"),
+    [
+        ({}, []),
+        ({"date": "2026-11-23"}, []),
+        ({"device": "8 x a GPU"}, []),
+        ({"device": "1 of 8 x a GPU"}, []),
+        ({"torch": "2.12", "vllm": "0.33", "commit": "7654321-dirty"}, []),
+        ({"device": "another"}, ["a GPU"]),
+        ({"triton": "3.9"}, ["triton 3.6"]),
+        ({"llm-quant-rocm": "0.2"}, ["llm-quant-rocm 0.1"]),
+    ],
+    ids=["same", "next-day", "more-gpus", "one-gpu-of-them", "what-does-not-count", "device", "triton", "package"],
 )
-def test_what_is_gone_on_with(tmp_path: Path, changes: dict[str, str], goes_on: bool) -> None:
-    """A GPU that is measured over midnight is not measured again."""
+def test_what_is_gone_on_with(tmp_path: Path, changes: dict[str, str], others: list[str]) -> None:
+    """A GPU that is measured over midnight is not measured again, nor is one after another package came."""
     file = tmp_path / "operator" / "arch.json"
     Record(file, HERE).add(KEY, "triton", Config(64))
-    assert Record(file, HERE | changes).holds(KEY) is goes_on
+    found = Record(file, HERE | changes)
+    assert (found.holds(KEY), found.others) == (not others, others)
+
+
+def test_the_file_says_every_environment_that_it_is_of(tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "arch.json", HERE | {"commit": "7654321", "vllm": "0.33"}
+    Record(file, HERE).add(KEY, "triton", Config(64))
+    assert Record(file, elsewhere).content()["measured_on"] == HERE, "nothing was measured there yet"
+    for m in (2, 3):
+        Record(file, elsewhere).add(KEY | {"m": m}, "triton", Config(64))
+    Record(file, HERE).add(KEY | {"m": 4}, "triton", Config(64))
+    found = Record(file, HERE).content()
+    assert found["measured_on"] == HERE | {"commit": "1234567; 7654321", "vllm": "none; 0.33"}
+    assert [shape["m"] for shape in found["shapes"]] == [1, 2, 3, 4]
+
+
+def test_gpus_of_several_runs_are_one_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "arch.json"
+    for m, device in enumerate(["a GPU", "8 x a GPU", "2 of 8 x a GPU"], 1):
+        Record(file, HERE | {"device": device}).add(KEY | {"m": m}, "triton", Config(64))
+    found = Record(file, HERE)
+    assert len(found.entries) == 3 and found.measured_on["device"] == "a GPU; 8 x a GPU; 2 of 8 x a GPU"
 
 
 def test_the_file_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
