@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The crossovers of the all-reduce, measured between the GPUs of this host, for `comm.policy`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from llm_quant_rocm.comm.crossovers import merged
 from llm_quant_rocm.measure import all_reduce
 from llm_quant_rocm.measure.ranks import Report
-from llm_quant_rocm.tune.record import Measurements, write_whole
+from llm_quant_rocm.tune.record import Measurements, update
 
 
 def tune(
@@ -47,8 +46,4 @@ def tune(
 
 def write(file: Path, entries: Sequence[Mapping[str, Any]], measured_on: Mapping[str, str]) -> None:
     """Adds crossovers, of `entries` in a module of `measure`, to `file`."""
-    try:
-        known = json.loads(file.read_text()) if file.is_file() else None
-    except ValueError:
-        known = None  # a broken file is measured anew
-    write_whole(file, merged(known, entries, measured_on))
+    update(file, lambda known: merged(known, entries, measured_on))

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of measurements in the making: of configurations, as tuning.py reads them, and of the all-reduce's times."""
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,8 @@ _AND = "; "
 
 
 class Measurements:
-    """Measurements, {"measured_on": {...}, NAME: [...]} in a JSON file, written after each of them. The numbers in one,
-    its sizes, tell it from the others.
+    """Measurements, {"measured_on": {...}, NAME: [...]} in a JSON file, written after each of them, beside what other
+    processes wrote meanwhile. The numbers in one, its sizes, tell it from the others.
 
     Args:
         path: the file. What it holds is gone on with where it was measured on the same GPU and serves here: under the
@@ -33,19 +37,7 @@ class Measurements:
         self.path = path
         self._here = here
         self._name = name
-        self.entries: list[dict[str, Any]] = []
-        self.measured_on: dict[str, str] = dict(here)
-        self.others: list[str] = []
-        if path.is_file():
-            try:
-                content = json.loads(path.read_text())
-                measured_on = {key: str(value) for key, value in content["measured_on"].items()}
-                entries = [dict(entry) for entry in content[name]]
-                self.others = _others(measured_on, here)
-                if entries and not self.others:
-                    self.entries, self.measured_on = entries, measured_on
-            except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-                pass  # a broken file is measured anew
+        self.entries, self.measured_on, self.others = self._known(loaded(path))
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Whether these were measured."""
@@ -53,13 +45,29 @@ class Measurements:
 
     def put(self, entry: Mapping[str, Any]) -> None:
         """Add a measurement that was made here; the file is whole at every moment."""
-        self.measured_on = _joined(self.measured_on, self._here)
-        self.entries.append(dict(entry))
-        write_whole(self.path, self.content())
+
+        def added(content: Any) -> dict[str, Any]:
+            theirs, measured_on, _ = self._known(content)
+            self.entries = list({_sizes(one): one for one in [*theirs, *self.entries, dict(entry)]}.values())
+            self.measured_on = _joined(self.measured_on, measured_on, self._here)
+            return self.content()
+
+        update(self.path, added)
 
     def content(self) -> dict[str, Any]:
         """What the file says."""
         return {"measured_on": self.measured_on, self._name: self.entries}
+
+    def _known(self, content: Any) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
+        """The three attributes, of what the file holds."""
+        try:
+            measured_on = {key: str(value) for key, value in content["measured_on"].items()}
+            entries, others = [dict(entry) for entry in content[self._name]], _others(measured_on, self._here)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            entries, others = [], []  # no file, or a broken one, which is measured anew
+        if others or not entries:
+            return [], dict(self._here), others
+        return entries, measured_on, others
 
 
 class Record(Measurements):
@@ -84,16 +92,46 @@ def _gpus(measured_on: Mapping[str, str]) -> set[str]:
     return {provenance.without_count(device) for device in measured_on.get("device", "").split(_AND)}
 
 
-def _joined(measured_on: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Of every value both, unless they are the same; "none" where one has none."""
-    names = dict.fromkeys([*measured_on, *here])
-    both = {name: [*measured_on.get(name, "none").split(_AND), here.get(name, "none")] for name in names}
-    return {name: _AND.join(dict.fromkeys(values)) for name, values in both.items()}
+def _joined(*environments: Mapping[str, str]) -> dict[str, str]:
+    """Of every value all that there are; "none" where one has none."""
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    values = {name: [environment.get(name, "none").split(_AND) for environment in environments] for name in names}
+    return {name: _AND.join(dict.fromkeys(sum(several, []))) for name, several in values.items()}
 
 
-def write_whole(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes JSON; the file is whole at every moment."""
+def _sizes(entry: Mapping[str, Any]) -> frozenset[tuple[str, int]]:
+    return frozenset((name, value) for name, value in entry.items() if isinstance(value, int))
+
+
+def loaded(file: Path) -> Any:
+    """What a JSON file holds; None where there is none, or a broken one."""
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def update(file: Path, change: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Makes a JSON file what `change` makes of what is `loaded` from it. Processes do so one after the other, and the
+    file is whole at every moment."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.tmp")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(file)
+    with _alone(file.parent):
+        content = change(loaded(file))
+        part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            part.write_text(json.dumps(content, indent=1) + "\n")
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits for other processes in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # NFS locks no folders: there the last of two in the same moment stays
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -67,6 +67,26 @@ def test_other_numbers_of_ranks_stay(sizes: list[tuple[int, ...]], tmp_path: Pat
     assert [entry["world_size"] for entry in json.loads(file.read_text())["crossovers"]] == [2, 4]
 
 
+def test_other_numbers_of_ranks_that_are_measured_meanwhile_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And one that is done takes nothing from another with as many ranks."""
+    file, rows_file = tmp_path / "sm_90.json", tmp_path / "sm_90.tp2.part"
+
+    def measure(world: int, heard: Callable[[str, Any], None], sizes: tuple[int, ...], seconds: float) -> None:
+        for size in sizes:
+            heard("row", row(size))
+            if world == 2 and size == sizes[3]:
+                tune(4, file, MEASURED_ON, lambda word, what: None)
+                rows_file.unlink()
+
+    monkeypatch.setattr(all_reduce, "measure", measure)
+    assert tune(2, file, MEASURED_ON, lambda word, what: None) == []
+    found = json.loads(file.read_text())["crossovers"]
+    assert {entry["world_size"]: len(entry["steps"]) for entry in found if entry["codec"] == "FP4"} == {2: 2, 4: 2}
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_another_version_is_measured_anew(sizes: list[tuple[int, ...]], tmp_path: Path) -> None:
     tune(2, tmp_path / "sm_90.json", MEASURED_ON, lambda word, what: None)
     heard: list[Any] = []

@@ -2,6 +2,7 @@
 """A file of measured configurations in the making: what is gone on with, and what is measured anew."""
 
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,35 @@ def test_the_file_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.M
         record.add(KEY | {"m": 2}, "triton", Config(32))
     found = Record(file, HERE)
     assert found.holds(KEY) and not found.holds(KEY | {"m": 2})
+    assert list(tmp_path.iterdir()) == [file], "nothing half-written stays"
+
+
+def test_two_runs_at_once_keep_what_both_measured(tmp_path: Path) -> None:
+    file = tmp_path / "arch.json"
+    one, other = Record(file, HERE), Record(file, HERE | {"commit": "7654321"})
+    for m in range(1, 4):
+        one.add(KEY | {"m": m}, "triton", Config(1))
+        other.add(KEY | {"m": 10 * m}, "triton", Config(10))
+        other.add(KEY | {"m": m}, "triton", Config(10))
+    found = Record(file, HERE)
+    assert sorted(shape["m"] for shape in found.entries) == [1, 2, 3, 10, 20, 30], "each once"
+    assert found.measured_on["commit"] == "7654321; 1234567"
+    assert [item.name for item in tmp_path.iterdir()] == ["arch.json"]
+
+
+def add_many(file: Path, first: int) -> None:
+    for m in range(first, first + 100):
+        Record(file, HERE).add(KEY | {"m": m}, "triton", Config(m))
+
+
+def test_processes_on_one_file_wait_for_each_other(tmp_path: Path) -> None:
+    """Each reads it anew every time, and so knows nothing that is not in the file."""
+    file = tmp_path / "operator" / "arch.json"
+    processes = [get_context("spawn").Process(target=add_many, args=(file, first)) for first in (1, 101, 201)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(shape["m"] for shape in Record(file, HERE).entries) == list(range(1, 301))
+    assert list(file.parent.iterdir()) == [file]
