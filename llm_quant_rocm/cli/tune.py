@@ -183,6 +183,7 @@ def _tune_all_reduce(
     from llm_quant_rocm.measure.all_reduce import SIZES
     from llm_quant_rocm.tune import QUICK_REDUCE
     from llm_quant_rocm.tune.quick_reduce import tune
+    from llm_quant_rocm.tune.record import loaded
 
     file = out / QUICK_REDUCE / f"{device.arch}.json" if out else tuning.cache_file(QUICK_REDUCE, device.arch)
     with ranks_reported(), _progress(messages) as progress:
@@ -203,7 +204,7 @@ def _tune_all_reduce(
     messages.print(
         f"{QUICK_REDUCE}: {budget.ending(len(left), len(SIZES), 'sizes')}; {file}", highlight=False, soft_wrap=True
     )
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return loaded(file) or {}
 
 
 def _tune(

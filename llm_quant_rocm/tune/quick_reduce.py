@@ -46,4 +46,11 @@ def tune(
 
 def write(file: Path, entries: Sequence[Mapping[str, Any]], measured_on: Mapping[str, str]) -> None:
     """Adds crossovers, of `entries` in a module of `measure`, to `file`."""
-    update(file, lambda known: merged(known, entries, measured_on))
+
+    def added(known: Any) -> dict[str, Any]:
+        try:
+            return merged(known, entries, measured_on)
+        except (AttributeError, KeyError, TypeError):
+            return merged(None, entries, measured_on)  # a broken file is measured anew
+
+    update(file, added)

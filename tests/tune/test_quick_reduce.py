@@ -112,5 +112,23 @@ def test_broken_files_are_measured_anew(text: str, sizes: list[tuple[int, ...]],
     assert tune(2, file, MEASURED_ON, lambda word, what: None) and sizes == [all_reduce.SIZES]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"5", b"\xff", b'{"crossovers": 5}', b'{"crossovers": [1]}', b'{"crossovers": [{}]}',
+     b'{"crossovers": [{"world_size": [], "codec": "FP4"}]}', b'{"crossovers": [{"world_size": "2", "codec": "FP4"}]}'],
+    ids=repr,
+)  # fmt: skip
+def test_a_broken_file_of_crossovers_is_written_anew(
+    content: bytes, sizes: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """As the policy's message asks for: what took minutes to measure is not lost over it."""
+    file = tmp_path / "sm_90.json"
+    file.write_bytes(content)
+    while tune(2, file, MEASURED_ON, lambda word, what: None):
+        pass
+    with patch.object(policy, "cache_file", return_value=file):
+        assert Policy(Settings(codec_named("FP4")), 2, "sm_90").measured
+
+
 def test_the_table_of_replays_covers_every_size() -> None:
     assert max(all_reduce.SIZES) <= max(all_reduce.REPLAYS) and len(set(all_reduce.SIZES)) == len(all_reduce.SIZES)
