@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
@@ -149,9 +149,13 @@ def counts(arch: str, shape: Measured, m: int) -> bool:
 
 def text_of(file: Traversable) -> str | None:
     """What a file of measurements holds; None where there is none, and, with a warning, where it may not be read, as in
-    containers whose user has no right to HOME."""
+    containers whose user has no right to HOME.
+
+    Raises:
+        ValueError: it is no text.
+    """
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -165,10 +169,10 @@ def measured(operator: str, file: Traversable, here: Mapping[str, str | None] | 
     Raises:
         ValueError: the file is broken; the message names it.
     """
-    text = text_of(file)
-    if text is None:
-        return []
     try:
+        text = text_of(file)
+        if text is None:
+            return []
         content = json.loads(text)
         measured_on, entries = dict(content["measured_on"]), content["shapes"]
         other = others(measured_on, here) if here else []
@@ -181,10 +185,26 @@ def measured(operator: str, file: Traversable, here: Mapping[str, str | None] | 
         if broken is not None:
             raise ValueError(broken)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file} is no file of measured configurations ({error!r}): delete it, and run llm-quant-rocm tune again"
-        ) from error
+        raise _broken(file, error) from error
     return found
+
+
+def configured(operator: str, arch: str, shape: Shape, config_of: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """`config_of` the fields of a shape that was measured.
+
+    Raises:
+        ValueError: they are others than those of a configuration; the message names the user's file, for what ships is
+            tested.
+    """
+    try:
+        return config_of(shape.config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _broken(cache_file(operator, arch), error) from error
+
+
+def _broken(file: Traversable, error: Exception) -> ValueError:
+    what = f"{file} is no file of measured configurations ({error!r})"
+    return ValueError(f"{what}: delete it, and run llm-quant-rocm tune again")
 
 
 def others(measured_on: Mapping[str, str | None], here: Mapping[str, str | None]) -> list[str]:

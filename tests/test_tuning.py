@@ -241,6 +241,37 @@ def test_a_broken_file_of_the_cache(text: str) -> None:
         tuning.shapes("ptpc_gemm", "sm_90")
 
 
+def test_a_file_of_the_cache_that_is_no_text() -> None:
+    file = tuning.cache_file("ptpc_gemm", "sm_90")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'{"measured_on": "\xff"}')
+    with pytest.raises(ValueError, match=f"^{file} is no file of measured configurations .* delete it, and run"):
+        tuning.shapes("ptpc_gemm", "sm_90")
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("fields", [{"tile": 1}, {"w13": 1, "w2": 2}, {"w13": {}, "w2": {"tile": 1}}], ids=str)
+@pytest.mark.parametrize(
+    ("operator", "function"),
+    [("ptpc_gemm", "_config"), ("nvfp4_gemm", "_config"), ("nvfp4_gemm", "_fp8_config"), ("ptpc_moe", "_config"),
+     ("nvfp4_moe", "_config")],
+)  # fmt: skip
+def test_a_configuration_of_other_fields(operator: str, function: str, fields: dict[str, Any], arch: str) -> None:
+    """Nothing is known of them before the kernels are imported; then the file is named all the same."""
+    name = f"{operator}_fp8" if function == "_fp8_config" else operator
+    sizes = (4, 256, 256) if operator.endswith("_moe") else (256, 256)
+    names = ("experts", "hidden", "inner", "slots") if operator.endswith("_moe") else ("n", "k", "m")
+    shape = {**dict(zip(names, (*sizes, 256), strict=True)), "backend": "triton", "config": fields}
+    file = tuning.cache_file(name, arch)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"measured_on": HERE, "shapes": [shape]}))
+    device = hardware.nvidia(9, 0) if arch == "sm_90" else hardware.amd(arch)
+    config = getattr(import_module(f"llm_quant_rocm.ops.{operator}"), function).__wrapped__
+    with pytest.raises(ValueError, match=f"^{file} is no file of measured configurations .* delete it, and run"):
+        config(device, 256, *sizes)
+
+
 def shipped(operator: str) -> list[Traversable]:
     folder = resources.files("llm_quant_rocm") / "configs" / operator
     return [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []

@@ -267,10 +267,10 @@ def _read(file: Traversable, wanted: Set[tuple[int, str]]) -> dict[tuple[int, st
     """The steps of one file by number of ranks and name of codec, of those that are wanted, and by dtype."""
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     found: dict[tuple[int, str], dict[torch.dtype, Steps]] = {}
-    text = text_of(file)
-    if text is None:
-        return found
     try:
+        text = text_of(file)
+        if text is None:
+            return found
         for entry in json.loads(text)["crossovers"]:
             pair = entry["world_size"], entry["codec"]
             if pair in wanted:

@@ -112,7 +112,9 @@ def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     counts = measured is not None and measured.weight == (n, k) and tuning.counts(device.arch, measured, m)
     if not counts or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
-    return None if measured.backend == EXACT else kernels.fp8_config_of(measured.config)
+    if measured.backend == EXACT:
+        return None
+    return tuning.configured(FP8_NAME, device.arch, measured, kernels.fp8_config_of)
 
 
 def _run_triton(
@@ -134,7 +136,8 @@ def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
     if measured is None:
         return kernels.default_config(m, n, k, device)
-    return kernels.fitted(kernels.config_of(measured.config), m, n, k, measured.m)
+    config = tuning.configured(NAME, device.arch, measured, kernels.config_of)
+    return kernels.fitted(config, m, n, k, measured.m)
 
 
 def _torch_refusal(call: GemmCall) -> str | None:

@@ -82,9 +82,9 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
 
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
-    if measured:
-        return PairConfig.of(measured.config, kernels.config_of)
-    return kernels.moe_config(slots, experts, hidden, inner, device)
+    if measured is None:
+        return kernels.moe_config(slots, experts, hidden, inner, device)
+    return tuning.configured(NAME, device.arch, measured, lambda fields: PairConfig.of(fields, kernels.config_of))
 
 
 # A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, padding, activation, call), with

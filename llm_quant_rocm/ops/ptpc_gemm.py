@@ -124,7 +124,9 @@ def kernels_of(arch: str) -> ModuleType:
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), _measured(device.arch, m, n, k)
-    return kernels.config_of(measured.config) if measured else kernels.default_config(device, m, n, k)
+    if measured is None:
+        return kernels.default_config(device, m, n, k)
+    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
 
 
 def _measured(arch: str, m: int, n: int, k: int) -> tuning.Measured | None:

@@ -53,7 +53,9 @@ def kernels_of(arch: str) -> ModuleType:
 def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
-    return kernels.config_of(measured.config) if measured else kernels.default_config(device, slots, experts)
+    if measured is None:
+        return kernels.default_config(device, slots, experts)
+    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
 
 
 def _reference(

@@ -262,11 +262,17 @@ def test_what_was_measured_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(parsed) == 1, "each file is read once"
 
 
-def test_a_broken_file_of_measurements_names_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operator", ["reduce_norm_quant", "quick_reduce"])
+@pytest.mark.parametrize("content", [b"{}", b"\xff"], ids=["empty", "no-text"])
+def test_a_broken_file_of_measurements_names_its_cure(
+    operator: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    broken = operators.tuning.cache_file("reduce_norm_quant", hardware.detect(CPU).arch)
+    monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "FP4")
+    monkeypatch.setattr(operators, "_ranks", lambda: (2, True))
+    broken = operators.tuning.cache_file(operator, hardware.detect(CPU).arch)
     broken.parent.mkdir(parents=True)
-    broken.write_text("{}")
+    broken.write_bytes(content)
     part = operators.examine(CPU)
     assert [problem.what.split(" is no file")[0] for problem in part.problems] == [str(broken)]
     assert part.problems[0].cure == "measure them again, or delete it"

@@ -281,9 +281,10 @@ def test_a_broken_file_is_named(changes: dict[str, Any]) -> None:
     measured("sm_90", **changes)
     with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers .* measure them again, or delete it"):
         Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
-    cache_file("quick_reduce", "sm_90").write_text("{")
-    with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers"):
-        Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
+    for content in (b"{", b"\xff"):
+        cache_file("quick_reduce", "sm_90").write_bytes(content)
+        with pytest.raises(ValueError, match=r"sm_90\.json is no file of crossovers"):
+            Policy(settings(QUANTIZATION="INT4"), 4, "sm_90")
 
 
 def test_every_shipped_file_can_be_read() -> None:

@@ -68,7 +68,7 @@ def examine(device: torch.device) -> Part:
     try:
         notes.append(_all_reduce(facts.arch))
     except ValueError as error:
-        problems.append(Problem(str(error), "set the variables of the quantized all-reduce as the message says"))
+        problems.append(Problem.of(str(error)))
     return Part("operators", f"Operators on {device}", rows, notes, list(dict.fromkeys(problems)))
 
 
