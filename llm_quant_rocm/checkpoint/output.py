@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder that a quantized checkpoint is written to: it can be interrupted at any moment and gone on with.
 
-Every file is written under the name NAME.part, flushed to the disk, and renamed. `REPORT` lists the files that are
-whole, so that a later run with the same settings goes on behind them, and keeps what is known of their layers.
-config.json is written last: a folder that has it is whole, and no engine loads one that is not.
+Every file is written under the name NAME.llm-quant-rocm-part, flushed to the disk, and renamed. `REPORT` lists the
+files that are whole, so that a later run with the same settings goes on behind them, and keeps what is known of their
+layers. config.json is written last: a folder that has it is whole, and no engine loads one that is not.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 REPORT = "quantization_report.json"
-_PART = ".part"
+# Nobody else's: what has it is removed.
+_PART = ".llm-quant-rocm-part"
 
 
 class Output:
@@ -102,24 +103,27 @@ class Output:
         """The whole files of an earlier run with the same settings."""
         report, cure = self._folder / REPORT, "name another folder, or remove it"
         left = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
-        if left and all(name.endswith(_PART) for name in left):
+        if left == [f"{REPORT}{_PART}"]:  # which is written first
             return {}
         if not report.is_file():
             raise ValueError(f"{self._folder} is not an empty folder: {cure}")
         try:
             found = json.loads(report.read_text())
             settings, files = found["settings"], found["files"]
-        except (ValueError, KeyError, TypeError):
+            others = {name: settings.get(name) for name, value in self._settings.items() if settings.get(name) != value}
+            whole = {
+                file: record for file, record in files.items() if not others and self._holds(file, record["bytes"])
+            }
+        except (AttributeError, ValueError, KeyError, TypeError):
             raise ValueError(f"{report} cannot be read: {cure}") from None
-        for name, value in self._settings.items():
-            if settings.get(name) != value:
-                what = "another model" if name == "source" else f"another run, whose {name} was {settings.get(name)}"
-                raise ValueError(f"{self._folder} holds {what}: {cure}")
-        return {
-            file: record
-            for file, record in files.items()
-            if (self._folder / file).is_file() and (self._folder / file).stat().st_size == record["bytes"]
-        }
+        for name, value in others.items():
+            what = "another model" if name == "source" else f"another run, whose {name} was {value}"
+            raise ValueError(f"{self._folder} holds {what}: {cure}")
+        return whole
+
+    def _holds(self, file: str, size: int) -> bool:
+        path = self._folder / file
+        return path.is_file() and path.stat().st_size == size
 
 
 @contextlib.contextmanager

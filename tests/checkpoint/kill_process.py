@@ -35,7 +35,7 @@ def killed_at(point: int, source: Path, target: Path) -> None:
         passed += 1
 
     def place(self: output.Output, file: str, write: Any) -> None:
-        part = self._folder / f"{file}.part"
+        part = self._folder / f"{file}{output._PART}"
         write(part)
         whole = part.read_bytes()
         part.write_bytes(whole[: len(whole) // 2])

@@ -157,13 +157,44 @@ def test_the_folder_of_another_model(source: Path, tmp_path: Path) -> None:
         quantize_checkpoint(other, tmp_path / "target")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"settings": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", "1", '{"settings": 1}', '{"settings": [], "files": {}}', '{"settings": 1, "files": {}}',
+     '{"settings": {"package": "0"}, "files": []}'],
+)  # fmt: skip
 def test_a_broken_report(source: Path, tmp_path: Path, text: str) -> None:
     target = tmp_path / "target"
     quantize_checkpoint(source, target)
     (target / REPORT).write_text(text)
     with pytest.raises(ValueError, match=f"{REPORT} cannot be read: name another folder, or remove it"):
         quantize_checkpoint(source, target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "files"), [({}, []), ({}, {"a.safetensors": 1}), ({}, {"a.safetensors": {}})], ids=str
+)
+def test_a_report_of_the_same_settings_with_broken_files(tmp_path: Path, settings: dict, files: object) -> None:
+    (tmp_path / REPORT).write_text(json.dumps({"settings": settings, "files": files}))
+    with pytest.raises(ValueError, match=f"{REPORT} cannot be read: name another folder, or remove it"):
+        Output(tmp_path, settings)
+
+
+def test_files_of_others_are_not_removed(source: Path, tmp_path: Path) -> None:
+    """A browser's downloads, for example, have .part too."""
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    (downloads / "film.part").write_text("half of it")
+    with pytest.raises(ValueError, match="downloads is not an empty folder: name another folder, or remove it"):
+        quantize_checkpoint(source, downloads)
+    target = tmp_path / "target"
+    (source / "notes.part").write_text("one")
+    quantize_checkpoint(source, target)
+    (target / "film.part").write_text("half of it")
+    (target / f"x{output._PART}").write_text("of an earlier run")
+    quantize_checkpoint(source, target)
+    assert (target / "film.part").exists() and (target / "notes.part").exists()
+    assert not (target / f"x{output._PART}").exists()
+    assert (downloads / "film.part").read_text() == "half of it"
 
 
 def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
@@ -184,7 +215,9 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(output, "save_file", full)
-    with pytest.raises(OSError, match=r"safetensors\.part cannot be written \(I/O error: No space .*: make room"):
+    with pytest.raises(
+        OSError, match=r"safetensors\.llm-quant-rocm-part cannot be written \(I/O error: No space .*: make room"
+    ):
         quantize_checkpoint(source, tmp_path / "target")
     monkeypatch.undo()
     quantize_checkpoint(source, tmp_path / "target")
@@ -195,13 +228,14 @@ def test_a_disk_that_fills_up_before_the_last_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Path, text: str) -> int:
-        if self.name == "config.json.part":
+        if self.name == "config.json.llm-quant-rocm-part":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_text(self, text)
 
     write_text = Path.write_text
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match=r"config\.json\.part cannot be written \(.*No space left on device\): make room"):
+    refusal = r"config\.json\.llm-quant-rocm-part cannot be written \(.*No space left on device\): make room"
+    with pytest.raises(OSError, match=refusal):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target" / "config.json").exists()
     monkeypatch.undo()
