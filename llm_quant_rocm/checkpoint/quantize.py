@@ -262,7 +262,8 @@ def _modules_folders(source: Path) -> set[str]:
     file = source / "modules.json"
     try:
         modules = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        return {Path(module["path"]).parts[0] for module in modules if module.get("path")}
+        # The first module's path is often "", or ".": the checkpoint's own folder.
+        return {first for module in modules for first in Path(module.get("path") or "").parts[:1]}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no list of modules ({error}): download the checkpoint again") from error
 

@@ -268,10 +268,11 @@ def test_an_earlier_output_in_the_checkpoint_is_not_copied(tmp_path: Path) -> No
     assert not (tmp_path / "target" / "earlier").exists()
 
 
-def test_folders_of_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("itself", ["", ".", "./", None])
+def test_folders_of_a_checkpoint(tmp_path: Path, itself: str | None) -> None:
     """Pooling and templates go along, and what sentence-transformers' modules have; not weights in other formats."""
     source = write(tmp_path / "source", tensors_of_a_model())
-    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]))
+    (source / "modules.json").write_text(json.dumps([{"path": itself}, {"path": "./1_Pooling"}, {"path": "2_Dense"}]))
     here = ["1_Pooling/config.json", "2_Dense/model.safetensors", "additional_chat_templates/tools.jinja"]
     for name in [*here, "onnx/model.onnx", "original/consolidated.00.pth", ".cache/huggingface/x.json"]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
