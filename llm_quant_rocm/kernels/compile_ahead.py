@@ -122,6 +122,8 @@ def _at_once() -> int:
 
 _background = _Background()
 finish = _background.finish
+# What one thread replaces for a while, another may not take for the original.
+_one_thread = threading.RLock()
 
 
 class _Awaited(FutureKernel):
@@ -154,9 +156,13 @@ class _Recording(AsyncCompileMode):
 def compile_ahead() -> Iterator[Ahead]:
     """Within, kernels that this thread launches do not run, nor do the vendor's products that it calls. At its end the
     kernels that are not compiled yet begin to be, several at once; the first launch of one waits for all (`finish`).
+
+    One thread is within at a time; another that enters waits until it has left.
+
+    Raises:
+        RuntimeError: this thread is within already.
     """
     thread, ahead = threading.get_ident(), Ahead()
-    run, scaled_mm, addmm = JITFunction.run, torch._scaled_mm, torch.addmm
 
     def only_compile(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         ahead.launches += 1
@@ -166,7 +172,8 @@ def compile_ahead() -> Iterator[Ahead]:
         """`mine` in this thread, `others` in all others."""
         return lambda *args, **options: (mine if threading.get_ident() == thread else others)(*args, **options)
 
-    with _Recording() as mode:
+    with _one_thread, _Recording() as mode:
+        run, scaled_mm, addmm = JITFunction.run, torch._scaled_mm, torch.addmm
         JITFunction.run = here(only_compile, run)
         torch._scaled_mm, torch.addmm = here(no_scaled_mm, scaled_mm), here(no_addmm, addmm)
         try:

@@ -2,6 +2,7 @@
 """After `warm_up` no number of rows has a kernel compiled."""
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,8 @@ from llm_quant_rocm.ops.warm_up import warm_up
 from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
 
 from llm_quant_rocm.kernels import compile_ahead
 from tests.kernels.warm_kernels import compiled_in_the_background, not_compiled, said_of_all
@@ -121,6 +124,33 @@ def test_the_vendor_multiplies_in_other_threads_only() -> None:
         product = torch._scaled_mm(codes, codes.t(), one[:, :1], one[:1], out_dtype=torch.bfloat16)
         assert (product.shape, product.dtype) == ((2, 2), torch.bfloat16)
     assert multiply().eq(2).all()
+
+
+def test_threads_that_take_turns_leave_all_as_it_was() -> None:
+    before = torch.addmm, torch._scaled_mm, JITFunction.run
+    one, entered, left = torch.ones(2, 2), threading.Event(), threading.Event()
+
+    def in_the_other_thread() -> None:
+        with compile_ahead.compile_ahead():
+            entered.set()
+            assert left.wait(60)
+
+    with ThreadPoolExecutor(1) as other:
+        with compile_ahead.compile_ahead():
+            inside = other.submit(in_the_other_thread)
+            assert not entered.wait(0.2)
+        assert entered.wait(60)
+        assert torch.addmm(one, one, one).eq(3).all()
+        left.set()
+        inside.result()
+    assert before == (torch.addmm, torch._scaled_mm, JITFunction.run)
+
+
+def test_a_thread_that_enters_twice_is_told() -> None:
+    before = torch.addmm, torch._scaled_mm, JITFunction.run
+    with compile_ahead.compile_ahead(), pytest.raises(RuntimeError, match="already active"):
+        compile_ahead.compile_ahead().__enter__()
+    assert before == (torch.addmm, torch._scaled_mm, JITFunction.run)
 
 
 def test_ranks_compile_in_orders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
