@@ -5,6 +5,9 @@ What is wrong with a checkpoint shows in a worker, which logs the error and ends
 worker failed, and the front end that the engine did: the sentence that matters stands a hundred lines above the end.
 Here the process in which it was raised leaves it in a file, and the front end repeats it below its own traceback.
 
+A program may catch what an engine raises, start another and fail of something else. So an error is left with vLLM's id
+of its engine, and repeated below what came through that engine alone.
+
 Python's own hooks serve for both: the factory of logging's records, as vLLM logs what ends a process, and
 `sys.excepthook`. A handler would not do: where ranks are forks of the engine, vLLM configures its logging once more,
 which takes the handlers from all of its loggers, and loads no plugin again.
@@ -17,7 +20,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception_only, walk_tb
@@ -45,7 +48,7 @@ def install() -> None:
 
 class _Leave:
     """A factory of records that leaves the errors that vLLM logs and our code raised in the file of `ERRORS`, one a
-    line."""
+    line behind the id of its engine."""
 
     def __init__(self, before: Callable[..., logging.LogRecord]) -> None:
         self._before = before
@@ -59,23 +62,43 @@ class _Leave:
 
 
 def _leave(error: BaseException) -> None:
-    file = read(ERRORS)
-    if file and _is_ours(error):
+    file, engine = read(ERRORS), _engine(error)
+    if file and engine and _is_ours(error):
         with suppress(OSError), open(file, "a", encoding="utf-8") as stream:
-            stream.write(_in_a_line(error) + "\n")
+            stream.write(f"{engine} {_in_a_line(error)}\n")
 
 
 class _Repeat:
-    """A `sys.excepthook` that repeats what processes of the engine left in `file`, below what the one before prints."""
+    """A `sys.excepthook` that repeats what processes of an error's engine left in `file`, below what the one before
+    prints."""
 
     def __init__(self, file: Path, before: Callable[..., object]) -> None:
         self._file, self._before = file, before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._before(kind, error, trace)
-        left = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
+        engines = {_engine(one) for one in _shown(error)}
+        left = [line for engine, _, line in (text.partition(" ") for text in lines) if engine in engines]
         for line in dict.fromkeys([*left, *_wrapped(error)]):  # ranks say the same
             print(f"\nllm-quant-rocm: {line}", file=sys.stderr)
+
+
+def _shown(error: BaseException | None) -> Iterator[BaseException]:
+    """The errors of a traceback as Python prints it, the last first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _engine(error: BaseException) -> str | None:
+    """vLLM's id of the engine whose code the error came through, in whichever process, or None."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for names in (frame.f_locals, getattr(frame.f_locals.get("self"), "__dict__", {})):
+            engine = getattr(names.get("vllm_config"), "instance_id", None)
+            if engine:
+                return str(engine).partition("_")[0]  # behind it, the rank of data parallelism
+    return None
 
 
 def _wrapped(error: BaseException) -> list[str]:

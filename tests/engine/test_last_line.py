@@ -7,7 +7,9 @@ That a worker's error arrives there is seen where one is made: test_nvfp4_refusa
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -22,11 +24,13 @@ SENTENCE = "llm-quant-rocm: ValueError: quant_algo NVFP4_SVD is not known"
 
 
 @pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A process in which vLLM starts; the file in which its children leave errors."""
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A process in which vLLM starts; the file in which its children leave errors, which is gone after the test."""
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print("the traceback", file=sys.stderr))
     last_line.install()
-    return Path(os.environ[ERRORS])
+    file = Path(os.environ[ERRORS])
+    yield file
+    file.unlink(missing_ok=True)
 
 
 def log(error: Exception) -> None:
@@ -40,20 +44,68 @@ def end(error: Exception, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line]
 
 
-def refusal() -> ValueError:
-    with pytest.raises(ValueError, match="is not known") as caught:
-        NvFp4Config.from_config(BROKEN)
+def raised(engine: str, error: Exception) -> Exception:
+    """`error`, as it comes through an engine's code, in any of its processes."""
+
+    def start(vllm_config: SimpleNamespace) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        start(SimpleNamespace(instance_id=engine))
     return caught.value
 
 
+def refusal(engine: str = "1") -> Exception:
+    with pytest.raises(ValueError, match="is not known") as caught:
+        NvFp4Config.from_config(BROKEN)
+    return raised(engine, caught.value)
+
+
+def failed(engine: str = "1") -> Exception:
+    """What the front end raises."""
+    return raised(engine, RuntimeError("Engine core initialization failed"))
+
+
 def test_the_sentence_of_a_worker_comes_last_and_once(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(2):  # ranks
-        log(refusal())
+    for rank in ("1_dp0", "1_dp1"):
+        log(refusal(rank))
     log(RuntimeError("WorkerProc initialization failed"))
-    lines = end(RuntimeError("Engine core initialization failed"), capsys)
+    lines = end(failed(), capsys)
     assert lines[-2] == "the traceback"
     assert lines[-1].startswith(SENTENCE)
-    hook.unlink()
+
+
+def test_an_object_may_hold_the_configuration(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self.vllm_config = SimpleNamespace(instance_id="1")
+
+        def fail(self) -> None:
+            NvFp4Config.from_config(BROKEN)
+
+    with pytest.raises(ValueError, match="is not known") as caught:
+        Worker().fail()
+    log(caught.value)
+    assert end(failed(), capsys)[-1].startswith(SENTENCE)
+
+
+def test_what_a_program_caught_is_not_repeated_below_another_error(
+    hook: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log(refusal())
+    assert end(failed("2"), capsys) == ["the traceback"]
+    assert end(ZeroDivisionError("the user's own"), capsys) == ["the traceback"]
+
+
+def test_what_a_program_raises_of_it_has_the_sentence(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log(refusal())
+    of_it = RuntimeError("no model")
+    of_it.__cause__ = failed()
+    assert end(of_it, capsys)[-1].startswith(SENTENCE)
+    of_it.__cause__, of_it.__context__, of_it.__suppress_context__ = None, failed(), False
+    assert end(of_it, capsys)[-1].startswith(SENTENCE)
+    of_it.__suppress_context__ = True
+    assert end(of_it, capsys) == ["the traceback"]
 
 
 def test_what_pydantic_wraps_comes_last_too(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
