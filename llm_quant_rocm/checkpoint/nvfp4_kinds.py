@@ -24,7 +24,7 @@ class Options:
 
     Attributes:
         activations: "16bit", or "nvfp4" to quantize them as hardware with NVFP4 units does: for evaluation, and slow.
-        prefill: "exact", or "fp8" for FP8's speed where many tokens come at once (`ops.nvfp4_gemm`).
+        prefill: "exact", or "fp8" for FP8's speed in linear layers where many tokens come at once (`ops.nvfp4_gemm`).
     """
 
     activations: str = "16bit"
@@ -167,7 +167,8 @@ def summary(layers: Mapping[str, Sequence[str]], options: Options) -> str:
         f"{len(names)} {kind} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
         for kind, names in layers.items()
     ]
-    return f"{NAME}: {', '.join(counts)}; activations: {options.activations}, prefill: {options.prefill}"
+    prefill = "fp8 in linear layers" if options.prefill == "fp8" else options.prefill  # experts have none
+    return f"{NAME}: {', '.join(counts)}; activations: {options.activations}, prefill: {prefill}"
 
 
 def _refuse_group_size(size: int | str | None, where: str) -> None:

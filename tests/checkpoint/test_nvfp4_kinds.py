@@ -7,7 +7,7 @@ import pytest
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
 
-from llm_quant_rocm.checkpoint.nvfp4_kinds import check, checkpoint_kind, describe
+from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, check, checkpoint_kind, describe, summary
 
 
 def described(**groups: QuantizationScheme) -> dict[str, Any]:
@@ -50,3 +50,10 @@ def test_a_configuration_in_words() -> None:
     assert describe({"quant_method": "gptq", "bits": 4}) == "gptq"
     assert describe({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "modelopt (NVFP4)"
     assert describe({"format": "nvfp4-pack-quantized"}) == "nameless (nvfp4-pack-quantized)"
+
+
+def test_the_log_says_fp8_of_linear_layers() -> None:
+    """Of experts there is none, so that the line is true of a model whose experts alone are quantized."""
+    layers = {"mixture-of-experts layers": ["model.layers.0.mlp.experts"]}
+    assert summary(layers, Options(prefill="fp8")).endswith("; activations: 16bit, prefill: fp8 in linear layers")
+    assert summary(layers, Options()).endswith("; activations: 16bit, prefill: exact")
