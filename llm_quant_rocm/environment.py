@@ -48,7 +48,7 @@ def _quick_reduce(prefix: str) -> tuple[Variable, ...]:
         ),
         Variable(f"{prefix}MAX_SIZE_BYTES_MB", "MiB: serve messages up to this size", "2048"),
         Variable(f"{prefix}QUANTIZATION_MIN_SIZE_KB", "KiB: smaller messages travel unquantized", "0"),
-        Variable(f"{prefix}CAST_BF16_TO_FP16", "1 or true: bf16 travels as fp16", "0"),
+        Variable(f"{prefix}CAST_BF16_TO_FP16", "1 or true: bf16 travels as fp16; else as it is", "0"),
     )
 
 

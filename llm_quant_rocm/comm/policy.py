@@ -22,7 +22,9 @@ The environment is upstream's, with its meanings:
     VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB          serve from this size on, whatever was measured
     VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB          and up to this one; 2048 where unset, and at most between GPUs
     VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB   below this size by FP
-    VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16          bf16 travels as fp16, if 1 or true
+    VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16          1 or true: bf16 travels as fp16; else as it is
+
+SGLang's have no VLLM_ before them.
 
 We differ in the last one's default. Upstream casts because its arithmetic is in the type of the values, and slow in
 bf16; that loses what is beyond fp16's range on either side. Our arithmetic is in fp32 and gains nothing by it, so where
@@ -31,6 +33,7 @@ it is unset bf16 stays bf16.
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ from typing import Any, Self
 import torch
 
 from llm_quant_rocm.environment import QUICK_REDUCE as _PREFIX
-from llm_quant_rocm.environment import read
+from llm_quant_rocm.environment import SGLANG_QUICK_REDUCE, read
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec, codec_named
 from llm_quant_rocm.tuning import cache_file, text_of
 
@@ -138,6 +141,26 @@ class Settings:
             size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0) or 0,
             (read(f"{_PREFIX}CAST_BF16_TO_FP16", environment) or "").lower() in ("1", "true"),
         )
+
+    @classmethod
+    def for_sglang(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """The settings of SGLang's variables (ROCM_QUICK_REDUCE_...), else of vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
+
+        Raises:
+            ValueError: as of `from_environment`, with the names that the user gave, else SGLang's.
+        """
+        own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(SGLANG_QUICK_REDUCE)}
+        upstream = {name: value for name, value in environment.items() if name.startswith(_PREFIX)}
+        try:
+            return cls.from_environment({**upstream, **own})
+        except ValueError as error:
+            theirs = upstream.keys() - own.keys()
+            message = re.sub(
+                rf"{_PREFIX}\w+",
+                lambda name: name[0] if name[0] in theirs else name[0].removeprefix("VLLM_"),
+                str(error),
+            )
+            raise ValueError(message) from None
 
 
 class Policy:

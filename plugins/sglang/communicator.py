@@ -8,8 +8,7 @@ Small ones it leaves to SGLang's custom all-reduce where that takes them (`Group
 
 import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +19,6 @@ from sglang.srt.utils import is_hip
 
 from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to, connect
 from llm_quant_rocm.comm.policy import Policy, Settings
-from llm_quant_rocm.environment import QUICK_REDUCE as _UPSTREAM_PREFIX
 from llm_quant_rocm.environment import SGLANG_QUICK_REDUCE as _PREFIX
 from llm_quant_rocm.environment import read
 
@@ -29,26 +27,6 @@ QUANTIZATION = f"{_PREFIX}QUANTIZATION"
 _KNOWN_TO_SGLANG = ("FP", "INT8", "INT6", "INT4", "NONE")
 
 logger = logging.getLogger("llm_quant_rocm")
-
-
-def settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """The user's wishes by SGLang's variables (ROCM_QUICK_REDUCE_...), else by vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
-
-    Raises:
-        ValueError: as of `Settings.from_environment`, with the names that the user gave, else SGLang's.
-    """
-    own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(_PREFIX)}
-    upstream = {name: value for name, value in environment.items() if name.startswith(_UPSTREAM_PREFIX)}
-    try:
-        return Settings.from_environment({**upstream, **own})
-    except ValueError as error:
-        theirs = upstream.keys() - own.keys()
-        message = re.sub(
-            rf"{_UPSTREAM_PREFIX}\w+",
-            lambda name: name[0] if name[0] in theirs else name[0].removeprefix("VLLM_"),
-            str(error),
-        )
-        raise ValueError(message) from None
 
 
 def members(group: Any) -> Members:
@@ -67,7 +45,7 @@ def members(group: Any) -> Members:
 
 def attach(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
     """`GroupCoordinator.__init__`: a tensor-parallel group gets our all-reduce as its `qr_comm`."""
-    wishes = settings()
+    wishes = Settings.for_sglang()
     with _hidden_from_sglang(wishes):
         original(group, *args, **kwargs)
     if wishes.codec is None or group.world_size == 1 or group.unique_name.split(":")[0] != "tp":

@@ -34,6 +34,7 @@ from sglang.srt.utils import is_flashinfer_available
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks
+from llm_quant_rocm.comm.policy import Settings
 from llm_quant_rocm.environment import FUSION as SWITCH
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.formats.norm_quant import Quantization
@@ -232,7 +233,7 @@ def _group_name(group: Any) -> str | None:
         return None
     if group not in _connected:
         transport = getattr(group.qr_comm, "transport", None)
-        members, settings = communicator.members(group), communicator.settings()
+        members, settings = communicator.members(group), Settings.for_sglang()
         name = norm_ranks.connect(members, settings, _refusal(), transport, _all_reduce_of(weakref.ref(group)))
         _connected[group] = name
         if name is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from llm_quant_rocm.comm.policy import Settings
 from llm_quant_rocm_sglang import communicator, fusion, nvfp4, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
@@ -48,7 +49,7 @@ def choose_quantization(original: Callable[..., None], model_config: Any) -> Non
         ValueError: as of `chosen`, or a variable of the quantized all-reduce is wrong. What a plugin raises when it
             registers, SGLang logs and goes on; what is raised here ends the server before it starts a process.
     """
-    communicator.settings()
+    Settings.for_sglang()
     name = ptpc_fp8.chosen(model_config) or nvfp4.chosen(model_config)
     if name is None:
         original(model_config)

@@ -285,6 +285,22 @@ def test_the_policy_of_the_all_reduce_is_described(monkeypatch: pytest.MonkeyPat
     assert any("QUANTIZATION=FP5" in what for what in whats(operators.examine(torch.device("cpu"))))
 
 
+def test_the_all_reduce_is_judged_by_both_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    (note,) = (note for note in operators.examine(CPU).notes if "all-reduce" in note)
+    assert note.startswith("vLLM and SGLang, with 2 ranks: quantized all-reduce: off")
+    monkeypatch.setenv("ROCM_QUICK_REDUCE_QUANTIZATION", "FP4")
+    vllm, sglang = (note for note in operators.examine(CPU).notes if "all-reduce" in note)
+    assert vllm.startswith("vLLM, with 2 ranks: quantized all-reduce: off")
+    assert sglang.startswith("SGLang, with 2 ranks: quantized all-reduce: engine from 0 bytes, process_group FP4 from")
+    monkeypatch.setenv("ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB", "abc")
+    part = operators.examine(CPU)
+    assert whats(part) == ["ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB=abc: it must be a whole number, 0 or more"]
+    monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "FP4")
+    assert whats(operators.examine(CPU)) == whats(part)
+
+
 # --- engines
 
 

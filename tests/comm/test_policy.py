@@ -73,8 +73,9 @@ def test_all_variables() -> None:
         CAST_BF16_TO_FP16="True",
     )
     assert found == Settings(FP4, 3 * MIB, 64 * MIB, 512 * 1024, True)
-    assert not settings(QUANTIZATION="FP4", CAST_BF16_TO_FP16="0").cast_bf16_to_fp16
-    assert settings(QUANTIZATION="FP4", CAST_BF16_TO_FP16="1").cast_bf16_to_fp16
+    # As vLLM reads it: what is none of these is off, and no reason to stop an engine that upstream starts.
+    for text, cast in {"1": True, "TRUE": True, "0": False, "False": False, "": False, "yes": False}.items():
+        assert settings(QUANTIZATION="FP4", CAST_BF16_TO_FP16=text).cast_bf16_to_fp16 is cast
     as_large = settings(QUANTIZATION="FP4", MIN_SIZE_BYTES_MB="8", MAX_SIZE_BYTES_MB="8")
     assert as_large == Settings(FP4, 8 * MIB, 8 * MIB)
     assert settings(MIN_SIZE_BYTES_MB="4096", MAX_SIZE_BYTES_MB="x") == Settings(), "upstream's, without a codec"
@@ -96,6 +97,50 @@ def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) 
     with pytest.raises(ValueError, match=message) as raised:
         settings(**{"QUANTIZATION": "FP4"} | variables)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "codec", "min_bytes"),
+    [
+        ({}, None, None),
+        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2"}, "FP4", 2 << 20),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}, "INT8", None),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT6"}, "INT6", None),
+    ],
+    ids=["nothing", "sglang", "vllm", "both"],
+)
+def test_sglang_has_both_spellings(variables: dict[str, str], codec: str | None, min_bytes: int | None) -> None:
+    found = Settings.for_sglang(variables)
+    assert (found.codec and found.codec.name, found.min_bytes) == (codec, min_bytes)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
+        (
+            {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "1"},
+            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5",
+        ),
+        (
+            {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB": "x"},
+            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB=x",
+        ),
+        (
+            {
+                "ROCM_QUICK_REDUCE_QUANTIZATION": "FP4",
+                "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2",
+                "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "1",
+            },
+            "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
+        ),
+    ],
+    ids=["sglang", "vllm", "vllm among sglang", "longer name", "cast", "two names"],
+)
+def test_an_error_in_sglang_names_the_variable_that_the_user_set(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        Settings.for_sglang(variables)
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

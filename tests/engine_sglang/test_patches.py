@@ -164,21 +164,6 @@ def test_sglangs_own_methods_ask_ours_once_they_are_hooked() -> None:
     assert [group._resolve_outplace_all_reduce_method(torch.ones(shape)) for shape in ((2, 8), (8,))] == ["qr", "ca"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "codec", "min_bytes"),
-    [
-        ({}, None, None),
-        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2"}, "FP4", 2 << 20),
-        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}, "INT8", None),
-        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT6"}, "INT6", None),
-    ],
-    ids=["nothing", "sglang", "vllm", "both"],
-)
-def test_both_spellings(variables: dict[str, str], codec: str | None, min_bytes: int | None) -> None:
-    found = communicator.settings(variables)
-    assert (found.codec and found.codec.name, found.min_bytes) == (codec, min_bytes)
-
-
 def test_a_codec_that_sglang_does_not_know_is_hidden_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -191,35 +176,6 @@ def test_a_codec_that_sglang_does_not_know_is_hidden_from_it(monkeypatch: pytest
         communicator.attach(original, SimpleNamespace(), [[0]], 0)
         assert communicator.os.environ[communicator.QUANTIZATION] == name
     assert seen == ["NONE", "INT8"]
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
-        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5"}, "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5"),
-        (
-            {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT5", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "1"},
-            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION=INT5",
-        ),
-        (
-            {"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB": "x"},
-            "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB=x",
-        ),
-        (
-            {
-                "ROCM_QUICK_REDUCE_QUANTIZATION": "FP4",
-                "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2",
-                "ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB": "1",
-            },
-            "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
-        ),
-    ],
-    ids=["sglang", "vllm", "vllm among sglang", "longer name", "two names"],
-)
-def test_an_error_names_the_variable_that_the_user_set(variables: dict[str, str], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named}"):
-        communicator.settings(variables)
 
 
 def attach(monkeypatch: pytest.MonkeyPatch, group: Any) -> MagicMock:

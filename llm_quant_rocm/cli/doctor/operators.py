@@ -65,10 +65,13 @@ def examine(device: torch.device) -> Part:
     notes = [
         f"for {_DTYPE}, a layer of {_N} x {_K}, and {_EXPERTS} experts of {_INNER}, {_TOPK} a token",
     ]
-    try:
-        notes.append(_all_reduce(facts.arch))
-    except ValueError as error:
-        problems.append(Problem.of(str(error)))
+    engines: dict[str, list[str]] = {}  # by what holds there
+    for engine, settings in (("vLLM", policy.Settings.from_environment), ("SGLang", policy.Settings.for_sglang)):
+        try:
+            engines.setdefault(_all_reduce(facts.arch, settings()), []).append(engine)
+        except ValueError as error:
+            problems.append(Problem.of(str(error)))
+    notes += [f"{' and '.join(names)}, {said}" for said, names in engines.items()]
     return Part("operators", f"Operators on {device}", rows, notes, list(dict.fromkeys(problems)))
 
 
@@ -139,7 +142,7 @@ def _ranks() -> tuple[int, bool]:
     return max(1, len(gpus)), bool(pairs) and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
-def _all_reduce(arch: str) -> str:
+def _all_reduce(arch: str, settings: policy.Settings) -> str:
     world, peers = _ranks()
     world = max(2, world)
-    return f"with {world} ranks: {policy.Policy(policy.Settings.from_environment(), world, arch, peers).describe()}"
+    return f"with {world} ranks: {policy.Policy(settings, world, arch, peers).describe()}"
