@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import CommandError, understood
 from llm_quant_rocm.json_files import json_object
 
 Layers = dict[str, tuple[int, int]]  # by name, a weight's [N, K]
@@ -55,13 +55,11 @@ def experts(model: Path | None, ranks: int, patterns: Sequence[str] | None) -> E
 
 def _of(model: Path, ranks: int, shapes: Callable[[Any, int], dict[str, Shape]]) -> dict[str, Shape]:
     """What `shapes` finds in a model's config.json."""
-    file = model / "config.json" if model.is_dir() else model
-    if not file.is_file():
-        raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
-    try:
+    with understood(model):
+        file = model / "config.json" if model.is_dir() else model
+        if not file.is_file():
+            raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
         return shapes(json_object(file), ranks)
-    except ValueError as error:
-        raise CommandError(f"{error}.") from error
 
 
 def _chosen(

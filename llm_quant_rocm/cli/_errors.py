@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stops a command: one sentence for the user, with the cure."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -29,6 +31,25 @@ def reported(command: str, messages: Console, goes_on: bool = False) -> Iterator
     except KeyboardInterrupt:
         messages.print(f"{command}: stopped" + ("; the same command goes on." if goes_on else "."), highlight=False)
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def understood(model: Path) -> Iterator[None]:
+    """What reading a model's description raises becomes a `CommandError`: its values may be anything."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(
+            f"{error.filename or model} cannot be read ({error.strerror}): give this user the right to, or download "
+            "the checkpoint again."
+        ) from error
+    except ValueError as error:
+        raise CommandError(f"{error}.") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, re.error) as error:
+        raise CommandError(
+            f"{model} describes itself in a way that cannot be understood ({error!r}): download the checkpoint again, "
+            "or correct its config.json."
+        ) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
-from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._errors import CommandError, reported, understood
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
@@ -157,6 +157,8 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
         content = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CommandError(f"{text} is no text in UTF-8 ({error.reason}): name another by --text.") from error
+    except OSError as error:
+        raise CommandError(f"{text} cannot be read ({error.strerror}): name another by --text.") from error
     if not content.strip():
         raise CommandError(f"{text} is empty: name another text file by --text.")
     words = len(content.split())
@@ -171,9 +173,7 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
 
 def _longest(model: Path) -> int:
     """The longest sequence of a model, in tokens."""
-    try:
+    with understood(model):
         config = json_object(model / "config.json")
-    except ValueError as error:
-        raise CommandError(f"{error}.") from error
-    found = (config | (config.get("text_config") or {})).get("max_position_embeddings")
+        found = (config | (config.get("text_config") or {})).get("max_position_embeddings")
     return found if isinstance(found, int) else CONTEXT

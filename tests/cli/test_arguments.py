@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments that tune and bench share."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -44,6 +46,22 @@ def test_the_same_weight_is_named_once_and_by_the_first(monkeypatch: pytest.Monk
 def test_a_broken_config_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CommandError, match=message):
+        layers(tmp_path, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"num_key_value_heads": "8"}, "TypeError"),
+        ({"text_config": [1]}, "AttributeError"),
+    ],
+    ids=["zero", "text", "list"],
+)
+def test_a_config_that_cannot_be_understood_is_named(tmp_path: Path, config: dict[str, Any], error: str) -> None:
+    llama = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(llama | config))
+    with pytest.raises(CommandError, match=f"cannot be understood .{error}.*: download the checkpoint again, or cor"):
         layers(tmp_path, 1, None)
 
 

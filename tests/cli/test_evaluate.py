@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `eval` makes of its arguments and of an engine's figures; no engine runs here."""
 
+import errno
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +110,39 @@ def test_one_sentence_for_what_is_wrong(
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     result = CliRunner().invoke(app, ["eval", str(tmp_path), *options])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Files of this name are closed to this user, who may be root."""
+    read_text = Path.read_text
+
+    def refuse(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "config", "message"),
+    [
+        ("config.json", {}, "config.json cannot be read (Permission denied): give this user the right to"),
+        ("heldout.txt", {}, "heldout.txt cannot be read (Permission denied): name another by --text."),
+        ("", {"text_config": [1]}, "describes itself in a way that cannot be understood"),
+    ],
+    ids=["config", "text", "a list"],
+)
+def test_what_cannot_be_read_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str, config: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "heldout.txt").write_text("a text")
+    forbid(monkeypatch, unreadable)
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--quantization", "bf16"])
     assert result.exit_code == 1
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
 

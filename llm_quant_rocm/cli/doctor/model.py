@@ -5,7 +5,6 @@ By the names and shapes of its tensors and what it says of itself; no weight is 
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from llm_quant_rocm.checkpoint.nvfp4_kinds import describe
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey, survey
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import understood
 from llm_quant_rocm.cli.doctor.contradictions import contradictions
 from llm_quant_rocm.cli.doctor.schemes import HALF, Scheme, ways
 from llm_quant_rocm.cli.doctor.shards import Shards, pattern
@@ -63,15 +62,8 @@ def examine(folder: Path, ranks: int) -> list[Part]:
     Raises:
         CommandError: it is no checkpoint.
     """
-    try:
+    with understood(folder):
         return _examined(survey(folder), folder, ranks)
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, re.error) as error:
-        raise CommandError(
-            f"{folder} describes itself in a way that cannot be understood ({error!r}): download the checkpoint again, "
-            "or correct its config.json."
-        ) from error
 
 
 def _examined(found: Survey, folder: Path, ranks: int) -> list[Part]:
