@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm demo`: serve a BF16 checkpoint as PTPC FP8, then show what PTPC and NVFP4 cost in accuracy."""
 
-import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def demo(
     verdict = judge(results)
     if as_json:
         seconds = round(time.monotonic() - start, 1)
-        output.print_json(json.dumps(figures(results, folder, completion, verdict) | {"seconds": seconds}))
+        output.print_json(_evaluate.json_of(figures(results, folder, completion, verdict) | {"seconds": seconds}))
     else:
         output.print(table(results))
         output.print(verdict.line, highlight=False, soft_wrap=True)
@@ -104,7 +104,7 @@ def judge(results: Mapping[str, Evaluation]) -> Verdict:
     runs differ by: they hold the same values.
     """
     loss = {name: result.loss_percent(results[BF16]) for name, result in results.items()}
-    nvfp4 = max(loss[name] for name in NVFP4)
+    nvfp4 = max((loss[name] for name in NVFP4), key=lambda x: (math.isnan(x), x))
     compared = (
         f"PTPC loses {loss[PTPC]:.2f}% word perplexity, per-tensor FP8 {loss[PER_TENSOR]:.2f}%, NVFP4 {nvfp4:.2f}%"
     )

@@ -2,7 +2,6 @@
 """`llm-quant-rocm eval`: what quantizations of a model cost in accuracy."""
 
 import importlib.util
-import json
 import tempfile
 import time
 from collections.abc import Mapping
@@ -72,7 +71,7 @@ def evaluate(
         measured_on = provenance.environment()
         if as_json:
             found = figures(results, scores, model, document, tokens)
-            output.print_json(json.dumps({"environment": measured_on, **found, "failed": failures.reasons}))
+            output.print_json(_evaluate.json_of({"environment": measured_on, **found, "failed": failures.reasons}))
         else:
             first = next(iter(methods))
             output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))

@@ -2,6 +2,7 @@
 """What the demo makes of its figures; no engine runs here."""
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
-from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._evaluate import Evaluation, json_of
 from llm_quant_rocm.cli.demo import (
     BF16,
     METHODS,
@@ -61,6 +62,16 @@ def test_each_bad_figure_fails(results: dict[str, Evaluation], name: str, loss: 
     assert not verdict.passed
     assert verdict.line.startswith("demo: FAILED.")
     assert words in verdict.line
+
+
+def test_a_figure_that_is_no_number_is_said_and_null_for_programs(results: dict[str, Evaluation]) -> None:
+    results |= {NVFP4[1]: evaluation(math.nan), PER_TENSOR: evaluation(math.inf)}
+    verdict = judge(results)
+    assert "per-tensor FP8 inf%, NVFP4 nan%" in verdict.line
+    answer = json.loads(json_of(figures(results, Path("model"), "text", verdict)), parse_constant=pytest.fail)
+    for name in (NVFP4[1], PER_TENSOR):
+        assert answer["methods"][name]["word_perplexity"] is answer["methods"][name]["loss_percent"] is None
+    assert answer["methods"][PTPC]["loss_percent"] == pytest.approx(0.1)
 
 
 def test_layouts_that_hold_other_values_fail(results: dict[str, Evaluation]) -> None:

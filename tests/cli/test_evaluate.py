@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker, app
 from llm_quant_rocm.cli._errors import CommandError
-from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._evaluate import Evaluation, json_of
 from llm_quant_rocm.cli._methods import NAMED, Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._tasks_worker import named
 from llm_quant_rocm.cli.evaluate import columns, figures
@@ -75,10 +75,19 @@ def test_the_table_has_a_column_a_metric() -> None:
 
 def test_figures_compare_with_the_first() -> None:
     answer = figures({"bf16": BASE, "x": OTHER}, {"x": {"t": {"acc": 1.0}}}, Path("m"), Path("t.txt"), 512)
-    assert json.loads(json.dumps(answer)) == json.loads(json.dumps(answer))
-    assert answer["methods"]["bf16"]["loss_percent"] == 0.0
-    assert answer["methods"]["x"]["greedy_agreement_percent"] == 75.0
-    assert answer["methods"]["x"]["tasks"] == {"t": {"acc": 1.0}}
+    assert json.loads(json_of(answer)) == {
+        "model": "m", "text": "t.txt", "context": 512, "words": 100, "tokens": 4,
+        "methods": {
+            "bf16": {
+                "word_perplexity": pytest.approx(math.exp(8.0)), "loss_percent": 0.0,
+                "greedy_agreement_percent": 100.0, "linear_methods": ["A"], "tasks": {},
+            },
+            "x": {
+                "word_perplexity": pytest.approx(math.exp(8.01)), "loss_percent": pytest.approx(100 * math.expm1(0.01)),
+                "greedy_agreement_percent": 75.0, "linear_methods": ["B"], "tasks": {"t": {"acc": 1.0}},
+            },
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -274,3 +283,20 @@ def test_a_model_that_is_noise_costs_no_other_models_figures() -> None:
     assert math.isinf(methods["broken"]["word_perplexity"]) and math.isinf(methods["broken"]["loss_percent"])
     assert methods["good"]["loss_percent"] == pytest.approx(100 * math.expm1(0.01))
     assert _evaluate.table("title", {"bf16": BASE, "broken": NOISE}, "bf16").row_count == 2
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(math.inf, "inf"), (math.nan, "nan")])
+def test_a_loss_that_is_no_number_is_null_for_programs(
+    loss: float, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(module: str, job: dict[str, Any], *_: object) -> Any:
+        if module.endswith("_tasks_worker"):
+            return {"gsm8k": {"acc": 0.5, "acc_stderr": math.nan}}
+        return {"loss": loss if job["quantization"] else 1.0, "words": 1, "greedy": [1], "kernels": []}
+
+    pretend(run, tmp_path, monkeypatch)
+    options = ["eval", str(tmp_path), "--quantization", f"{tmp_path}/,ptpc_fp8", "--tasks", "gsm8k"]
+    methods = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout, parse_constant=pytest.fail)["methods"]
+    assert methods["ptpc_fp8"]["word_perplexity"] is methods["ptpc_fp8"]["loss_percent"] is None
+    assert methods[f"{tmp_path}/"]["tasks"] == {"gsm8k": {"acc": 0.5, "acc_stderr": None}}
+    assert f" {shown} " in CliRunner().invoke(app, options, env={"COLUMNS": "200"}).stdout
