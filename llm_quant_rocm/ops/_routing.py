@@ -37,12 +37,12 @@ def check_routing(
             f"{topk_weights.dtype}"
         )
     if expert_map is not None and (expert_map.dtype not in _SIGNED or expert_map.dim() != 1):
-        raise TypeError(
+        raise (ValueError if expert_map.dtype in _SIGNED else TypeError)(
             f"{operator}: expert_map has one int32 or int64 for each expert of the model; got {expert_map.dtype} "
             f"{tuple(expert_map.shape)}"
         )
     if padding is not None and (padding.dtype not in _SIGNED or padding.shape != x.shape[:1]):
-        raise TypeError(
+        raise (ValueError if padding.dtype in _SIGNED else TypeError)(
             f"{operator}: padding has one int32 or int64 for each token, [{x.shape[0]}]; got {padding.dtype} "
             f"{tuple(padding.shape)}"
         )

@@ -190,14 +190,15 @@ def nvfp4_moe(
     `NvFp4Weight`s, which kernels refuse; H and I are multiples of 16; topk_weights and topk_ids [T, k]. Any number of
     tokens, none included; experts may have none. Every expert, and within it gate and up, keeps its own global scale.
 
-    `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
-    only fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1
-    only) multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
+    `expert_map`, int32 or int64 [all experts], gives the index into w13 and w2 of each expert, from 0 to E - 1, or -1
+    for one that is not on this rank and adds nothing; nor does an id that is negative or too large. Nobody looks for
+    other values in it: the host would wait for the GPU. `padding`, int32 or int64 [T], is negative for tokens that only
+    fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
     reference/nvfp4_moe.py; results do not depend on timing.
 
     Raises:
-        TypeError: a dtype.
+        TypeError: a dtype, also of `expert_map` or `padding`.
         ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
     """
     w13, w2 = (PreparedNvFp4Weight.in_rows(w) if isinstance(w, NvFp4Weight) else w for w in (w13, w2))

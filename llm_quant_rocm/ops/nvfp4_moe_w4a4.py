@@ -30,7 +30,8 @@ def nvfp4_moe_w4a4(
     The reference runs it: slow, and not for CUDA graphs, as the host reads which experts have tokens.
 
     Raises:
-        TypeError: x is neither bf16 nor fp16, or input_scales are not fp32.
+        TypeError: x is neither bf16 nor fp16, input_scales are not fp32, or a dtype of the router's results,
+            `expert_map` or `padding`.
         ValueError: shapes, devices, the activation, or a router weight on the input with k > 1.
     """
     if x.dtype not in HALF:

@@ -119,7 +119,7 @@ def _validate(
                 f"{NAME}: {label} is {codes.dtype}, but {x.device} computes in {flavour}; quantize it for it"
             )
         if scale.dtype != torch.float32 or scale.shape != (*codes.shape[:2], 1):
-            raise ValueError(
+            raise (ValueError if scale.dtype == torch.float32 else TypeError)(
                 f"{NAME}: {label}_scale must be fp32 of shape {(*codes.shape[:2], 1)}, "
                 f"not {scale.dtype} of shape {tuple(scale.shape)}"
             )
@@ -185,15 +185,16 @@ def ptpc_moe(
     E4M3 codes of the device's flavour with fp32 scales [E, 2I, 1] and [E, H, 1]; topk_weights and topk_ids [T, k].
     Any number of tokens, none included; experts may have none.
 
-    `expert_map` [all experts] gives the index into w13 and w2 of each expert, or -1 for one that is not on this rank
-    and adds nothing; nor does an id that is negative or too large. `padding`, integers [T], is negative for tokens that
-    only fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1
-    only) multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
+    `expert_map`, int32 or int64 [all experts], gives the index into w13 and w2 of each expert, from 0 to E - 1, or -1
+    for one that is not on this rank and adds nothing; nor does an id that is negative or too large. Nobody looks for
+    other values in it: the host would wait for the GPU. `padding`, int32 or int64 [T], is negative for tokens that only
+    fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1 only)
+    multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
     reference/ptpc_moe.py; results do not depend on timing. On Hopper the matrix units add FP8 products with fewer bits
     than fp32 ("fast accumulation").
 
     Raises:
-        TypeError: a dtype, or an FP8 flavour that the device does not compute in.
+        TypeError: a dtype, also of `expert_map` or `padding`, or an FP8 flavour that the device does not compute in.
         ValueError: shapes, devices, strides, the activation, or a router weight on the input with k > 1.
     """
     return _operator(

@@ -115,7 +115,7 @@ def test_the_operator_is_well_formed() -> None:
         ({"x": torch.zeros(8, 60)}, ValueError, "do not fit"),
         ({"x": torch.zeros(7, 64)}, ValueError, "topk_ids"),
         ({"w13": torch.zeros(4, 64, 64, dtype=torch.float8_e4m3fnuz)}, TypeError, "w13 is torch.float8_e4m3fnuz"),
-        ({"w2_scale": torch.zeros(4, 64, 1).half()}, ValueError, "w2_scale must be fp32 of .* not torch.float16"),
+        ({"w2_scale": torch.zeros(4, 64, 1).half()}, TypeError, "w2_scale must be fp32 of .* not torch.float16"),
         ({"w2_scale": torch.zeros(64, 4, 1).transpose(0, 1)}, ValueError, "w2 and w2_scale must be contiguous"),
         ({"w2_scale": torch.zeros(4, 64)}, ValueError, "w2_scale must be fp32 of shape"),
         ({"topk_ids": torch.zeros(8, 2)}, TypeError, "topk_ids are integers"),
@@ -124,7 +124,11 @@ def test_the_operator_is_well_formed() -> None:
         ({"w2": torch.zeros(4, 32, 64).transpose(1, 2).to(torch.float8_e4m3fn)}, ValueError, "contiguous"),
         ({"expert_map": torch.zeros(4, dtype=torch.int32, device="meta")}, ValueError, "expert_map is on meta"),
         ({"padding": torch.zeros(8).bool()}, TypeError, r"padding has one int32 or int64 .* got torch.bool \(8,\)"),
-        ({"padding": torch.zeros(7).int()}, TypeError, r"padding has one .* each token, \[8\]; got torch.int32 \(7,\)"),
+        (
+            {"padding": torch.zeros(7).int()},
+            ValueError,
+            r"padding has one .* each token, \[8\]; got torch.int32 \(7,\)",
+        ),
         ({"padding": torch.zeros(8, dtype=torch.int32, device="meta")}, ValueError, "padding is on meta, x on cpu"),
     ],
 )
