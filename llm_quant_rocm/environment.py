@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable that this package obeys, and the one place where they are read."""
+"""Every environment variable that sets this package, and the one place where they are read; but for what the plugins
+ask the engines about themselves, by the engines' own variables."""
 
 import os
 from collections.abc import Mapping
@@ -102,7 +103,7 @@ _ALL = (
     Variable("HF_HUB_OFFLINE", "Hugging Face's: 1 forbids downloads, as the commands do where a model is local", "0"),
     Variable(
         "LLM_QUANT_ROCM_COMMIT",
-        "what measurements name as their commit where the package lies in no repository",
+        "what measurements name as their commit; needed where the package lies in no repository",
         "git's",
     ),
     Variable("XDG_CACHE_HOME", "the folder whose llm-quant-rocm holds what was measured on this machine", "~/.cache"),

@@ -18,8 +18,9 @@ _PACKAGES = ("vllm", "sglang", "aiter", "lm-eval")
 def environment(gpus: int | None = None) -> dict[str, str]:
     """Names and versions of the machine and the software, and the day.
 
-    `commit` is that of the repository that this package lies in, or what the variable LLM_QUANT_ROCM_COMMIT says; an
-    installed package has its version alone.
+    `commit` is what the variable LLM_QUANT_ROCM_COMMIT says, by which a run's steps have one although their figures
+    change the repository, else that of the repository that this package lies in; an installed package has its version
+    alone.
 
     Args:
         gpus: how many of the machine's were used; None: all.

@@ -56,6 +56,14 @@ def test_variables_are_read_in_one_place(file: Path) -> None:
     assert set(re.findall(r"\benvs\.([A-Z_]+)", text)) <= set(VARIABLES)
 
 
+def test_what_engines_are_asked_about_themselves_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    code = "".join(file.read_text() for file in FILES if file.is_relative_to(ROOT / "plugins"))
+    asked = {*re.findall(r'(?:env_var\(|getattr\(envs, )"(\w+)"', code), *re.findall(r'"(\w+_VISIBLE_DEVICES)"', code)}
+    assert {"SGLANG_USE_AITER", "VLLM_MOE_SKIP_PADDING", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} <= asked
+    assert [name for name in sorted(asked) if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize(
     "code", ["os.environ['A']", "os.environ.get('A')", "environ.get('A')", "os.getenv('A')", "'A' in os.environ"]
 )

@@ -20,6 +20,11 @@ def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     assert git.called == (ROOT / ".git").exists()
 
 
+def test_a_run_that_changes_the_repository_names_one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_QUANT_ROCM_COMMIT", "abc1234")
+    assert provenance.environment()["commit"] == "abc1234"
+
+
 @pytest.mark.parametrize(
     ("there", "used", "device"),
     [(1, None, "H200"), (1, 1, "H200"), (4, None, "4 x H200"), (4, 4, "4 x H200"), (4, 2, "2 of 4 x H200")],
