@@ -296,7 +296,8 @@ def test_the_all_reduce_is_judged_by_both_spellings(monkeypatch: pytest.MonkeyPa
     assert sglang.startswith("SGLang, with 2 ranks: quantized all-reduce: engine from 0 bytes, process_group FP4 from")
     monkeypatch.setenv("ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB", "abc")
     part = operators.examine(CPU)
-    assert whats(part) == ["ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB=abc: it must be a whole number, 0 or more"]
+    assert whats(part) == ["ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB=abc"]
+    assert part.problems[0].cure == "it must be a whole number, 0 or more"
     monkeypatch.setenv("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "FP4")
     assert whats(operators.examine(CPU)) == whats(part)
 

@@ -136,7 +136,7 @@ def test_sglang_has_both_spellings(variables: dict[str, str], codec: str | None,
             "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
         ),
     ],
-    ids=["sglang", "vllm", "vllm among sglang", "longer name", "cast", "two names"],
+    ids=["sglang", "vllm", "vllm among sglang", "longer name", "two names"],
 )
 def test_an_error_in_sglang_names_the_variable_that_the_user_set(variables: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):
