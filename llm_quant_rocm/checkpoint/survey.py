@@ -28,6 +28,8 @@ _NVFP4_PARTS = {
 }
 # gpt-oss has MXFP4 codes [E, N, K / 32, 16] and exponents [E, N, K / 32] beside each other, without a module.
 _MXFP4_PARTS = ("_blocks", "_scales")
+# Llama 4 has NVFP4 codes of all experts in one tensor, experts.down_proj, and its scales beside it like this.
+_SCALES_OF_EXPERTS = re.compile(r"_((weight|input)_scale(_2)?|(weight|input)_global_scale)$")
 _EXPONENTS = {"U8", "F8_E8M0"}
 _EXPERT_BIASES = (".bias", "_proj_bias")
 _FETCH = "fetch or export the checkpoint again"
@@ -154,8 +156,11 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
     parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
+        scale = _SCALES_OF_EXPERTS.search(name)
         # Experts in one tensor have no parts: experts.gate_up_proj is a module of its own.
-        if tensor.dtype == "U8" and len(tensor.shape) > 2 and part.endswith(_MXFP4_PARTS):
+        if scale and name[: scale.start()] in tensors:
+            module, part = name[: scale.start()], scale[1]
+        elif tensor.dtype == "U8" and len(tensor.shape) > 2 and part.endswith(_MXFP4_PARTS):
             module, _, part = name.rpartition("_")
         elif len(tensor.shape) == 3 and not part.startswith("weight"):
             module, part = name, "weight"
@@ -210,6 +215,12 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
         absent = [part for part in others if part not in parts]
         if absent and not promised:
             return Module(name, OTHER, weight.shape, nbytes)
+        if len(shape) > 2:
+            faults.append(
+                f"{name} has one tensor for all experts in the checkpoint (shape {weight.shape}), and nvfp4_triton "
+                "reads one for each: leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
+            )
+            return Module(name, NVFP4, shape, nbytes)
         if absent:
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
         if scales and scales.dtype != "F8_E4M3":

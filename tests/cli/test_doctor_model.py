@@ -579,6 +579,30 @@ def test_several_groups_promise_nothing_of_a_layer(tmp_path: Path) -> None:
     assert problems(model.examine(write(tmp_path / "several", tensors, several), 1)) == []
 
 
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [("experts.down_proj", "experts.down_proj_"), ("experts.input_linear.weight", "experts.input_linear.")],
+)
+def test_experts_in_one_tensor(tmp_path: Path, codes: str, scales: str) -> None:
+    """Nothing is missing: the engine says so, too, in these words."""
+    tensors = llama(modelopt)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        tensors[prefix + codes] = ("U8", (16, 8192, 2048))
+        tensors |= {
+            f"{prefix}{scales}weight_scale": ("F8_E4M3", (16, 8192, 256)),
+            f"{prefix}{scales}weight_scale_2": ("F32", (16,)),
+            f"{prefix}{scales}input_scale": ("F32", ()),
+        }
+    what, cure = fault(write(tmp_path, tensors, MODELOPT))
+    module = f"model.layers.0.{codes.removesuffix('.weight')}"
+    assert what == (
+        f"{module} has one tensor for all experts in the checkpoint (shape (16, 8192, 2048)), and nvfp4_triton reads "
+        "one for each, and 1 more such"
+    )
+    assert cure == "leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
+
+
 def test_half_of_a_fused_layer(tmp_path: Path) -> None:
     tensors = {name: value for name, value in llama(modelopt).items() if ".1.self_attn.v_proj" not in name}
     tensors["model.layers.1.self_attn.v_proj.weight"] = ("BF16", (1024, 8192))
