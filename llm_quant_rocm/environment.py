@@ -65,7 +65,7 @@ _ALL = (
     Variable(NVFP4, "0 leaves NVFP4 checkpoints to the engine", "1", ("0", "1")),
     Variable(
         f"{NVFP4}_PREFILL",
-        "fp8 computes calls of dense layers of more than 64 tokens, decode too, in FP8 where that is faster; less exact",
+        "fp8 computes dense layers' calls of more than 64 tokens, decode too, in FP8 where that is faster; less exact",
         "`prefill` of the checkpoint's configuration, else exact",
         ("exact", "fp8"),
     ),

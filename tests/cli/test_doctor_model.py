@@ -653,6 +653,17 @@ def test_experts_that_the_described_method_does_not_serve(tmp_path: Path) -> Non
     assert cure == "leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
 
 
+def test_experts_in_16_bits_are_the_engines(tmp_path: Path) -> None:
+    """Of gpt-oss with attention in NVFP4, if the ignore list says so."""
+    experts = {name: value for name, value in gpt_oss(GPT_OSS_16_BITS).items() if ".experts." in name}
+    tensors = llama(modelopt) | experts
+    ignored = MODELOPT | {"ignore": [*MODELOPT["ignore"], "*mlp.experts*"]}
+    assert problems(model.examine(write(tmp_path / "ignored", tensors, ignored), 1)) == []
+    what, cure = fault(write(tmp_path / "promised", tensors, MODELOPT))
+    assert "BF16 in the checkpoint, where its quantization_config promises NVFP4" in what and ".experts." in what
+    assert cure == "if it is not quantized, the ignore list should name it"
+
+
 def test_a_description_that_is_missing(tmp_path: Path) -> None:
     what, cure = fault(write(tmp_path, llama(modelopt)))
     assert "quantized (NVFP4), and neither config.json nor hf_quant_config.json says so" in what

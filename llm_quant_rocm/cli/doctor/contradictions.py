@@ -59,7 +59,9 @@ def _halves_of_fused_layers(modules: list[Module]) -> Iterator[str]:
 
 
 def _looks_unquantized(module: Module) -> bool:
-    plain = module.is_linear and not module.is_quantized and len(module.shape) == 2
+    # Some models have one tensor for all experts.
+    matrices = len(module.shape) == 2 or (len(module.shape) == 3 and ".experts." in module.name)
+    plain = module.is_linear and not module.is_quantized and matrices
     return plain and not any(part in module.name for part in _UNLISTED)
 
 

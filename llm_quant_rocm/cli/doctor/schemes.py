@@ -83,12 +83,15 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
 
     if nvfp4_kinds.checkpoint_kind(config) is None:
         return Ways([before, Scheme("the engine's own", command, as_stored)])
-    try:
-        nvfp4_kinds.check(config)
-        refusal = lack and (
+    refusal = None
+    # Experts in 16 bits are the engine's.
+    if lack and any(".experts." in module.name and module.kind == NVFP4 for module in found.modules):
+        refusal = (
             f"{nvfp4_kinds.NAME} does not serve experts with {lack}: leave the checkpoint to the engine with "
             f"{nvfp4_kinds.SWITCH}=0"
         )
+    try:
+        nvfp4_kinds.check(config)
     except ValueError as error:
         refusal = str(error)
     here = "NVFP4" if _served_here() else "NVFP4, on this GPU by the engine itself"
