@@ -51,8 +51,10 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
-        if isinstance(layer, ParallelLMHead) and not any("lm_head" in entry for entry in self.ignore):
-            # A Linear to who wrote the checkpoint. Ignore lists that speak of it may not use vLLM's name of it.
+        head_stays = any("lm_head" in entry or entry == "output" for entry in self.ignore)
+        if isinstance(layer, ParallelLMHead) and not head_stays:
+            # A Linear to who wrote the checkpoint. Ignore lists that speak of it may not use vLLM's name of it: in
+            # Mistral's own format it is "output".
             layer = _LINEAR
         if not isinstance(layer, RoutedExperts):
             return self._algorithm(layer, prefix)

@@ -208,7 +208,13 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("ignore", "algorithm"),
-    [([], "W4A16_NVFP4"), (["lm_head"], None), (["re:.*lm_head"], None), (["other"], "W4A16_NVFP4")],
+    [
+        ([], "W4A16_NVFP4"),
+        (["lm_head"], None),
+        (["re:.*lm_head"], None),
+        (["output"], None),
+        (["other"], "W4A16_NVFP4"),
+    ],
 )
 def test_an_output_head_is_a_linear_to_compressed_tensors(ignore: list[str], algorithm: str | None) -> None:
     head = ParallelLMHead.__new__(ParallelLMHead)  # enough of one to be recognized
