@@ -40,8 +40,8 @@ def understood(model: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(
-            f"{error.filename or model} cannot be read ({error.strerror}): give this user the right to, or download "
-            "the checkpoint again."
+            f"{error.filename or model} cannot be read ({error.strerror or error}): give this user the right to, or "
+            "download the checkpoint again."
         ) from error
     except ValueError as error:
         raise CommandError(f"{error}.") from error

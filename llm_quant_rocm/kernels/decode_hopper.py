@@ -125,6 +125,7 @@ _ENTRY = """
     mad.lo.u32 at, t, 8, $0;
     st.shared.v2.b32 [at], {lo, hi};
 """
+# What comes behind the table is Triton's, and tiles that the accelerator swizzles begin at multiples of 1024 bytes.
 _FILL_TABLE = gl.constexpr(
     "{ .shared .align 1024 .b8 table[2048]; .reg .b32 t, at, lo, hi; .reg .b16 l, h; .reg .f32 v<8>; "
     f"mov.u32 $0, table; mov.u32 t, %tid.x; and.b32 t, t, 127; {_ENTRY} add.u32 t, t, 128; {_ENTRY} }}"
@@ -186,7 +187,8 @@ _WORDS_TO_FP8 = gl.constexpr("""
 @gluon.jit
 def fp8_table(value):
     """The address of a table in shared memory for `decode_words_fp8`, which the 128 threads that call it fill, and may
-    read after a barrier. Once in a kernel, or once for each of its partitions; `value` is any number."""
+    read after a barrier, behind which they load words, too. Once in a kernel, or once for each of its partitions;
+    `value` is any number."""
     return gl.inline_asm_elementwise(_FILL_TABLE, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -198,7 +200,7 @@ def decode_words_fp8(words, scale_pairs, table):
     those of x in the same order.
     """
     tables = gl.zeros_like(words) + table
-    # "Pure", though it reads memory: what has come after the table's barrier, as the words have, is decoded after it.
+    # "Pure", though it reads memory: words that are loaded after the table's barrier are decoded after it.
     rows = gl.inline_asm_elementwise(
         _WORDS_TO_FP8, "=r,=r,=r,=r,r,r,r,r,r", [words, scale_pairs, tables], dtype=(gl.int32, gl.int32), is_pure=True,
         pack=2,

@@ -35,11 +35,11 @@ def nvfp4_expand_kernel(
     piece = across.to(gl.int64) * row_tiles + row_tile + piece % NT
     word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
     pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
+    table = fp8_table(N)
+    cta_barrier()
     codes = gl.load(words + piece[:, None] * 128 + word[None, :])
     pairs = gl.load(scale_bytes + piece[:, None] * 32 + pair[None, :])
     # piece, tile, row, lane % 4, step, row half
-    table = fp8_table(N)
-    cta_barrier()
     values = decode_words_fp8(codes, pairs, table).reshape(DEPTH, NT, 8, 4, 4, 2)
     values = values.permute(1, 5, 2, 0, 4, 3).reshape(NT * 16, DEPTH * 16)
     values = gl.convert_layout(values, out_layout)

@@ -107,7 +107,7 @@ def loaded(file: Path) -> Any:
     """What a JSON file holds; None where there is none, or a broken one."""
     try:
         return json.loads(file.read_text())
-    except (FileNotFoundError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

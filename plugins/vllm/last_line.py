@@ -85,8 +85,10 @@ class _Repeat:
 
 
 def _shown(error: BaseException | None) -> Iterator[BaseException]:
-    """The errors of a traceback as Python prints it, the last first."""
-    while error is not None:
+    """The errors of a traceback as Python prints it, the last first, each once: an error may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 

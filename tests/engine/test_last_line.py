@@ -106,6 +106,8 @@ def test_what_a_program_raises_of_it_has_the_sentence(hook: Path, capsys: pytest
     assert end(of_it, capsys)[-1].startswith(SENTENCE)
     of_it.__suppress_context__ = True
     assert end(of_it, capsys) == ["the traceback"]
+    of_it.__cause__ = of_it  # as `raise error from error` has it
+    assert end(of_it, capsys) == ["the traceback"]
 
 
 def test_what_pydantic_wraps_comes_last_too(hook: Path, capsys: pytest.CaptureFixture[str]) -> None:

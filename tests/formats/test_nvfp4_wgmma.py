@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed layout of Hopper's kernel, read back on the CPU by the instructions that the kernel decodes with."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from llm_quant_rocm.formats import fp8, nvfp4, nvfp4_packing, nvfp4_wgmma
 from tests.inputs import assert_same, temporaries
 from tests.nvfp4_inputs import nasty_weight
+
+# Where the bytes of a word begin.
+BYTES = torch.tensor([0, 8, 16, 24])
 
 
 def bf16_pairs(words: torch.Tensor) -> torch.Tensor:
@@ -45,42 +52,51 @@ def fp8_table() -> torch.Tensor:
     return torch.cat(magnitudes, 1).to(torch.float8_e4m3fn).view(torch.uint8).long()
 
 
-def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor | int) -> torch.Tensor:
-    """Four of the eight bytes of two words, by the selector's four lowest nibbles."""
-    both = torch.stack([(word >> shift) & 255 for word in (low, high) for shift in (0, 8, 16, 24)], -1)
-    numbers = torch.stack([torch.as_tensor(selector).expand_as(low) >> shift & 15 for shift in (0, 4, 8, 12)], -1)
-    assert (numbers < 8).all(), "another mode of the instruction"
-    picked = both.gather(-1, numbers)
-    return (picked << torch.tensor([0, 8, 16, 24])).sum(-1)
+def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The registers, 32-bit words in int64, after PTX of the few instructions that `decode_words_fp8` takes; `memory`
+    is the shared one, in words."""
+
+    def value(operand: str) -> Any:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    def prmt(low: torch.Tensor, high: Any, selector: Any) -> torch.Tensor:
+        words = (low, torch.as_tensor(high).expand_as(low))
+        numbers = torch.as_tensor(selector).expand_as(low).unsqueeze(-1) >> torch.tensor([0, 4, 8, 12]) & 15
+        assert (numbers < 8).all(), "another mode of the instruction"
+        either = torch.stack([word >> shift & 255 for word in words for shift in BYTES.tolist()], -1)
+        return (either.gather(-1, numbers) << BYTES).sum(-1)
+
+    def lop3(a: Any, b: Any, c: Any, table: int) -> Any:
+        terms = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1)
+        return sum(terms)  # of bits that no two terms have
+
+    steps: dict[str, Callable[..., Any]] = {
+        "prmt.b32": prmt, "lop3.b32": lop3, "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b, "mad.lo.u32": lambda a, b, c: a * b + c,
+    }  # fmt: skip
+    for statement in assembly.strip(" {}\n").split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if name == "ld.shared.v2.b32":
+            first, second, address = re.findall(r"[\w$]+", operands)
+            place = registers[address] // 4
+            registers[first], registers[second] = memory[place], memory[place + 1]
+        elif name and name != ".reg":
+            target, *sources = re.findall(r"[\w$]+", operands)
+            registers[target] = steps[name](*map(value, sources)) & 0xFFFFFFFF
+    return registers
 
 
 def decode_fp8(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by `decode_words_fp8`'s steps."""
-    # Two words of a lane at a time: those of its steps 0 and 1, or 2 and 3.
-    word = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 2, 2)
-    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 2, 2, 2).expand(-1, -1, -1, 4, -1, -1, -1).long()
-    entries = (fp8_table().view(256, 2, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)[scales]
-    a, b = word.unbind(-1)
-
-    def magnitudes(first: torch.Tensor, second: torch.Tensor, row: int) -> list[torch.Tensor]:
-        selector = prmt(first, second, 0x6420) & 0x77777777
-        return [
-            prmt(*entries[..., index, row, :].unbind(-1), selector >> 16 * index & 0xFFFF) for index in range(2)
-        ]  # fmt: skip
-
-    signs = prmt(a, b, 0x7531)
-    upper, lower = (signs << 6) & 0xFFFFFFFF, (signs << 2) & 0xFFFFFFFF
-    first_row = [
-        bits | prmt(upper, lower, selector) & 0x80808080
-        for bits, selector in zip(magnitudes(a, b, 0), (0x5140, 0x7362), strict=True)
-    ]
-    moved = [w >> 2 & 0x00600060 | w >> 10 & ~0x00600060 for w in (a, b)]
-    second_row = [
-        bits | prmt(w << 4 & 0xFFFFFFFF, w, 0x7052) & 0x80808080
-        for bits, w in zip(magnitudes(*moved, 1), (a, b), strict=True)
-    ]
-    rows = torch.stack([torch.stack(row, -1) for row in (first_row, second_row)], -1)  # [..., word of two, row half]
-    values = torch.stack([rows >> shift & 255 for shift in (0, 8, 16, 24)], -1).flatten(4, 5)
+    """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by the text of `decode_words_fp8`."""
+    assembly = pytest.importorskip("llm_quant_rocm.kernels.decode_hopper")._WORDS_TO_FP8.value
+    # Two words of a lane at a time, those of its steps 0 and 1, or 2 and 3, with two scale bytes each.
+    a, b = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 2, 2).unbind(-1)
+    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 2, 4).expand(-1, -1, -1, 4, -1, -1).long()
+    memory = (fp8_table().view(-1, 4) << BYTES).sum(-1)
+    start = {"$4": a, "$5": b, "$6": (scales << BYTES).sum(-1), "$7": torch.zeros_like(a)}
+    found = executed(assembly, start, memory)
+    rows = torch.stack([torch.stack([found["$0"], found["$1"]], -1), torch.stack([found["$2"], found["$3"]], -1)], -1)
+    values = (rows.unsqueeze(-1) >> BYTES & 255).flatten(4, 5)
     # piece, tile, row, quarter, step, row half, column
     values = values.permute(1, 5, 2, 0, 4, 3, 6).to(torch.uint8)
     return values.reshape(words.shape[1] * 16, words.shape[0] * 64).view(torch.float8_e4m3fn)

@@ -29,6 +29,7 @@ from triton.runtime.driver import driver
 from llm_quant_rocm import hardware
 from llm_quant_rocm.formats.fp8 import OCP
 from llm_quant_rocm.kernels import (
+    nvfp4_expand,
     nvfp4_hopper,
     nvfp4_wgmma,
     nvfp4_wgmma_large,
@@ -171,6 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
     "FP8, whole tiles": lambda: fp8(MANY(256, 128, 0)),
     "FP8, tiles of few rows of the weight": lambda: fp8(MANY(256, 64, 0)),
     "FP8, tiles of two accumulators": lambda: fp8(MANY(192, 128, 0)),
+    "FP8, a weight expanded": lambda: nvfp4_expand.expand_fp8(*nvfp4(512, 1024)[:2], 0, 512, 512, 1024, HOPPER),
     "PTPC, few rows, on Blackwell": ptpc_on_blackwell,
     "PTPC, few rows": lambda: ptpc_few(ptpc_wgmma_few.Config(64, 256), 64, 8192),
     "PTPC, few rows, tiles of two accumulators": lambda: ptpc_few(ptpc_wgmma_few.Config(96, 128), 128, 10240),
@@ -203,7 +205,7 @@ def compiled(case: str) -> list[str]:
 
     module: Any
     for module in (
-        nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_few,
+        nvfp4_expand, nvfp4_wgmma, nvfp4_wgmma_split, nvfp4_wgmma_large, ptpc_gemm, ptpc_wgmma, ptpc_wgmma_few,
         ptpc_wgmma_grouped, rms_norm_walk,
     ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:

@@ -17,6 +17,7 @@ EARLY = {
     "PTPC, experts": ("False", "1", "False"),
     "PTPC": ("False", "0", "False"),
     "norm": ("False", "0", "False"),
+    "FP8, a weight expanded": ("False", "0", "False"),  # it comes by plain loads
     "": ("False", "2", "False"),  # NVFP4: codes and block scales
 }
 
