@@ -118,11 +118,7 @@ class ExpertTensors:
         ) -> Any:
             name = f"{self._experts.name(expert_id, shard_id)}.{tensor}"
             if loaded_weight.dim() == 3:
-                raise NotImplementedError(
-                    f"{self._prefix} has one tensor for all experts in the checkpoint (shape "
-                    f"{tuple(loaded_weight.shape)}), and nvfp4_triton reads one for each: leave the checkpoint to the "
-                    "engine with LLM_QUANT_ROCM_NVFP4=0"
-                )
+                raise NotImplementedError(one_for_all(self._prefix, tuple(loaded_weight.shape)))
             if loaded_weight.dtype != dtype:
                 raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
             if tuple(loaded_weight.shape) != shape:
@@ -216,3 +212,11 @@ class ExpertTensors:
         for key, value in attributes.items():
             setattr(parameter, key, value)
         self._layer.register_parameter(name, parameter)
+
+
+def one_for_all(experts: str, shape: tuple[int, ...]) -> str:
+    """Why experts are not served that have one tensor of this shape, and the cure."""
+    return (
+        f"{experts} has one tensor for all experts in the checkpoint (shape {shape}), and nvfp4_triton reads one for "
+        "each: leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
+    )

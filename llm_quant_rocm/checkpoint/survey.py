@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm_quant_rocm.checkpoint.expert_tensors import one_for_all
 from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index, refuse_missing_parts
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
@@ -216,10 +217,7 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
         if absent and not promised:
             return Module(name, OTHER, weight.shape, nbytes)
         if len(shape) > 2:
-            faults.append(
-                f"{name} has one tensor for all experts in the checkpoint (shape {weight.shape}), and nvfp4_triton "
-                "reads one for each: leave the checkpoint to the engine with LLM_QUANT_ROCM_NVFP4=0"
-            )
+            faults.append(one_for_all(name, weight.shape))
             return Module(name, NVFP4, shape, nbytes)
         if absent:
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")

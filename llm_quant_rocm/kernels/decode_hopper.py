@@ -131,25 +131,18 @@ _FILL_TABLE = gl.constexpr(
     f"mov.u32 $0, table; mov.u32 t, %tid.x; and.b32 t, t, 127; {_ENTRY} add.u32 t, t, 128; {_ENTRY} }}"
 )
 
+# Eight bytes of the table under each of the scale bytes in $6: of the first row, al and ah for the first word and bl
+# and bh for the second; of the second row, cl and ch, and dl and dh.
+_LOOK_UP = "".join(
+    f"prmt.b32 s, $6, 0, 0x444{byte}; mad.lo.u32 s, s, 8, $7; ld.shared.v2.b32 {{{name}l, {name}h}}, [s]; "
+    for name, byte in (("a", 0), ("b", 2), ("c", 1), ("d", 3))
+)
 # Two words $4 and $5, because the scale bytes of two come in one register, as four E4M3 of either row: $0 and $1 of
 # the first row, $2 and $3 of the second. A prmt takes four magnitudes' E4M3 from eight bytes by the numbers in the low
 # half of a register, four bits each of which three count here; signs come with the last instruction.
-_WORDS_TO_FP8 = gl.constexpr("""
-    {
-    .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, m, n, x, y, u, v;
-    prmt.b32 s, $6, 0, 0x4440;
-    mad.lo.u32 s, s, 8, $7;
-    ld.shared.v2.b32 {al, ah}, [s];
-    prmt.b32 s, $6, 0, 0x4442;
-    mad.lo.u32 s, s, 8, $7;
-    ld.shared.v2.b32 {bl, bh}, [s];
-    prmt.b32 s, $6, 0, 0x4441;
-    mad.lo.u32 s, s, 8, $7;
-    ld.shared.v2.b32 {cl, ch}, [s];
-    prmt.b32 s, $6, 0, 0x4443;
-    mad.lo.u32 s, s, 8, $7;
-    ld.shared.v2.b32 {dl, dh}, [s];
-
+_WORDS_TO_FP8 = gl.constexpr(
+    f"{{ .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, m, n, x, y, u, v; {_LOOK_UP}"
+    """
     prmt.b32 m, $4, $5, 0x6420;
     and.b32 m, m, 0x77777777;
     shr.u32 n, m, 16;
@@ -181,7 +174,8 @@ _WORDS_TO_FP8 = gl.constexpr("""
     lop3.b32 $2, u, 0x80808080, x, 0xEA;
     lop3.b32 $3, v, 0x80808080, y, 0xEA;
     }
-""")
+    """
+)
 
 
 @gluon.jit
