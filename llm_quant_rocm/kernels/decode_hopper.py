@@ -2,20 +2,25 @@
 """NVFP4 codes to 16-bit values, or to E4M3, on Hopper, in Gluon.
 
 A word holds four pairs of codes. Where the bits of a pair stand was chosen so that one shift (or rotation) and one mask
-bring sign, exponent and mantissa of both codes to the places that a bf16 has for them: 9 instructions for 8 codes.
+bring sign, exponent and mantissa of both codes to the places that a bf16 has for them. Three such pairs leave no such
+place to the fourth, of which one bit stays and the others come as bytes swap: 9 instructions for 8 codes.
 
-    pair  row half, column half   shift        bits of its first code: sign, size    second code
-    0     0, 0                    left 6       9, 2-0                                 16 higher
-    1     0, 1                    left 2       13, 6-4                                16 higher
-    2     1, 0                    rotate right 4   19, 12-10                          3, 28-26
-    3     1, 1                    none; right 8 for the mantissa   15, 8-7 and 14     16 higher
+    pair  row half, column half   how it moves                       bits of its first code: sign, size    second code
+    0     0, 0                    left 6                             9, 2-0                                16 higher
+    1     0, 1                    left 2                             13, 6-4                               16 higher
+    2     1, 0                    rotates right 4                    19, 12-10                             3, 28-26
+    3     1, 1                    bytes of a half swap; 8 stays      7, 8 and 15-14                        16 higher
 
 What stands there is the code's value times 2^-126: E2M1's exponent bias is 1, bf16's 127. Its block scale, times 2^118,
 is one multiplication away from a product that is exact and neither overflows nor is denormal.
 
 E4M3 is the product's sixth, rounded (`formats.nvfp4.to_fp8`). There are few: eight magnitudes under each of 127 block
-scales. A table of them stands in shared memory, and 8 codes take 20.5 instructions, two of them loads. Arithmetic took
+scales. A table of them stands in shared memory, and 8 codes take 17.5 instructions, two of them loads. Arithmetic took
 27, and with many rows of x the matrix units waited for it.
+
+A multiplication by a power of two would become a shift, on the pipe that most of these instructions need. By another
+number it stays on the other one: a scale byte is multiplied for both halves of a register at once, and the table has
+gaps.
 """
 
 from triton.experimental import gluon
@@ -25,73 +30,70 @@ from triton.experimental.gluon import language as gl
 UNSCALE = {False: 2.0**8, True: 2.0**7}
 UNSCALE_FP8 = 6.0
 
+# Word $4 and the scale bytes of its two rows, $5, to the values of pairs 0 to 3, two in a register.
+_WORDS_TO_BF16 = gl.constexpr(
+    """
+    { .reg .b32 a, b, t, u;
+    prmt.b32 a, $5, 0, 0x4440;
+    prmt.b32 b, $5, 0, 0x4441;
+    mad.lo.u32 a, a, 0x00100010, 0x6F806F80;
+    mad.lo.u32 b, b, 0x00100010, 0x6F806F80;
+    shl.b32 t, $4, 6;
+    and.b32 t, t, 0x81C081C0;
+    mul.bf16x2 $0, t, a;
+    shl.b32 t, $4, 2;
+    and.b32 t, t, 0x81C081C0;
+    mul.bf16x2 $1, t, a;
+    shf.r.wrap.b32 t, $4, $4, 4;
+    and.b32 t, t, 0x81C081C0;
+    mul.bf16x2 $2, t, b;
+    prmt.b32 t, $4, 0, 0x2301;
+    and.b32 u, $4, 0x01000100;
+    lop3.b32 t, t, 0x80C080C0, u, 0xEA;
+    mul.bf16x2 $3, t, b; }
+    """
+)
+# The same bits, moved three places up within each half: fp16 has three mantissa bits more than bf16.
+_WORDS_TO_FP16 = gl.constexpr(
+    """
+    { .reg .b32 a, b, t, u;
+    prmt.b32 a, $5, 0, 0x4440;
+    prmt.b32 b, $5, 0, 0x4441;
+    mul.lo.u32 a, a, 0x00800080;
+    mul.lo.u32 b, b, 0x00800080;
+    shl.b32 t, $4, 6;
+    shl.b32 u, $4, 9;
+    and.b32 u, u, 0x0E000E00;
+    lop3.b32 t, t, 0x80008000, u, 0xEA;
+    mul.f16x2 $0, t, a;
+    shl.b32 t, $4, 2;
+    shl.b32 u, $4, 5;
+    and.b32 u, u, 0x0E000E00;
+    lop3.b32 t, t, 0x80008000, u, 0xEA;
+    mul.f16x2 $1, t, a;
+    shf.r.wrap.b32 t, $4, $4, 4;
+    shr.u32 u, $4, 1;
+    and.b32 u, u, 0x0E000E00;
+    lop3.b32 t, t, 0x80008000, u, 0xEA;
+    mul.f16x2 $2, t, b;
+    prmt.b32 t, $4, 0, 0x2301;
+    and.b32 u, $4, 0x01000100;
+    lop3.b32 u, t, 0x00C000C0, u, 0xEA;
+    shl.b32 u, u, 3;
+    lop3.b32 t, t, 0x80008000, u, 0xEA;
+    mul.f16x2 $3, t, b; }
+    """
+)
+
 
 @gluon.jit
 def decode_words(words, scale_pairs, FP16: gl.constexpr):
     """Values [..., row half, column half, column] of words [...] (int32) and the two rows' scale bytes (uint16)."""
-    if FP16:
-        # The same bits, moved three places up within each half: fp16 has three mantissa bits more than bf16.
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, t, u;
-            prmt.b32 a, $5, 0, 0x0404;
-            prmt.b32 b, $5, 0, 0x1414;
-            shr.u32 a, a, 1;
-            shr.u32 b, b, 1;
-            shl.b32 t, $4, 6;
-            shl.b32 u, $4, 9;
-            and.b32 u, u, 0x0E000E00;
-            lop3.b32 t, t, 0x80008000, u, 0xEA;
-            mul.f16x2 $0, t, a;
-            shl.b32 t, $4, 2;
-            shl.b32 u, $4, 5;
-            and.b32 u, u, 0x0E000E00;
-            lop3.b32 t, t, 0x80008000, u, 0xEA;
-            mul.f16x2 $1, t, a;
-            shf.r.wrap.b32 t, $4, $4, 4;
-            shr.u32 u, $4, 1;
-            and.b32 u, u, 0x0E000E00;
-            lop3.b32 t, t, 0x80008000, u, 0xEA;
-            mul.f16x2 $2, t, b;
-            shl.b32 t, $4, 3;
-            and.b32 t, t, 0x0C000C00;
-            shr.u32 u, $4, 5;
-            lop3.b32 t, u, 0x02000200, t, 0xEA;
-            lop3.b32 t, $4, 0x80008000, t, 0xEA;
-            mul.f16x2 $3, t, b;
-            }
-            """,
-            "=r,=r,=r,=r,r,r", [words, scale_pairs.to(gl.int32)],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, t;
-            prmt.b32 a, $5, 0, 0x4040;
-            prmt.b32 b, $5, 0, 0x4141;
-            mad.lo.u32 a, a, 16, 0x6F806F80;
-            mad.lo.u32 b, b, 16, 0x6F806F80;
-            shl.b32 t, $4, 6;
-            and.b32 t, t, 0x81C081C0;
-            mul.bf16x2 $0, t, a;
-            shl.b32 t, $4, 2;
-            and.b32 t, t, 0x81C081C0;
-            mul.bf16x2 $1, t, a;
-            shf.r.wrap.b32 t, $4, $4, 4;
-            and.b32 t, t, 0x81C081C0;
-            mul.bf16x2 $2, t, b;
-            shr.u32 t, $4, 8;
-            and.b32 t, t, 0x00400040;
-            lop3.b32 t, $4, 0x81808180, t, 0xEA;
-            mul.bf16x2 $3, t, b;
-            }
-            """,
-            "=r,=r,=r,=r,r,r", [words, scale_pairs.to(gl.int32)],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+    ASSEMBLY: gl.constexpr = _WORDS_TO_FP16 if FP16 else _WORDS_TO_BF16
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,r,r", [words, scale_pairs.to(gl.int32)], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3))
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
@@ -99,13 +101,18 @@ def decode_words(words, scale_pairs, FP16: gl.constexpr):
     return gl.join(low, high)
 
 
+# Bytes from one entry of the table to the next, of which eight are used, and of the table.
+_ENTRY_BYTES = 24
+_TABLE_BYTES = 256 * _ENTRY_BYTES
+# What comes behind the table is Triton's, and tiles that the accelerator swizzles begin at multiples of 1024 bytes.
+_DECLARE_TABLE = gl.constexpr(f"{{ .shared .align 1024 .b8 table[{_TABLE_BYTES}]; mov.u32 $0, table; }}")
 # Thread t fills the table for the block scales with bytes t and t + 128: the eight magnitudes of E2M1, times the scale,
 # times a sixth, as E4M3. A scale byte is bits 14 to 7 of the scale times 2^7 in fp16; 0.5 and 1.5 are given times 2^-7.
 # These products are exact, and fp32's sixth is so little above 1/6 that a quotient that fp32 has is hit, ties of E4M3
 # among them.
-_ENTRY = """
+_ENTRY = f"""
     shl.b32 lo, t, 7;
-    mov.b32 {l, h}, lo;
+    mov.b32 {{l, h}}, lo;
     cvt.f32.f16 v1, l;
     mul.f32 v3, v1, 0f3C400000;
     mul.f32 v1, v1, 0f3B800000;
@@ -118,72 +125,73 @@ _ENTRY = """
     add.f32 v7, v5, v5;
     cvt.rn.satfinite.e4m3x2.f32 l, v1, 0f00000000;
     cvt.rn.satfinite.e4m3x2.f32 h, v3, v2;
-    mov.b32 lo, {l, h};
+    mov.b32 lo, {{l, h}};
     cvt.rn.satfinite.e4m3x2.f32 l, v5, v4;
     cvt.rn.satfinite.e4m3x2.f32 h, v7, v6;
-    mov.b32 hi, {l, h};
-    mad.lo.u32 at, t, 8, $0;
-    st.shared.v2.b32 [at], {lo, hi};
+    mov.b32 hi, {{l, h}};
+    mad.lo.u32 at, t, {_ENTRY_BYTES}, $1;
+    st.shared.v2.b32 [at], {{lo, hi}};
 """
-# What comes behind the table is Triton's, and tiles that the accelerator swizzles begin at multiples of 1024 bytes.
 _FILL_TABLE = gl.constexpr(
-    "{ .shared .align 1024 .b8 table[2048]; .reg .b32 t, at, lo, hi; .reg .b16 l, h; .reg .f32 v<8>; "
-    f"mov.u32 $0, table; mov.u32 t, %tid.x; and.b32 t, t, 127; {_ENTRY} add.u32 t, t, 128; {_ENTRY} }}"
+    "{ .reg .b32 t, at, lo, hi; .reg .b16 l, h; .reg .f32 v<8>; mov.u32 t, %tid.x; and.b32 t, t, 127; "
+    f"{_ENTRY} add.u32 t, t, 128; {_ENTRY} mov.b32 $0, $1; }}"
 )
 
 # Eight bytes of the table under each of the scale bytes in $6: of the first row, al and ah for the first word and bl
 # and bh for the second; of the second row, cl and ch, and dl and dh.
 _LOOK_UP = "".join(
-    f"prmt.b32 s, $6, 0, 0x444{byte}; mad.lo.u32 s, s, 8, $7; ld.shared.v2.b32 {{{name}l, {name}h}}, [s]; "
+    f"prmt.b32 s, $6, 0, 0x444{byte}; mad.lo.u32 s, s, {_ENTRY_BYTES}, $7; ld.shared.v2.b32 {{{name}l, {name}h}}, [s]; "
     for name, byte in (("a", 0), ("b", 2), ("c", 1), ("d", 3))
 )
 # Two words $4 and $5, because the scale bytes of two come in one register, as four E4M3 of either row: $0 and $1 of
-# the first row, $2 and $3 of the second. A prmt takes four magnitudes' E4M3 from eight bytes by the numbers in the low
-# half of a register, four bits each of which three count here; signs come with the last instruction.
+# the first row, $2 and $3 of the second. The words' bytes 0 and 2 come together in e, and 1 and 3 in o: in e the sizes
+# of the first row and the signs of the second, in o the reverse. A prmt takes four magnitudes' E4M3 from eight bytes by
+# the numbers in the low half of a register, four bits each of which three count here; signs come with the last
+# instruction.
 _WORDS_TO_FP8 = gl.constexpr(
-    f"{{ .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, m, n, x, y, u, v; {_LOOK_UP}"
+    f"{{ .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, e, o, m, n, x, y, u, v; {_LOOK_UP}"
     """
-    prmt.b32 m, $4, $5, 0x6420;
-    and.b32 m, m, 0x77777777;
+    prmt.b32 e, $4, $5, 0x6420;
+    prmt.b32 o, $4, $5, 0x7531;
+    and.b32 m, e, 0x77777777;
     shr.u32 n, m, 16;
     prmt.b32 x, al, ah, m;
     prmt.b32 y, bl, bh, n;
-    prmt.b32 u, $4, $5, 0x7531;
-    shl.b32 v, u, 6;
-    shl.b32 u, u, 2;
+    shl.b32 v, o, 6;
+    shl.b32 u, o, 2;
     prmt.b32 m, v, u, 0x5140;
     prmt.b32 n, v, u, 0x7362;
     lop3.b32 $0, m, 0x80808080, x, 0xEA;
     lop3.b32 $1, n, 0x80808080, y, 0xEA;
 
-    shr.u32 m, $4, 10;
-    shr.u32 n, $5, 10;
-    shr.u32 u, $4, 2;
-    shr.u32 v, $5, 2;
-    lop3.b32 m, u, 0x00600060, m, 0xE2;
-    lop3.b32 n, v, 0x00600060, n, 0xE2;
-    prmt.b32 m, m, n, 0x6420;
+    shr.u32 u, o, 2;
+    lop3.b32 m, v, 0x40404040, u, 0xE2;
     and.b32 m, m, 0x77777777;
     shr.u32 n, m, 16;
     prmt.b32 x, cl, ch, m;
     prmt.b32 y, dl, dh, n;
-    shl.b32 u, $4, 4;
-    shl.b32 v, $5, 4;
-    prmt.b32 u, u, $4, 0x7052;
-    prmt.b32 v, v, $5, 0x7052;
-    lop3.b32 $2, u, 0x80808080, x, 0xEA;
-    lop3.b32 $3, v, 0x80808080, y, 0xEA;
+    shl.b32 u, e, 4;
+    prmt.b32 m, u, e, 0x5041;
+    prmt.b32 n, u, e, 0x7263;
+    lop3.b32 $2, m, 0x80808080, x, 0xEA;
+    lop3.b32 $3, n, 0x80808080, y, 0xEA;
     }
     """
 )
 
 
 @gluon.jit
-def fp8_table(value):
-    """The address of a table in shared memory for `decode_words_fp8`, which the 128 threads that call it fill, and may
-    read after a barrier, behind which they load words, too. Once in a kernel, or once for each of its partitions;
+def declare_fp8_table(value):
+    """The address of room in shared memory for a table for `decode_words_fp8`. Once in a kernel, which declares it;
     `value` is any number."""
-    return gl.inline_asm_elementwise(_FILL_TABLE, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(_DECLARE_TABLE, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fill_fp8_table(table):
+    """Fills the table at this address. All 128 threads that call it do, and may read it after a barrier, behind which
+    they load words, too. Others that fill it as well write the same."""
+    gl.inline_asm_elementwise(_FILL_TABLE, "=r,r", [table], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8, fp8_table
+from llm_quant_rocm.kernels.decode_hopper import declare_fp8_table, decode_words_fp8, fill_fp8_table
 from llm_quant_rocm.kernels.hopper import cta_barrier
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
@@ -35,7 +35,8 @@ def nvfp4_expand_kernel(
     piece = across.to(gl.int64) * row_tiles + row_tile + piece % NT
     word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
     pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
-    table = fp8_table(N)
+    table = declare_fp8_table(N)
+    fill_fp8_table(table)
     cta_barrier()
     codes = gl.load(words + piece[:, None] * 128 + word[None, :])
     pairs = gl.load(scale_bytes + piece[:, None] * 32 + pair[None, :])

@@ -41,7 +41,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
-from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, decode_words_fp8, fp8_table, split_bytes
+from llm_quant_rocm.kernels.decode_hopper import (
+    UNSCALE,
+    UNSCALE_FP8,
+    declare_fp8_table,
+    decode_words_fp8,
+    fill_fp8_table,
+    split_bytes,
+)
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     SMS,
@@ -571,7 +578,7 @@ def _compute_tail(
 
 @gluon.jit
 def _consumer(
-    HALF: gl.constexpr, operands, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    HALF: gl.constexpr, operands, routing, shared, table, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, FP16: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
@@ -618,9 +625,8 @@ def _consumer(
         tail_m, tail_n, number, in_tail = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
         groups += gl.where(in_tail, tile_groups, 0)
     steps = groups * (UNROLL // APART) - 1
-    table = 0  # not used
     if FP8:
-        table = fp8_table(M)
+        fill_fp8_table(table)
         cta_barrier()
     mbarrier.wait(started, 0)
     mbarrier.wait(ready.index(stage), 0, pred=pieces > 0)
@@ -787,6 +793,9 @@ def nvfp4_wgmma_large_kernel(
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
     else:
         staging = ring  # not used
+    table = 0  # not used
+    if x.dtype.primitive_bitwidth == 8:
+        table = declare_fp8_table(M)
     operands = (row_scale, global_scale, bias, out, staging, parts, flags)
     routing = (tile_expert, tile_rows, tile_count)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
@@ -795,12 +804,12 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES, TAIL, FP16,
-                UNSCALE, ACTIVATION,
+                gl.constexpr(0), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES,
+                TAIL, FP16, UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, routing, shared, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES, TAIL, FP16,
-                UNSCALE, ACTIVATION,
+                gl.constexpr(1), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES,
+                TAIL, FP16, UNSCALE, ACTIVATION,
             )),
             (_producer, (
                 x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL,

@@ -16,35 +16,18 @@ from tests.nvfp4_inputs import nasty_weight
 BYTES = torch.tensor([0, 8, 16, 24])
 
 
-def bf16_pairs(words: torch.Tensor) -> torch.Tensor:
-    """The two bf16 [..., 2] in the bits of each 32-bit word, the lower half first."""
-    halves = torch.stack([words & 0xFFFF, (words >> 16) & 0xFFFF], dim=-1)
-    return torch.where(halves < 2**15, halves, halves - 2**16).to(torch.int16).view(torch.bfloat16)
+def halves(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The two 16-bit values [..., 2], in fp32, in the bits of each 32-bit word, the lower half first."""
+    return (words.unsqueeze(-1) >> BYTES[::2] & 0xFFFF).to(torch.int16).view(dtype).float()
 
 
-def decode(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    """Values [N, K] in fp32 of packed words [K/64, N/16, 128] and scale bytes, by `decode_words`' steps for bf16."""
-    word = words.long() & 0xFFFFFFFF
-    # Word lane * 4 + step belongs to rows lane / 4 and lane / 4 + 8; a scale byte stands at [row % 8][step][row / 8].
-    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 4, 2).expand(-1, -1, -1, 4, -1, -1)
-    multiplier = bf16_pairs(scales.long() * 16 + 0x6F80)[..., 0].float()
-    word = word.view(*word.shape[:2], 8, 4, 4)
-    rotated = ((word >> 4) | (word << 28)) & 0xFFFFFFFF
-    pairs = (
-        ((word << 6) & 0x81C081C0, 0),
-        ((word << 2) & 0x81C081C0, 0),
-        (rotated & 0x81C081C0, 1),
-        ((word & 0x81808180) | ((word >> 8) & 0x00400040), 1),
-    )
-    values = [bf16_pairs(bits & 0xFFFFFFFF).float() * multiplier[..., row, None] * 2.0**8 for bits, row in pairs]
-    # [piece, tile, row, lane % 4, step, column] of each (row half, column half)
-    stacked = torch.stack([torch.stack(values[:2], -2), torch.stack(values[2:], -2)], -3)
-    # piece, tile, row, quarter, step, row half, column half, column
-    return stacked.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(words.shape[1] * 16, words.shape[0] * 64)
+def both(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """32-bit words in int64 of two values [..., 2] each, rounded to this 16-bit dtype."""
+    return ((values.to(dtype).view(torch.int16).long() & 0xFFFF) << BYTES[::2]).sum(-1)
 
 
 def fp8_table() -> torch.Tensor:
-    """The bytes [scale byte, 8] that `fp8_table` fills its table with, in fp32 as it does."""
+    """The bytes [scale byte, 8] that `fill_fp8_table` fills its table with, in fp32 as it does."""
     scales = (torch.arange(256)[:, None] << 7).to(torch.int16).view(torch.float16).float()
     sixth = torch.tensor(0x3E2AAAAB, dtype=torch.int32).view(torch.float32)
     half, three_halves = scales * 2.0**-8 * sixth, scales * 3 * 2.0**-8 * sixth
@@ -53,8 +36,8 @@ def fp8_table() -> torch.Tensor:
 
 
 def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The registers, 32-bit words in int64, after PTX of the few instructions that `decode_words_fp8` takes; `memory`
-    is the shared one, in words."""
+    """The registers, 32-bit words in int64, after PTX of the few instructions that decoding takes; `memory` is the
+    shared one, in words."""
 
     def value(operand: str) -> Any:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -70,9 +53,14 @@ def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Te
         terms = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1)
         return sum(terms)  # of bits that no two terms have
 
+    def product_in(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return lambda a, b: both(halves(a, dtype) * halves(b, dtype), dtype)
+
     steps: dict[str, Callable[..., Any]] = {
         "prmt.b32": prmt, "lop3.b32": lop3, "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b,
-        "shl.b32": lambda a, b: a << b, "mad.lo.u32": lambda a, b, c: a * b + c,
+        "shl.b32": lambda a, b: a << b, "shf.r.wrap.b32": lambda low, high, by: (high << 32 | low) >> by,
+        "mad.lo.u32": lambda a, b, c: a * b + c, "mul.lo.u32": lambda a, b: a * b,
+        "mul.bf16x2": product_in(torch.bfloat16), "mul.f16x2": product_in(torch.float16),
     }  # fmt: skip
     for statement in assembly.strip(" {}\n").split(";"):
         name, _, operands = statement.strip().partition(" ")
@@ -86,15 +74,33 @@ def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Te
     return registers
 
 
+def assembly(name: str) -> str:
+    return getattr(pytest.importorskip("llm_quant_rocm.kernels.decode_hopper"), name).value
+
+
+def decode(words: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values [N, K] in fp32 of packed words [K/64, N/16, 128] and scale bytes, by the text of `decode_words`."""
+    # Word lane * 4 + step belongs to rows lane / 4 and lane / 4 + 8; a scale byte stands at [row % 8][step][row / 8].
+    word = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 4)
+    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 4, 2).expand(-1, -1, -1, 4, -1, -1).long()
+    text = assembly("_WORDS_TO_FP16" if dtype == torch.float16 else "_WORDS_TO_BF16")
+    found = executed(text, {"$4": word, "$5": (scales << BYTES[:2]).sum(-1)}, torch.empty(0))
+    values = [halves(found[f"${pair}"], dtype) * (2.0**7 if dtype == torch.float16 else 2.0**8) for pair in range(4)]
+    # [piece, tile, row, lane % 4, step, column] of each (row half, column half)
+    stacked = torch.stack([torch.stack(values[:2], -2), torch.stack(values[2:], -2)], -3)
+    # piece, tile, row, quarter, step, row half, column half, column
+    return stacked.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(words.shape[1] * 16, words.shape[0] * 64)
+
+
 def decode_fp8(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
     """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by the text of `decode_words_fp8`."""
-    assembly = pytest.importorskip("llm_quant_rocm.kernels.decode_hopper")._WORDS_TO_FP8.value
     # Two words of a lane at a time, those of its steps 0 and 1, or 2 and 3, with two scale bytes each.
     a, b = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 2, 2).unbind(-1)
     scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 2, 4).expand(-1, -1, -1, 4, -1, -1).long()
-    memory = (fp8_table().view(-1, 4) << BYTES).sum(-1)
+    # An entry of the table is six words, of which two are used.
+    memory = torch.nn.functional.pad((fp8_table().view(-1, 2, 4) << BYTES).sum(-1), (0, 4)).flatten()
     start = {"$4": a, "$5": b, "$6": (scales << BYTES).sum(-1), "$7": torch.zeros_like(a)}
-    found = executed(assembly, start, memory)
+    found = executed(assembly("_WORDS_TO_FP8"), start, memory)
     rows = torch.stack([torch.stack([found["$0"], found["$1"]], -1), torch.stack([found["$2"], found["$3"]], -1)], -1)
     values = (rows.unsqueeze(-1) >> BYTES & 255).flatten(4, 5)
     # piece, tile, row, quarter, step, row half, column
@@ -107,25 +113,27 @@ def in_kernels_order(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(-1, (-1, 2, 8)).transpose(-1, -2).reshape(values.shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (16, 64), (1, 16), (130, 272), (3000, 16)])
-def test_the_kernels_steps_find_every_value(n: int, k: int) -> None:
+def test_the_kernels_steps_find_every_value(n: int, k: int, dtype: torch.dtype) -> None:
     weight = nasty_weight(n, k)
     words, scale_bytes = nvfp4_wgmma.pack(weight.codes, weight.scales)
     (word_dtype, word_shape), (byte_dtype, byte_shape) = nvfp4_wgmma.parts(n, k)
     assert (words.dtype, words.shape, scale_bytes.dtype, scale_bytes.shape) == (
         word_dtype, word_shape, byte_dtype, byte_shape
     )  # fmt: skip
-    values = decode(words, scale_bytes)
+    values = decode(words, scale_bytes, dtype)
     assert values.shape == (-(-n // 128) * 128, -(-k // 128) * 128), "kernels read whole tiles"
     expected = torch.zeros(values.shape)
     expected[:n, :k] = nvfp4.block_values(weight.codes, weight.scales)
     assert_same(values + 0.0, expected + 0.0)  # a zero scale loses the sign of its zeros
 
 
-def test_all_codes_times_all_scales() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_codes_times_all_scales(dtype: torch.dtype) -> None:
     codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(127, 1))
     scales = torch.arange(127, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
-    values = decode(*nvfp4_wgmma.pack(codes, scales))[:127, :16]
+    values = decode(*nvfp4_wgmma.pack(codes, scales), dtype)[:127, :16]
     assert_same(values + 0.0, nvfp4.block_values(codes, scales) + 0.0)
 
 
