@@ -114,7 +114,7 @@ def test_the_plan_is_faster_than_separate_operators(world: int, codec: str) -> N
 
 @needs_triton
 def test_fp8_at_prefill_is_what_was_measured() -> None:
-    """Small products stay exact, and so do Llama's up to 96 rows; Llama-3-70B's gain from 128 rows, its o from 256."""
+    """Small products stay exact, and so do Llama's up to 96 rows; Llama-3-70B's gain from 128 rows."""
     from llm_quant_rocm.kernels import nvfp4_hopper
 
     llama = {shape for name, shape in WELL_KNOWN.items() if "llama" in name}
@@ -127,8 +127,7 @@ def test_fp8_at_prefill_is_what_was_measured() -> None:
     assert module._fp8_config(HOPPER, 512, *WELL_KNOWN["qwen3-o"]) is None
     for weight in llama:
         assert all(module._fp8_config(HOPPER, m, *weight) is None for m in (65, 96))
-    gain = {name for name, shape in WELL_KNOWN.items() if module._fp8_config(HOPPER, 128, *shape) and "llama" in name}
-    assert gain == {"llama-qkv", "llama-gate_up", "llama-down"}
+        assert module._fp8_config(HOPPER, 128, *weight) is not None
     # What won with 512 rows took longer than the exact product with 300.
     assert module._fp8_config(HOPPER, 512, *WELL_KNOWN["qwen3-qkv"]) is not None
     assert module._fp8_config(HOPPER, 300, *WELL_KNOWN["qwen3-qkv"]) is None

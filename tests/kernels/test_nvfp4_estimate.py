@@ -128,7 +128,9 @@ def test_the_choice_with_the_exact_product_and_both_in_fp8_is_near_the_fastest()
     assert np.mean(slower) < 1.02
     assert np.quantile(slower, 0.95) < 1.1
     assert max(slower) < 1.3
-    assert kinds == {Large, Expanded, type(None)}
+    assert kinds == {Large, type(None)}
+    # With more rows than were measured it takes little of the time to expand the weight before.
+    assert isinstance(nvfp4_hopper.default_fp8_config(8192, 8192, 8192, HOPPER), Expanded)
     for m in (65, 128):
         assert nvfp4_hopper.default_fp8_config(m, 8192, 8192, HOPPER) is None
 
