@@ -45,14 +45,19 @@ def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
             raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
 
 
+def why_not_again(name: str) -> str:
+    """Why nothing can be loaded over `name`, a weight or a layer that is served."""
+    return (
+        f"{name} was prepared for its kernels when the checkpoint was loaded, and no other can be loaded over it: "
+        "start the server again with the new checkpoint"
+    )
+
+
 def refusing_again(name: str) -> Callable[..., None]:
     """The weight loader of a weight that is served: what comes then would be copied into codes as they are."""
 
     def load(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            f"{name} was prepared for its kernels when the checkpoint was loaded, and no other can be loaded over it: "
-            "start the server again with the new checkpoint"
-        )
+        raise ValueError(why_not_again(name))
 
     return load
 

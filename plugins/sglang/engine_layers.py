@@ -21,7 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.runtime_context import get_server_args
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
-from llm_quant_rocm.checkpoint.online import refusing_again
+from llm_quant_rocm.checkpoint.online import refusing_again, why_not_again
 from llm_quant_rocm.checkpoint.warm_layers import warm_linear
 
 Loader = Callable[..., Any]
@@ -76,7 +76,12 @@ def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[s
 
 
 def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
-    """Has the parameters that a method gave `layer` refuse what SGLang loads later (`update_weights_from_disk`)."""
+    """Has SGLang refuse what is to be loaded later (`update_weights_from_disk` and its kin) into a model with `layer`.
+
+    From 0.5.21 on it asks layers before it loads anything. Before, and where somebody loads without asking, the
+    parameters that a method gave the layer refuse: what came before them is loaded then, and SGLang's way back, which
+    loads the old checkpoint, refused too."""
+    layer._derived_weight_cache_error = why_not_again(prefix)  # type: ignore[assignment]
     for name, param in layer.named_parameters(recurse=False):
         if not hasattr(param, "weight_loader"):
             param.weight_loader = refusing_again(f"{prefix}.{name}")  # type: ignore[attr-defined]

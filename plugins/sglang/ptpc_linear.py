@@ -12,7 +12,15 @@ from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import Loader, Weight, device_type, group_of, loads_tensors, warm_up
+from llm_quant_rocm_sglang.engine_layers import (
+    Loader,
+    Weight,
+    device_type,
+    group_of,
+    loads_tensors,
+    refuse_updates,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -99,6 +107,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         else:
             refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()], ())
         warm_up(layer, self)
+        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)

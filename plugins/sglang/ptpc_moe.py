@@ -13,7 +13,7 @@ from sglang.srt.utils import set_weight_attrs
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts
+from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, refuse_updates
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
             if not self.arriving[name].is_quantized:
                 refuse_missing(names or [f"{self.prefix}.{name}"], ())
         warm_up(layer, self.product, self.dtype, self.prefix)
+        refuse_updates(layer, self.prefix)
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""

@@ -268,6 +268,7 @@ def test_what_mla_absorbs_is_decoded(
         assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
     method.process_weights_after_loading(layer)
     assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
+    assert f"{name} was prepared for its kernels" in layer._derived_weight_cache_error
     if last is None:
         return
     with pytest.raises(

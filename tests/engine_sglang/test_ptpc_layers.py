@@ -61,6 +61,7 @@ def test_a_layer_is_quantized_with_its_last_shard() -> None:
     assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(layer.weight_scale, scale)
     method.process_weights_after_loading(layer)
+    assert layer._derived_weight_cache_error.startswith(f"{ATTENTION} was prepared for its kernels")
     with pytest.raises(
         ValueError, match=f"{ATTENTION}.weight was prepared for its kernels when .*: start the server again"
     ):
@@ -146,6 +147,7 @@ def test_experts_of_this_rank_are_quantized() -> None:
         assert torch.equal(getattr(layer, name).view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(getattr(layer, f"{name}_scale"), scale)
     method.process_weights_after_loading(layer)
+    assert layer._derived_weight_cache_error.startswith(f"{EXPERTS} was prepared for its kernels")
     with pytest.raises(
         ValueError, match=f"{EXPERTS}.w2_weight was prepared for its kernels when .*: start the server again"
     ):
