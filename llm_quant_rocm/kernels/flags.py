@@ -4,9 +4,14 @@
 A kernel leaves them as zeros, so that nobody need clear them for the next one: that is a kernel of its own, which takes
 as long as a small product. Kernels of one stream run one after another, so each stream has zeros of its own. As with
 cuBLAS's workspaces, graphs that were captured on one stream must not be replayed at the same time as each other.
+
+They may be asked for first while an engine loads a model, by what compiles its kernels, and lie outside of the pool
+that the engine has its weights in: vLLM takes that memory away when it sleeps (`--enable-sleep-mode`), and after level
+2 gives back other memory, which need not be zeros. A pool is a thread's.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from triton.runtime import driver
@@ -34,7 +39,8 @@ def _place_of(key: tuple[torch.device, int]) -> int | None:
     device, _ = key
     # What a capture allocates belongs to its graph, and is zero when that is replayed, not before.
     if device not in _flags and not torch.cuda.is_current_stream_capturing():
-        _flags[device] = torch.zeros((STREAMS, FLAGS), dtype=torch.int32, device=device)
+        with ThreadPoolExecutor(1) as elsewhere:
+            _flags[device] = elsewhere.submit(torch.zeros, (STREAMS, FLAGS), dtype=torch.int32, device=device).result()
         torch.cuda.synchronize(device)  # another stream may be the next to use them
     place = sum(known == device for known, _ in _places)
     if device not in _flags or place >= STREAMS:

@@ -64,6 +64,19 @@ def test_a_first_capture_gets_zeros_of_its_graph(streams: SimpleNamespace) -> No
     assert flags.flags_of(CPU).data_ptr() == flags.flags_of(CPU).data_ptr()
 
 
+def test_zeros_are_of_no_pool_of_the_thread(streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's pool of weights serves the thread that loads them, and is emptied while the engine sleeps."""
+    zeros, threads = torch.zeros, []
+
+    def allocated(*args: Any, **kwargs: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", allocated)
+    assert flags.flags_of(CPU).count_nonzero() == 0
+    assert threads and threading.get_ident() not in threads
+
+
 def test_a_stream_too_many_gets_new_zeros(streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "STREAMS", 1)
     mine = flags.flags_of(CPU)
