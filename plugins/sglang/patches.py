@@ -28,7 +28,7 @@ class Patch:
     Attributes:
         target: the dotted name of a function of SGLang.
         parameters: the names of the target's first parameters, which the hook relies on.
-        hook: ours, which gets the target and its arguments.
+        hook: ours, which gets the target and its arguments: as many as the target has, or any.
         purpose: what does not work without it, for the log.
         why: why a hook.
         formerly: the target's names in older versions.
@@ -156,8 +156,13 @@ def _find(patch: Patch) -> tuple[str, str | None]:
         except (ImportError, AttributeError) as error:
             gone = gone or f"{name} is gone ({error})"
             continue
-        found = tuple(inspect.signature(target).parameters)[: len(patch.parameters)]
+        names = tuple(inspect.signature(target).parameters)
+        found = names[: len(patch.parameters)]
         if found != patch.parameters:
             return name, f"{name} takes {', '.join(found)}, not {', '.join(patch.parameters)}"
+        try:
+            inspect.signature(patch.hook).bind(target, *names)
+        except TypeError:
+            return name, f"{name} takes {', '.join(names)}, and its hook not as many"
         return name, None
     return name, gone

@@ -84,6 +84,18 @@ def test_a_hook_that_fits_no_more_is_one_line(
     assert moved.hook not in [hook for _, hook, _ in HookRegistry._hooks.get(target, [])]
 
 
+def test_a_target_with_an_argument_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives it would end in the hook, unless that passes on what it does not know."""
+
+    def all_reduce(self: Any, input_: torch.Tensor, op: str = "sum") -> torch.Tensor: ...
+
+    monkeypatch.setattr(pkgutil.resolve_name(GROUP), "all_reduce", all_reduce)
+    _, trouble = patches._find(patch(f"{GROUP}.all_reduce"))
+    assert trouble == f"{GROUP}.all_reduce takes self, input_, op, and its hook not as many"
+    passing_on = patches.Patch(f"{GROUP}.all_reduce", ("self", "input_"), communicator.resolve, "", "")
+    assert patches._find(passing_on) == (passing_on.target, None)
+
+
 def test_a_target_of_an_older_name() -> None:
     for newer, older in ((f"{GROUP}.gone", f"{GROUP}.all_reduce"), (f"{GROUP}.all_reduce", f"{GROUP}.gone")):
         moved = patches.Patch(newer, ("self",), MagicMock(), "", "", formerly=(older,))
