@@ -13,6 +13,7 @@ import torch.distributed as dist
 from llm_quant_rocm.comm import reduce_norm_quant
 from llm_quant_rocm.comm.group import Members, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Settings
+from llm_quant_rocm.comm.reduce_norm_quant import Plan
 from llm_quant_rocm.comm.setup_errors import first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
@@ -53,7 +54,8 @@ def connect(
             name, group, device, codec, shared, all_reduce, sizes, always, members.seconds
         )
         # A CPU has no peer memory, and nothing better than the process group either.
-        refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
+        obstacle, disagreement = ranks.obstacle if device.type != "cpu" else None, _disagreement(ranks.plan, group)
+        refusal = first_refusal(obstacle or disagreement, group)
         if refusal is None:
             if ranks.memory is not None and shared is None:
                 _watches[name] = Watch(ranks.memory.check)
@@ -81,6 +83,14 @@ def disconnect_with(owner: Any, name: str) -> None:
             disconnect(name)
 
     weakref.finalize(owner, forget).atexit = False
+
+
+def _disagreement(plan: Plan, group: dist.ProcessGroup) -> str | None:
+    """Why the ranks of `group`, which all call, would not make the same calls, or None."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, plan.steps, group)
+    alike = all(steps == plan.steps for steps in everyone)
+    return None if alike else "the ranks have different settings or measured crossovers"
 
 
 def _refusal(members: Members) -> str | None:

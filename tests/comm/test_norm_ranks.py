@@ -152,6 +152,18 @@ def who_refuses_does_so_for_all(rank: int) -> None:
             assert_refused("Triton has no conversion to FP8 for sm_80", device="cuda")
 
 
+def who_disagrees_is_kept_apart(rank: int) -> None:
+    """As from environments of their own, which ranks have that no engine has started."""
+    lines = listen()
+    for codecs in (("INT4", "FP4"), ("INT4", "FP")):
+        settings = Settings(CODECS[codecs[rank]], min_bytes=0)
+        assert norm_ranks.connect(members(), settings, None, None, None) is None
+        assert not is_known()
+        reason = "the ranks have different settings or measured crossovers"
+        said = f"norm fusion: an engine's all-reduce of the group {NAME} stays apart; {reason}"
+        assert [line for line in lines.take() if line.startswith("norm fusion")] == [said] * (rank == 0)
+
+
 @contextmanager
 def on_gpus(obstacle: str | None) -> Iterator[list[Any]]:
     """GPUs that reach each other, whose peer memory `obstacle` may forbid; gives the checks that are watched."""
@@ -212,6 +224,7 @@ CASES = (
     sums_of_a_connected_group,
     the_codec_keeps_to_its_sizes,
     who_refuses_does_so_for_all,
+    who_disagrees_is_kept_apart,
     memory_is_shared_or_watched,
 )
 

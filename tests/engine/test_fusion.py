@@ -591,9 +591,13 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(norm_ranks, "first_refusal", lambda refusal, group: refusal)
     monkeypatch.setattr(norm_ranks, "unreachable", lambda *facts: None)
     monkeypatch.setattr(norm_ranks, "detect", lambda device: nvidia(9, 0))
-    monkeypatch.setattr(norm_ranks.dist, "all_gather_object", lambda everyone, fact, group: None)
+    monkeypatch.setattr(norm_ranks.dist, "all_gather_object", as_of_all)
     monkeypatch.setattr(norm_ranks.dist, "get_rank", lambda group: 0)
     return given
+
+
+def as_of_all(everyone: list[Any], fact: Any, group: Any) -> None:
+    everyone[:] = [fact] * len(everyone)
 
 
 def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str | None:
