@@ -29,8 +29,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
     A header is 8 bytes of length and a JSON text that gives the bytes of every tensor, counted from its end.
 
     Raises:
-        ValueError: the file is shorter than its header says, or has none; the message names the file, and the first
-            tensor that is cut off.
+        ValueError: the file is shorter or longer than its header says, or has none; the message names the file, and
+            the first tensor that is cut off.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -54,6 +54,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
             f"{file} is truncated: it has {size} of {cut[-1][0]} bytes, and {cut[0][1]} is the first of "
             f"{len(cut)} tensors that are cut off: {_CURE}"
         )
+    whole = start + max((end for _, end in places.values()), default=0)
+    if size > whole:  # which safetensors refuses
+        raise ValueError(f"{file} is too long: it has {size} bytes, and its tensors end after {whole}: {_CURE}")
     return tensors
 
 

@@ -350,6 +350,25 @@ def test_gpt_oss_is_left_to_the_engine(tmp_path: Path) -> None:
     assert rows["model.layers.*.mlp.experts.down_proj"].stored == "MXFP4"
 
 
+@pytest.mark.parametrize(
+    ("columns", "ranks", "what"),
+    [
+        (14344, 1, "has 14344 input features, no multiple of 16, so it cannot be NVFP4"),
+        (14336, 128, None),
+        (14336, 256, "has 56 of 14336 input features on each of 256 ranks, no multiple of 16"),
+    ],
+)
+def test_nvfp4_is_left_out_where_quantize_or_the_engine_would_refuse_it(
+    tmp_path: Path, columns: int, ranks: int, what: str | None
+) -> None:
+    tensors: Tensors = {"model.layers.0.mlp.down_proj.weight": ("BF16", (8192, columns))}
+    parts = model.examine(write(tmp_path, tensors, config={}), ranks)
+    assert problems(parts) == []
+    assert list(plans(parts)) == ["16 bits", *(["NVFP4"] if what is None else []), "PTPC FP8"]
+    note = f"not in NVFP4: model.layers.*.mlp.down_proj {what}, unless `quantize --ignore` keeps it in 16 bits"
+    assert parts[0].notes[1:] == ([] if what is None else [note])
+
+
 def test_experts_with_biases_are_served_in_16_bits(tmp_path: Path) -> None:
     """The engines' plugins refuse them."""
     parts = model.examine(write(tmp_path, gpt_oss(GPT_OSS_16_BITS), config=GPT_OSS), 1)
@@ -394,6 +413,15 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     what, cure = fault(tmp_path)
     assert "model.safetensors is truncated" in what
     assert "is the first of 1 tensors that are cut off" in what
+    assert cure == "copy or download the file again"
+
+
+def test_a_file_with_something_behind_its_tensors(tmp_path: Path) -> None:
+    """safetensors refuses it, and so does every engine."""
+    with (write(tmp_path, llama(weight)) / "model.safetensors").open("ab") as stream:
+        stream.write(b"\0")
+    what, cure = fault(tmp_path)
+    assert "model.safetensors is too long: it has" in what
     assert cure == "copy or download the file again"
 
 

@@ -69,13 +69,19 @@ def examine(folder: Path, ranks: int) -> list[Part]:
 def _examined(found: Survey, folder: Path, ranks: int) -> list[Part]:
     shards = Shards(found.config, ranks)
     served = ways(found, folder, ranks)
-    schemes = served.schemes
+    schemes = list(served.schemes)
     messages = [*found.faults, *shards.refusals(), *contradictions(found), *_unfit(found.modules, shards, schemes[-1])]
     messages += [served.refusal] if served.refusal else []
     architectures = found.config.get("architectures") or ["an unnamed architecture"]
     says = "not quantized" if found.quantization is None else describe(found.quantization)
     notes = [f"{architectures[0]}, {says}; weights alone, on {ranks} tensor-parallel rank{'s' * (ranks > 1)}"]
     notes += served.left_out
+    for scheme in served.schemes[:-1]:
+        unfit = [reason for reason in _unfit(found.modules, shards, scheme) if reason not in messages]
+        if unfit:
+            schemes.remove(scheme)
+            what = Problem.of(unfit[0]).what
+            notes.append(f"not in {scheme.name}: {what}, unless `quantize --ignore` keeps it in 16 bits")
     return [
         Part("serving", "How it can be served", [_plan(scheme, found.modules, shards) for scheme in schemes], notes,
              [Problem.of(message) for message in dict.fromkeys(messages)]),
