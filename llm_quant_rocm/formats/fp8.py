@@ -83,6 +83,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tens
     return _divide(x.to(torch.float32, copy=True), scale, fmt).to(fmt.dtype)
 
 
+@torch.no_grad()  # of a parameter, a gradient would keep what is temporary
 def quantize_rows(
     x: torch.Tensor, fmt: Fp8Format, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,11 +83,12 @@ class NvFp4Weight:
         scales: float8_e4m3fn [..., N, K/16], neither negative nor NaN.
         global_scale: fp32 [..., N], a multiplier for every row.
 
-    The constructor checks shapes and dtypes only. `from_modelopt` and `from_compressed_tensors` check the values too.
+    The constructor checks shapes, dtypes and devices only. `from_modelopt` and `from_compressed_tensors` check the
+    values too.
 
     Raises:
         TypeError: a dtype.
-        ValueError: shapes that do not fit, or a K that is no multiple of 16.
+        ValueError: shapes or devices that do not fit, or a K that is no multiple of 16.
     """
 
     codes: torch.Tensor
@@ -102,6 +103,10 @@ class NvFp4Weight:
             raise ValueError(
                 f"global_scale has shape {tuple(self.global_scale.shape)}; codes {tuple(self.codes.shape)} need one "
                 f"value a row, {tuple(self.codes.shape[:-1])}"
+            )
+        if self.global_scale.device != self.codes.device:
+            raise ValueError(
+                f"global_scale is on {self.global_scale.device}, codes on {self.codes.device}; move them to one device"
             )
 
     @property
@@ -210,6 +215,7 @@ def global_scale_of(amax: torch.Tensor) -> torch.Tensor:
     return _divisor(amax).reciprocal()
 
 
+@torch.no_grad()  # of a parameter, scales would have one
 def quantize(
     w: torch.Tensor, global_scale: torch.Tensor | None = None, name: str = "weight", *, search: bool = False
 ) -> NvFp4Weight:

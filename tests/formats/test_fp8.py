@@ -201,6 +201,14 @@ def test_temporaries_stay_small(with_amax: bool) -> None:
     assert {size for size in sizes if size > 2**20} == {12 * 2**20}
 
 
+def test_a_parameter_leaves_no_gradient() -> None:
+    """A graph would keep the values of every chunk, in fp32, for as long as the codes live."""
+    w = torch.nn.Parameter(random_rows(3, 32, torch.bfloat16))
+    for found, expected in zip(fp8.quantize_rows(w, OCP), fp8.quantize_rows(w.detach(), OCP), strict=True):
+        assert not found.requires_grad
+        assert_same(found, expected)
+
+
 @FORMATS
 def test_amax_of_a_group_gives_a_shard_the_bytes_of_the_whole(fmt: Fp8Format) -> None:
     w = random_rows(16, 256, torch.bfloat16)

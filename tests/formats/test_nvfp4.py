@@ -269,6 +269,15 @@ def test_temporaries_stay_small() -> None:
         assert max(sizes) <= 8 * 2**20
 
 
+@pytest.mark.parametrize("search", [False, True])
+def test_a_parameter_leaves_no_gradient(search: bool) -> None:
+    """Products of the weight would have one, and copy.deepcopy refuses what has one."""
+    w = torch.nn.Parameter(random_rows(3, 32, torch.bfloat16))
+    weight = nvfp4.quantize(w, search=search)
+    assert not any(part.requires_grad for part in (weight.codes, weight.scales, weight.global_scale))
+    assert_same(weight.dequantize(), nvfp4.quantize(w.detach(), search=search).dequantize())
+
+
 def test_a_given_global_scale_is_taken() -> None:
     w = torch.randn(6, 32)
     shared = nvfp4.global_scale_of(nvfp4.amax_of(w)) * 3
@@ -480,10 +489,11 @@ def test_quantize_refuses(w: torch.Tensor, global_scale: Any, error: type[Except
         ({"global_scale": torch.ones(())}, ValueError, r"global_scale has shape \(\); .* one value a row, \(4,\)"),
         ({"codes": CODES.int()}, TypeError, "codes is torch.int32"),
         ({"scales": SCALES[1:]}, ValueError, r"scales has shape \(3, 2\)"),
+        ({"global_scale": torch.ones(4, device="meta")}, ValueError, "global_scale is on meta, codes on cpu; move"),
     ],
     ids=str,
 )
-def test_the_object_checks_its_shapes(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_the_object_checks_its_tensors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         NvFp4Weight(**{"codes": CODES, "scales": SCALES, "global_scale": torch.ones(4)} | changes)
 
