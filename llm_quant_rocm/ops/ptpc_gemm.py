@@ -249,7 +249,12 @@ def prepare_ptpc_weight(wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat1
     Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter,
     and where another backend is forced. `out_dtype` is that of the products: with fp32, which aiter does not have, rows
     stay, and they serve every other too; what was prepared for bf16 or fp16 serves those two.
+
+    Raises:
+        ValueError: wq has another number of dimensions; experts' weights need no preparation.
     """
+    if wq.dim() != 2:
+        raise ValueError(f"{NAME}: a weight is [N, K]; got {tuple(wq.shape)}")
     n, k = wq.shape
     unusable = _aiter.refusal_of_dtype(out_dtype) or n % 16 or k % 32 or _aiter.refusal(wq.device)
     if forced(NAME) not in (None, "aiter") or unusable:

@@ -138,6 +138,12 @@ def test_prepare_keeps_a_weight_that_no_backend_wants_shuffled() -> None:
     assert layout == "row"
 
 
+@pytest.mark.parametrize("shape", [(32,), (2, 32, 64)], ids=str)
+def test_prepare_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^ptpc_gemm: a weight is \[N, K\]; got \(.*32,"):
+        ops.prepare_ptpc_weight(torch.zeros(shape, dtype=OCP))
+
+
 def call(**changes: Any) -> torch.Tensor:
     xq, xscale, wq, wscale, bias = integer_product(2, 3, 8, OCP)
     arguments = {"xq": xq, "xscale": xscale, "wq": wq, "wscale": wscale, "bias": bias}
