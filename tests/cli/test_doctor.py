@@ -66,6 +66,18 @@ def test_a_fault_makes_exit_status_1_and_names_the_cure() -> None:
     assert "cure: set it to one of them, or unset it" in result.output
 
 
+@pytest.mark.parametrize(
+    "name", ["LLM_QUANT_ROCM_PTPC_GEMM", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "LLM_QUANT_ROCM_NVFP4"]
+)
+@pytest.mark.usefixtures("fresh_choices")
+def test_a_value_that_is_none_is_one_problem(name: str) -> None:
+    """Whether the part that reads it finds it, or the list of variables."""
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"], env={name: "no"}).stdout)
+    assert report.pop("passed") is False
+    found = [problem["what"] for part in report.values() for problem in part["problems"]]
+    assert [what.partition(":")[0] for what in found if name in what] == [f"{name}=no"]
+
+
 def test_it_imports_no_engine() -> None:
     program = """
 import sys

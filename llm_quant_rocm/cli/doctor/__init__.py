@@ -46,10 +46,10 @@ def _of_machine(load_engines: bool) -> list[Part]:
 
     devices = machine.examine()
     best = torch.device(devices.rows[0].device if devices.rows else "cpu")
-    return [
+    parts = [
         devices,
         packages.examine(gpu=best.type == "cuda"),
         operators.examine(best),
         engines.examine(load_engines),
-        environment.examine(),
     ]
+    return [*parts, environment.examine(said=[problem.what for part in parts for problem in part.problems])]

@@ -2,7 +2,7 @@
 """The environment variables that the package obeys, and what they are set to."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -20,8 +20,12 @@ class Setting:
     meaning: str
 
 
-def examine(environment: Mapping[str, str] = os.environ) -> Part:
-    """Every variable of `llm_quant_rocm.environment`, and those set by a name that nothing reads."""
+def examine(environment: Mapping[str, str] = os.environ, said: Sequence[str] = ()) -> Part:
+    """Every variable of `llm_quant_rocm.environment`, and those set by a name that nothing reads.
+
+    Args:
+        said: what other parts found that would not work; a value that one of them refuses is not refused again.
+    """
     rows = [
         Setting(variable.name, environment.get(variable.name), variable.default, variable.meaning)
         for variable in VARIABLES.values()
@@ -30,6 +34,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Part:
         Problem(reason, "set it to one of them, or unset it")
         for row in rows
         if row.value and (reason := VARIABLES[row.variable].refusal(row.value))
+        if not any(what.startswith(f"{row.variable}={row.value}") for what in said)
     ]
     for name in sorted(set(environment) - set(VARIABLES)):
         theirs = name.startswith((QUICK_REDUCE, SGLANG_QUICK_REDUCE))  # engines may have more of these
