@@ -149,7 +149,11 @@ class Settings:
         Raises:
             ValueError: as of `from_environment`, with the names that the user gave, else SGLang's.
         """
-        own = {f"VLLM_{name}": value for name, value in environment.items() if name.startswith(SGLANG_QUICK_REDUCE)}
+        own = {
+            f"VLLM_{name}": value
+            for name, value in environment.items()
+            if value and name.startswith(SGLANG_QUICK_REDUCE)  # an empty one is as good as unset
+        }
         upstream = {name: value for name, value in environment.items() if name.startswith(_PREFIX)}
         try:
             return cls.from_environment({**upstream, **own})

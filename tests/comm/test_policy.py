@@ -106,8 +106,9 @@ def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) 
         ({"ROCM_QUICK_REDUCE_QUANTIZATION": "FP4", "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "2"}, "FP4", 2 << 20),
         ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}, "INT8", None),
         ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT6"}, "INT6", None),
+        ({"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "ROCM_QUICK_REDUCE_QUANTIZATION": ""}, "INT8", None),
     ],
-    ids=["nothing", "sglang", "vllm", "both"],
+    ids=["nothing", "sglang", "vllm", "both", "an empty one"],
 )
 def test_sglang_has_both_spellings(variables: dict[str, str], codec: str | None, min_bytes: int | None) -> None:
     found = Settings.for_sglang(variables)
