@@ -15,7 +15,7 @@ Triton knows of.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llm_quant_rocm.kernels.hopper import acc_layout_of
+from llm_quant_rocm.kernels.hopper import acc_layout_of, declare_shared, run_ptx
 from llm_quant_rocm.kernels.wgmma_parts import columns_of
 
 # The consumers' barriers come first. Triton's shared memory comes after the inbox, and tiles that the tensor memory
@@ -43,12 +43,6 @@ def _piece_bytes(columns, programs):
 def inbox_bytes(consumers, columns, programs):
     """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each. PTX declares up to 48 KB."""
     return _BARRIERS.value + consumers * (programs - 1) * _piece_bytes(columns, programs)
-
-
-@gluon.constexpr_function
-def _inbox_assembly(consumers, columns, programs):
-    size = inbox_bytes(consumers, columns, programs)
-    return f"{{ .shared .align 1024 .b8 inbox[{size}]; mov.u32 $0, inbox; }}"
 
 
 @gluon.constexpr_function
@@ -84,34 +78,28 @@ _RECEIVE = gl.constexpr(
 
 
 @gluon.jit
-def _run(ASSEMBLY: gl.constexpr, value):
-    """Runs PTX with one operand."""
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def inbox_of(value, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
     """The address of the program's inbox, for CONSUMERS with 64 rows and COLUMNS columns each. Once in a kernel, as it
     declares it; `value` is any number."""
-    return _run(_inbox_assembly(CONSUMERS, COLUMNS, PROGRAMS), value)
+    return declare_shared(inbox_bytes(CONSUMERS, COLUMNS, PROGRAMS), value)
 
 
 @gluon.jit
 def init_inbox(inbox, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, PROGRAMS: gl.constexpr):
     """Initializes the barriers of an inbox, for a warp alone that then tells the others of the cluster (`arrive`)."""
-    _run(_init_assembly(CONSUMERS, COLUMNS, PROGRAMS), inbox)
+    run_ptx(_init_assembly(CONSUMERS, COLUMNS, PROGRAMS), inbox)
 
 
 @gluon.jit
 def arrive(value):
     """Tells the cluster that this thread is there. Every thread does, once, and waits for all others before it ends."""
-    _run("barrier.cluster.arrive.release; mov.b32 $0, $1;", value)
+    run_ptx("barrier.cluster.arrive.release; mov.b32 $0, $1;", value)
 
 
 @gluon.jit
 def wait_for_all(value):
     """Waits until every thread of the cluster has arrived: inboxes are there then."""
-    _run("barrier.cluster.wait.acquire; mov.b32 $0, $1;", value)
+    run_ptx("barrier.cluster.wait.acquire; mov.b32 $0, $1;", value)
 
 
 @gluon.jit
@@ -156,7 +144,7 @@ def add_parts(mine, inbox, rank, CONSUMER: gl.constexpr, PROGRAMS: gl.constexpr)
     programs' order: a row of x that two halves of a tile have is added alike by the two that add these."""
     COLUMNS: gl.constexpr = mine.shape[1]
     layout: gl.constexpr = mine.type.layout
-    _run(_WAIT, inbox + CONSUMER * 8)
+    run_ptx(_WAIT, inbox + CONSUMER * 8)
     total = gl.zeros_like(mine)
     for sender in gl.static_range(PROGRAMS):
         slot = _slot(inbox, sender, rank, CONSUMER, COLUMNS, PROGRAMS)

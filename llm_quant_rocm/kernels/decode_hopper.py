@@ -26,6 +26,8 @@ gaps.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from llm_quant_rocm.kernels.hopper import declare_shared, run_ptx
+
 # What decoded values must be multiplied by: bf16 holds them times 2^-126 * 2^118, fp16 times 2^-14 * 2^7.
 UNSCALE = {False: 2.0**8, True: 2.0**7}
 UNSCALE_FP8 = 6.0
@@ -103,9 +105,7 @@ def decode_words(words, scale_pairs, FP16: gl.constexpr):
 
 # Bytes from one entry of the table to the next, of which eight are used, and of the table.
 _ENTRY_BYTES = 24
-_TABLE_BYTES = 256 * _ENTRY_BYTES
-# What comes behind the table is Triton's, and tiles that the accelerator swizzles begin at multiples of 1024 bytes.
-_DECLARE_TABLE = gl.constexpr(f"{{ .shared .align 1024 .b8 table[{_TABLE_BYTES}]; mov.u32 $0, table; }}")
+_TABLE_BYTES = gl.constexpr(256 * _ENTRY_BYTES)
 # Thread t fills the table for the block scales with bytes t and t + 128: the eight magnitudes of E2M1, times the scale,
 # times a sixth, as E4M3. A scale byte is bits 14 to 7 of the scale times 2^7 in fp16; 0.5 and 1.5 are given times 2^-7.
 # These products are exact, and fp32's sixth is so little above 1/6 that a quotient that fp32 has is hit, ties of E4M3
@@ -184,14 +184,14 @@ _WORDS_TO_FP8 = gl.constexpr(
 def declare_fp8_table(value):
     """The address of room in shared memory for a table for `decode_words_fp8`. Once in a kernel, which declares it;
     `value` is any number."""
-    return gl.inline_asm_elementwise(_DECLARE_TABLE, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+    return declare_shared(_TABLE_BYTES, value)
 
 
 @gluon.jit
 def fill_fp8_table(table):
     """Fills the table at this address. All 128 threads that call it do, and may read it after a barrier, behind which
     they load words, too. Others that fill it as well write the same."""
-    gl.inline_asm_elementwise(_FILL_TABLE, "=r,r", [table], dtype=gl.int32, is_pure=False, pack=1)
+    run_ptx(_FILL_TABLE, table)
 
 
 @gluon.jit

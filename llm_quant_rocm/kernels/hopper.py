@@ -218,10 +218,30 @@ def store_through(staging, values, out, corner):
 
 
 @gluon.jit
+def run_ptx(ASSEMBLY: gl.constexpr, value):
+    """Runs PTX with one operand, $1, and returns its result, $0, both int32."""
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _declaration(size):
+    # Triton's shared memory comes behind, and tiles that the tensor memory accelerator swizzles begin at multiples of
+    # so many bytes.
+    return f"{{ .shared .align 1024 .b8 room[{size}]; mov.u32 $0, room; }}"
+
+
+@gluon.jit
+def declare_shared(SIZE: gl.constexpr, value):
+    """The address of SIZE bytes of shared memory, a multiple of 1024, for PTX: declared there, beside what Triton knows
+    of. Once in a kernel for each purpose; `value` is any number."""
+    return run_ptx(_declaration(SIZE), value)
+
+
+@gluon.jit
 def leave(value):
     """Ends the warps that call it. Else they would wait for more work in a loop around everything, and there ptxas does
     not keep products in flight from one turn of an inner loop to the next (C7512)."""
-    gl.inline_asm_elementwise("exit; mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+    run_ptx("exit; mov.b32 $0, $1;", value)
 
 
 def row_descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
