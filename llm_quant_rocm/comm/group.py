@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
-from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
+from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, first_refusal, refusal_of
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
@@ -153,7 +153,7 @@ def connect(
     refusal = next((said for said, *_ in everyone if said is not None), None)
     if refusal is None:
         if any(answer[1:3] != everyone[0][1:3] for answer in everyone):
-            refusal = "the ranks have different settings or measured crossovers"
+            refusal = DISAGREEMENT
         elif peers:
             refusal = unreachable(device, members.visible_devices, [facts for *_, facts in everyone])
         refusal = first_refusal(refusal, group)

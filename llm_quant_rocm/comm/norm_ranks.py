@@ -14,7 +14,7 @@ from llm_quant_rocm.comm import reduce_norm_quant
 from llm_quant_rocm.comm.group import Members, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Settings
 from llm_quant_rocm.comm.reduce_norm_quant import Plan
-from llm_quant_rocm.comm.setup_errors import first_refusal
+from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.hardware import detect
@@ -90,7 +90,7 @@ def _disagreement(plan: Plan, group: dist.ProcessGroup) -> str | None:
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, plan.steps, group)
     alike = all(steps == plan.steps for steps in everyone)
-    return None if alike else "the ranks have different settings or measured crossovers"
+    return None if alike else DISAGREEMENT
 
 
 def _refusal(members: Members) -> str | None:

@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 logger = logging.getLogger("llm_quant_rocm")
 
+# Why ranks that would not make the same calls step aside.
+DISAGREEMENT = "the ranks have different settings or measured crossovers"
+
 
 class NoPeerMemory(RuntimeError):
     """Torch's symmetric memory gave a group's GPUs none, as where they do not reach each other's memory."""
