@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks._markdown import load
-from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma_large, nvfp4_wgmma_split
+from llm_quant_rocm.kernels import nvfp4_estimate
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
 EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_sm_90.json"
 # Of a fit by least squares of relative errors, so many times again with those down that were far off.
@@ -21,7 +23,7 @@ ROUNDS, NEAR = 5, 0.05
 # The estimate of a weight is that of a fit without it and every so many others.
 FOLDS = 6
 # What nvfp4_configs.py calls the kinds of configurations.
-KERNELS = {"large": nvfp4_wgmma_large.Config, "split": nvfp4_wgmma_split.Config, "expanded": Expanded}
+KERNELS = {"large": Large, "split": Split, "expanded": Expanded}
 
 Row = dict[str, Any]
 Config = nvfp4_estimate.Config | nvfp4_estimate.Fp8Config

@@ -25,7 +25,7 @@ from benchmarks import _harness as harness
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.kernels import nvfp4_estimate
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
-from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.tune import nvfp4_gemm, nvfp4_gemm_fp8
 from llm_quant_rocm.tune.nvfp4_gemm import weights
 from llm_quant_rocm.tune.search import Compiler

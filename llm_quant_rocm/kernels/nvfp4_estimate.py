@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
-from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_split, ptpc_wgmma
+from llm_quant_rocm.kernels import nvfp4_wgmma_large_tiles, nvfp4_wgmma_split_tiles, ptpc_wgmma
 from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.sizes import cdiv
 
-Config = nvfp4_wgmma_large.Config | nvfp4_wgmma_split.Config
+Config = nvfp4_wgmma_large_tiles.Config | nvfp4_wgmma_split_tiles.Config
 # How the product in FP8 is computed.
-Fp8Config = nvfp4_wgmma_large.Config | Expanded
+Fp8Config = nvfp4_wgmma_large_tiles.Config | Expanded
 
 # Bytes of x, in 16 bits, that the L2 cache holds beside the weight. Programs at different columns of more wait for
 # memory: each of their steps took 1.3 to 1.8 times as long. In FP8, where a step is as many bytes and takes longer, it
@@ -132,7 +132,7 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     if isinstance(config, Expanded):
         waves = ptpc_wgmma.waves(ptpc_wgmma.default_config(m, n), m, n)
         return Load(("expanded", 0, 0, "whole"), waves * k / 128, m * n / 1e6, n * k / 1e6)
-    if isinstance(config, nvfp4_wgmma_split.Config):
+    if isinstance(config, nvfp4_wgmma_split_tiles.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
         if config.programs:
             share = cdiv(tiles * steps, config.programs)
@@ -140,22 +140,22 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
             return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
         kernel = "split" if config.consumers == 4 else "half"
         if config.cluster > 1:
-            waves = cdiv(tiles, nvfp4_wgmma_split.CLUSTERS[config.cluster])
+            waves = cdiv(tiles, nvfp4_wgmma_split_tiles.CLUSTERS[config.cluster])
             return Load(_kind(kernel, config, "cluster"), waves * cdiv(steps, config.cluster), waves, 0)
         waves = cdiv(tiles, SMS)
         return Load(_kind(kernel, config, "whole"), waves * steps, waves, 0)
     kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
-    groups = nvfp4_wgmma_large.groups_of(k, nvfp4_wgmma_large.STEP_BYTES // value_bytes)
-    shares = nvfp4_wgmma_large.shares_of(config, tiles, groups, SMS)
+    groups = nvfp4_wgmma_large_tiles.groups_of(k, nvfp4_wgmma_large_tiles.STEP_BYTES // value_bytes)
+    shares = nvfp4_wgmma_large_tiles.shares_of(config, tiles, groups, SMS)
     if shares:
         waves = tiles // SMS
         exchanging = tiles % SMS * shares / SMS
         return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, exchanging)
-    if tail := nvfp4_wgmma_large.tail_of(config, m, tiles, SMS):
+    if tail := nvfp4_wgmma_large_tiles.tail_of(config, m, tiles, SMS):
         waves = tiles // SMS
         return Load(_kind(kernel, config, f"tail of {tail}"), waves * groups, waves, groups)
-    whole = nvfp4_wgmma_large.whole_tiles(tiles, groups, SMS, config.cut)
+    whole = nvfp4_wgmma_large_tiles.whole_tiles(tiles, groups, SMS, config.cut)
     if whole == tiles:
         waves = cdiv(tiles, SMS)
         return Load(_kind(kernel, config, "whole"), waves * groups, waves, 0)
@@ -203,19 +203,19 @@ def total(times: Sequence[float], load: Load) -> float:
 
 def configs(m: int, n: int, k: int) -> Iterator[Config]:
     """Configurations of both kernels that could be the fastest, and that no sum of parts makes slow for sure."""
-    for whole in nvfp4_wgmma_split.configs(m):
+    for whole in nvfp4_wgmma_split_tiles.configs(m):
         if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * (4 // whole.consumers):
             yield whole
-    for cluster in nvfp4_wgmma_split.cluster_configs(m):
+    for cluster in nvfp4_wgmma_split_tiles.cluster_configs(m):
         # A multiprocessor has one program or, with two consumers, two; at least every other consumer has a step.
         least, most = SMS // 3, SMS * (4 // cluster.consumers)
         fits = cluster.tiles(1, n) * cluster.cluster >= least and cluster.tiles(m, n) * cluster.cluster <= most
         if fits and k > cluster.cluster * cluster.split_k * COLUMNS:
             yield cluster
-    for shared in nvfp4_wgmma_split.shared_configs(m, n):
+    for shared in nvfp4_wgmma_split_tiles.shared_configs(m, n):
         if shared.tiles(m, n) * cdiv(k, 2 * COLUMNS) >= _LEAST_STEPS * shared.programs:
             yield shared
-    yield from nvfp4_wgmma_large.configs(m, n, k)
+    yield from nvfp4_wgmma_large_tiles.configs(m, n, k)
 
 
 def fastest(m: int, n: int, k: int) -> Config | None:
@@ -223,13 +223,13 @@ def fastest(m: int, n: int, k: int) -> Config | None:
     return min(configs(m, n, k), key=lambda config: microseconds(config, m, n, k), default=None)
 
 
-def configs_fp8(m: int, n: int, k: int) -> list[nvfp4_wgmma_large.Config]:
+def configs_fp8(m: int, n: int, k: int) -> list[nvfp4_wgmma_large_tiles.Config]:
     """Configurations in FP8, of more than 128 rows, that could be the fastest."""
-    return [config for config in nvfp4_wgmma_large.configs(m, n, k, fp8=True) if config.block_m > 128]
+    return [config for config in nvfp4_wgmma_large_tiles.configs(m, n, k, fp8=True) if config.block_m > 128]
 
 
-def fastest_fp8(m: int, n: int, k: int) -> nvfp4_wgmma_large.Config:
+def fastest_fp8(m: int, n: int, k: int) -> nvfp4_wgmma_large_tiles.Config:
     """The configuration with the least estimate in FP8; of up to 128 rows, of which nothing is known, whole tiles."""
     if m <= 128:
-        return nvfp4_wgmma_large.Config(128, 128, cut=0)
+        return nvfp4_wgmma_large_tiles.Config(128, 128, cut=0)
     return min(configs_fp8(m, n, k), key=lambda config: microseconds_fp8(config, m, n, k))

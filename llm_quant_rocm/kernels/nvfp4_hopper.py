@@ -17,20 +17,22 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule, scatter_rows
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
-Config = nvfp4_wgmma.Config | nvfp4_wgmma_split.Config | nvfp4_wgmma_large.Config
+Config = nvfp4_wgmma.Config | Split | Large
 Fp8Config = nvfp4_estimate.Fp8Config
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/nvfp4_gemm holds it."""
     if "split_k" in fields:
-        return nvfp4_wgmma_split.Config(**fields)
-    return nvfp4_wgmma_large.Config(**fields) if "cut" in fields else nvfp4_wgmma.Config(**fields)
+        return Split(**fields)
+    return Large(**fields) if "cut" in fields else nvfp4_wgmma.Config(**fields)
 
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
@@ -62,7 +64,7 @@ def _planned(m: int) -> int:
 
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
-    if isinstance(config, nvfp4_wgmma_split.Config):
+    if isinstance(config, Split):
         return nvfp4_wgmma.Config(next_power_of_2(config.block_m), 64, 128, stages=2)
     if isinstance(config, nvfp4_wgmma.Config):
         return replace(config, programs=0)
@@ -71,7 +73,7 @@ def batch_invariant(config: Config) -> Config:
 
 def _kernel_of(config: Config) -> Callable[..., torch.Tensor]:
     """What multiplies as `config` has it."""
-    if isinstance(config, nvfp4_wgmma_split.Config):
+    if isinstance(config, Split):
         return nvfp4_wgmma_split.gemm_split
     return nvfp4_wgmma.gemm if isinstance(config, nvfp4_wgmma.Config) else nvfp4_wgmma_large.gemm_large
 
@@ -118,7 +120,7 @@ def expert_products(
     tiles as well, and the results stay there; kernels for few rows store each at its slot's number."""
     rows = scatter_rows(x, routing.slot_row, routing.row_map.numel(), hardware)
     h = grouped_gemm(rows, w13, rows_of(w13), hardware, config.w13, routing, activation=activation)
-    in_tiles = isinstance(config.w2, nvfp4_wgmma_large.Config)
+    in_tiles = isinstance(config.w2, Large)
     # Tiles take the place of x's rows, which nobody needs any more.
     out = rows if in_tiles else x.new_empty((routing.slot_row.numel(), rows_of(w2)))
     epilogue = {"row_map": None if in_tiles else routing.row_map, "row_weight": routing.row_weight}
@@ -132,7 +134,7 @@ def serves_fp8(dtype: torch.dtype, bias: torch.dtype | None, n: int) -> bool:
 
 def fp8_config_of(fields: Mapping[str, Any]) -> Fp8Config:
     """The configuration with these fields, as configs/nvfp4_gemm_fp8 holds it."""
-    return Expanded(**fields) if "values" in fields else nvfp4_wgmma_large.Config(**fields)
+    return Expanded(**fields) if "values" in fields else Large(**fields)
 
 
 def default_fp8_config(m: int, n: int, k: int, hardware: Hardware) -> Fp8Config | None:
@@ -181,12 +183,12 @@ _EXPERTS = (
     (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
     (14, PairConfig(nvfp4_wgmma.Config(16, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
     (27, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
-    (60, PairConfig(nvfp4_wgmma_large.Config(64, 128, 0), nvfp4_wgmma_large.Config(64, 256, 0))),
-    (inf, PairConfig(*2 * [nvfp4_wgmma_large.Config(128, 256, 0)])),
+    (60, PairConfig(Large(64, 128, 0), Large(64, 256, 0))),
+    (inf, PairConfig(*2 * [Large(128, 256, 0)])),
 )
 # Where no more experts than that have rows, and few each, their tiles alone would leave multiprocessors idle.
 _FEW_EXPERTS = 32
-_FEW = PairConfig(nvfp4_wgmma_split.Config(8, 4, 132), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))
+_FEW = PairConfig(Split(8, 4, 132), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))
 
 
 def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hardware) -> PairConfig:

@@ -9,23 +9,13 @@ that the matrix units run meanwhile. Where every tile is one program's, the acce
 while the next one is multiplied. Of a tile with 64 rows of the weight, what one wgmma takes, each consumer multiplies
 every second step, and then they exchange sums.
 
-Tiles beyond whole waves can be cut: the steps of all of them are shared out evenly, each program a stretch. Where a
-tile is several programs', the one with its beginning adds the others' parts, in order, and stores the result. Or each
-of these tiles is the same number of programs', each of which adds and stores some of its rows: one alone would read the
-parts of all. Programs with the same columns of x then read them at the same time, which with many columns matters more
-than that all have the same number of steps. Or each of these tiles, the tail, is several of fewer rows of x. Nothing is
-added then, but each of them decodes the weight.
-
-A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 192 and of
-320 rows, too, whose accumulator is two, of a power of two of rows and of the 64 others.
+How the product is cut, and which tiles or parts of some are a program's, `nvfp4_wgmma_large_tiles` says.
 
 Of routed experts, each tile of rows has its own expert's weight. How many tiles there are, programs read on the GPU.
 
 x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice the rate of the matrix units. They add
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -51,7 +41,6 @@ from llm_quant_rocm.kernels.decode_hopper import (
 )
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
-    SMS,
     acc_layout_of,
     advance,
     allocate_ring,
@@ -87,13 +76,24 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     lines_of_16_bytes,
     load_scales,
     load_words,
-    tiles_of_rows,
+)
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
+    STEP_BYTES,
+    UNROLL,
+    Config,
+    count_tiles,
+    groups_of,
+    piece_at,
+    program_pieces,
+    program_tail,
+    shares_of,
+    tail_of,
+    whole_tiles,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.wgmma_parts import (
     add_part,
-    begin_of,
     columns_of,
     give_part,
     load_shared_part,
@@ -103,130 +103,14 @@ from llm_quant_rocm.kernels.wgmma_parts import (
 )
 
 RING_BYTES = 220 * 1024
-# Bytes of a row of x in one step.
-STEP_BYTES = 128
 # What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
 # of these may be on their way.
 STORE = (64, 64)
 STORES = 2
-# Steps in a row without a branch. Tiles are cut at multiples of it.
-UNROLL = 4
 # Registers of a consumer's threads. The four warps of the producer have what is left of 504.
 REGISTERS = 240
 # Not Triton's own: SGLang puts a function of the host in its place.
 _power_of_2 = gluon.constexpr_function(next_power_of_2)
-
-
-@dataclass(frozen=True)
-class Config:
-    """How the product is cut.
-
-    Attributes:
-        block_m, block_n: rows of x, 64, 128, 192, 256 or 320, and of the weight, 64, 128 or 256, in a tile; 256 of
-            the weight only with up to 128 of x, 192 and 320 of x with 128, and 64 of the weight with 256 of x.
-        cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
-            (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows, and
-            of 64 rows of the weight.
-        shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
-            together; `cut` is for where they do not.
-        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128 of 256, where these run together; of
-            x in 16 bits, with 128 rows of the weight.
-    """
-
-    block_m: int = 256
-    block_n: int = 128
-    cut: int = 2
-    shares: int = 0
-    tail_m: int = 0
-
-    def __post_init__(self) -> None:
-        if main_part(self.block_m) < self.block_m and (self.cut or self.block_n > 128):
-            raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
-        if self.block_n == 64 and (self.block_m != 256 or self.cut or self.shares):
-            raise ValueError("tiles of 64 rows of the weight are of 256 rows of x and not cut")
-        if self.tail_m and (self.cut or self.shares or (self.block_m, self.block_n) != (256, 128)):
-            raise ValueError(f"tiles of {self.tail_m} rows stand for ones of 256 x 128 that are not cut")
-
-
-def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
-    """Those that could be the fastest of m rows on an H100; none for less than 33. Compiled with Triton 3.6, none of
-    them spills registers in a loop."""
-    if m <= 32:
-        return []
-    shapes = [(64, 128), (64, 256)] if m <= 64 else [(192, 128), (256, 128)] if m > 128 else []
-    if m > 256:
-        shapes.append((320, 128))
-    # The multiprocessors read more of x for as many products: for a few waves only.
-    if m > 128 and n % 8 == 0 and cdiv(m, 256) * cdiv(n, 64) <= 4 * SMS:
-        shapes.append((256, 64))
-    if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
-        # In FP8 the tile of 128 x 256 would spill.
-        shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
-    found = []
-    for block_m, block_n in shapes:
-        tiles = cdiv(m, block_m) * cdiv(n, block_n)
-        uncut = block_n == 64 or main_part(block_m) < block_m
-        cuts = (0,) if uncut else (0, 2) if tiles < SMS else (0, 1, 2)
-        found += [Config(block_m, block_n, cut) for cut in cuts]
-        last = tiles % SMS or SMS
-        shared = () if block_n == 64 else (2, 3, 4, 6, 8)
-        found += [Config(block_m, block_n, cuts[-1], shares) for shares in shared if last * shares <= SMS]
-        if (block_m, block_n) == (256, 128) and not fp8:
-            tailed = [Config(block_m, block_n, 0, tail_m=tail) for tail in (64, 128)]
-            # Where both run together, the lower ones are done first.
-            found += [config for config in tailed if tail_of(config, m, tiles, SMS)][:1]
-    return found
-
-
-@gluon.jit
-def _tiles(tile_count, M, N, whole, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many tiles of rows of x and of the weight there are, and how many of all are not cut."""
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-    return tiles_m, tiles_n, whole if tile_count is None else tiles_m * tiles_n
-
-
-@gluon.jit
-def _pieces(tiles, whole, tile_groups, CUT: gl.constexpr, SHARES: gl.constexpr):
-    """The program's stretch of the groups of the tiles that are cut, if any are, and how many pieces of work it has:
-    whole tiles, and what it has of the others. Where there are SHARES of each, a program has one of one tile, or none.
-    """
-    program = gl.program_id(0)
-    if not CUT:
-        return 0, 0, gl.cdiv(whole - program, gl.num_programs(0))
-    if SHARES:
-        begin = program // SHARES * tile_groups + program % SHARES * tile_groups // SHARES
-        end = program // SHARES * tile_groups + (program % SHARES + 1) * tile_groups // SHARES
-        end = gl.where(program < (tiles - whole) * SHARES, end, begin)
-    else:
-        begin = begin_of(program, (tiles - whole) * tile_groups)
-        end = begin_of(program + 1, (tiles - whole) * tile_groups)
-    cut_tiles = gl.where(end > begin, (end - 1) // tile_groups - begin // tile_groups + 1, 0)
-    return begin, end, gl.cdiv(whole - program, gl.num_programs(0)) + cut_tiles
-
-
-@gluon.jit
-def _piece(index, begin, end, whole, tile_groups, CUT: gl.constexpr):
-    """Tile, first group and end of groups of the program's piece of work `index`."""
-    program = gl.program_id(0)
-    if not CUT:
-        return program + index * gl.num_programs(0), 0, tile_groups
-    whole_tiles = gl.cdiv(whole - program, gl.num_programs(0))
-    cut_tile = begin // tile_groups + index - whole_tiles
-    is_whole = index < whole_tiles
-    tile = gl.where(is_whole, program + index * gl.num_programs(0), whole + cut_tile)
-    first = gl.where(is_whole, 0, gl.maximum(begin - cut_tile * tile_groups, 0))
-    last = gl.where(is_whole, tile_groups, gl.minimum(end - cut_tile * tile_groups, tile_groups))
-    return tile, first, last
-
-
-@gluon.jit
-def _tail(tiles_m, tiles_n, whole, BLOCK_M: gl.constexpr, TAIL: gl.constexpr):
-    """Of the tail: the program's tile, from which of its rows on it has TAIL, and whether it has any."""
-    PARTS: gl.constexpr = BLOCK_M // TAIL
-    program = gl.program_id(0)
-    tile_m, tile_n = place(whole + program // PARTS, tiles_m, tiles_n)
-    return tile_m, tile_n, program % PARTS * TAIL, program < (tiles_m * tiles_n - whole) * PARTS
 
 
 @gluon.constexpr_function
@@ -293,10 +177,10 @@ def _producer(
     mbarrier.init(ready.index(0), count=1)
     fence_async_shared()
     mbarrier.arrive(started, count=1)
-    tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
+    tiles_m, tiles_n, whole = count_tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tile_groups = gl.cdiv(gl.cdiv(K, ring.shape[2]), UNROLL)
-    begin, end, pieces = _pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
-    tile, first, last = _piece(0, begin, end, whole, tile_groups, CUT)
+    begin, end, pieces = program_pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
+    tile, first, last = piece_at(0, begin, end, whole, tile_groups, CUT)
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
     first_piece = 0
     if tile_expert is not None:
@@ -311,7 +195,7 @@ def _producer(
     mbarrier.wait(started, 0)
     stage, phase = advance(gl.to_tensor(0), gl.to_tensor(1), STAGES)
     for index in range(0, pieces):
-        tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
+        tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         if tile_expert is not None:
             first_piece = first_piece_of(gl.load(tile_expert + tile_m), K)
@@ -322,7 +206,7 @@ def _producer(
             BLOCK_M, BLOCK_M,
         )  # fmt: skip
     if TAIL:
-        tile_m, tile_n, number, wanted = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
+        tile_m, tile_n, number, wanted = program_tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
         steps = gl.where(wanted, tile_groups * UNROLL, 0)
         stage, phase = _fill(
             tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, steps, 0, shared, M, BLOCK_M, TAIL,
@@ -612,17 +496,17 @@ def _consumer(
     EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
 
     program = gl.program_id(0)
-    tiles_m, tiles_n, whole = _tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
+    tiles_m, tiles_n, whole = count_tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
     tiles = tiles_m * tiles_n
     tile_groups = gl.cdiv(gl.cdiv(K, DEPTH * 64), UNROLL)
-    begin, end, pieces = _pieces(tiles, whole, tile_groups, CUT, SHARES)
+    begin, end, pieces = program_pieces(tiles, whole, tile_groups, CUT, SHARES)
 
     # Steps beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
     stage = HALF if APART == 2 else 0
     phase = 0
     groups = gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin
     if TAIL:
-        tail_m, tail_n, number, in_tail = _tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
+        tail_m, tail_n, number, in_tail = program_tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
         groups += gl.where(in_tail, tile_groups, 0)
     steps = groups * (UNROLL // APART) - 1
     if FP8:
@@ -638,7 +522,7 @@ def _consumer(
         words, scale_pairs = _load(codes, pairs, ahead, PART, NT)
         steps -= 1
     for index in range(0, pieces):
-        tile, first, last = _piece(index, begin, end, whole, tile_groups, CUT)
+        tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         scale, rows = global_scale, BLOCK_M
         if tile_expert is not None:
@@ -821,34 +705,6 @@ def nvfp4_wgmma_large_kernel(
         [4, 1, 1, 2],
         [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
-
-
-def groups_of(k: int, block_k: int = STEP_BYTES // 2) -> int:
-    """How many groups of steps a sum over k columns has."""
-    return cdiv(k, block_k * UNROLL)
-
-
-def shares_of(config: Config, tiles: int, groups: int, programs: int) -> int:
-    """How many programs compute each tile of the last wave, where that is the same number for all and more than one;
-    else 0."""
-    last = tiles % programs
-    return config.shares if last and last * config.shares <= programs and config.shares <= groups else 0
-
-
-def tail_of(config: Config, m: int, tiles: int, programs: int) -> int:
-    """How many rows of x the tiles of the last wave of several have, where they are fewer than others'; else 0."""
-    last = tiles % programs
-    if not config.tail_m or not last or tiles < programs or m < config.block_m:
-        return 0
-    return config.tail_m if last * config.block_m // config.tail_m <= programs else 0
-
-
-def whole_tiles(tiles: int, groups: int, programs: int, cut: int) -> int:
-    """How many of the tiles, of so many groups of steps each, not to cut where `cut` waves may be."""
-    # Parts cost about as much time as three groups of steps.
-    if not cut or -tiles % programs * groups <= 3 * programs:
-        return tiles
-    return max(tiles // programs + 1 - cut, 0) * programs
 
 
 def gemm_large(

@@ -13,15 +13,12 @@ With two consumers a program leaves room on its multiprocessor for another: of i
 then has its first codes when the kernel before it ends. Of a weight with few tiles the programs of a `cluster` share
 the steps of each.
 
-A program has one tile, its cluster's share of one, or its share of the steps of all tiles (`wgmma_parts`): then the
-consumers' sums have room of their own beside the ring, which stays full from one tile to the next. Of routed experts,
-each tile of rows has its own expert's weight, and programs always share. Tiles of 96 rows have two accumulators, of 64
-and of 32.
+What is a program's, `nvfp4_wgmma_split_tiles` says. Where programs share the steps of all tiles, the consumers' sums
+have room of their own beside the ring, which stays full from one tile to the next. Tiles of 96 rows have two
+accumulators, of 64 and of 32.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -40,7 +37,6 @@ from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.cluster import (
     add_parts,
     arrive,
-    inbox_bytes,
     inbox_of,
     init_inbox,
     piece_columns,
@@ -58,11 +54,9 @@ from llm_quant_rocm.kernels.hopper import (
     init_ring,
     leave,
     load_rows,
-    main_part,
     main_rows,
     multiply_rest,
     packed_descriptors,
-    place,
     reinterpret,
     row_descriptor,
     row_in_tile,
@@ -74,7 +68,6 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     Routed,
     ask_for_scales,
     epilogue,
-    expert_of,
     fetch_weight,
     first_piece_of,
     lines_of_16_bytes,
@@ -82,10 +75,18 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     load_scales,
     tiles_of_rows,
 )
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import (
+    Config,
+    first_expert,
+    load_first_experts,
+    next_step,
+    program_stretch,
+    quick_place,
+    turns_in_tile,
+)
 from llm_quant_rocm.kernels.pdl import pdl_option
-from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.wgmma_parts import (
-    begin_of,
     columns_of,
     give_part,
     load_shared_part,
@@ -125,169 +126,10 @@ def _sums_shape(rows, split_k, consumers):
     return [consumers // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
 
 
-# Programs of a cluster, and how many clusters run together, a program a multiprocessor, as CUDA said of the H100 that
-# was measured: those of one come to the same part of the GPU (GPC), whose size is no multiple of three or four.
-CLUSTERS = {2: 66, 3: 39, 4: 30}
-
-
-@dataclass(frozen=True)
-class Config:
-    """How the product is cut.
-
-    Attributes:
-        block_m: rows of x in a tile, 8 to 128, a power of two or 96.
-        split_k: consumers, 4 or 2, that share the steps of the same 64 rows of the weight.
-        programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
-            and never with routed experts.
-        consumers: of a program: 4, or 2, with which two programs fit on a multiprocessor: then `split_k` is 2, tiles
-            have up to 64 rows of x, and there is a program for each tile or each of its cluster.
-        cluster: programs that share the steps of one tile of 64 rows of the weight; 1: none do.
-    """
-
-    block_m: int
-    split_k: int
-    programs: int = 0
-    consumers: int = 4
-    cluster: int = 1
-
-    def __post_init__(self) -> None:
-        if self.consumers not in ROOM or self.cluster not in (1, *CLUSTERS):
-            raise ValueError(f"no program has {self.consumers} consumers in a cluster of {self.cluster}")
-        if main_part(self.block_m) < self.block_m and (self.programs or self.consumers < 4 or self.cluster > 1):
-            raise ValueError(f"each program has four consumers and one tile of {self.block_m} rows")
-        if self.programs and (self.consumers < 4 or self.cluster > 1):
-            raise ValueError("programs that share the steps of all tiles have four consumers and are in no cluster")
-        if self.consumers < 4 and (self.split_k, self.block_m > 64) != (2, False):
-            raise ValueError("two consumers share the steps of a tile of up to 64 rows")
-        if self.cluster > 1 and self.block_n > 64:
-            raise ValueError(f"programs of a cluster share a tile of 64 rows of the weight, not {self.block_n}")
-
-    @cached_property
-    def inbox_bytes(self) -> int:
-        """Shared memory for what the others of a cluster send."""
-        if self.cluster == 1:
-            return 0
-        size: int = inbox_bytes(self.consumers, max(self.block_m // self.split_k, 8), self.cluster)
-        return size
-
-    @property
-    def block_n(self) -> int:
-        return self.consumers // self.split_k * 64
-
-    def tiles(self, m: int, n: int) -> int:
-        return cdiv(m, self.block_m) * cdiv(n, self.block_n)
-
-
 def _eager(block_m: int) -> int:
     """Of how many stages the weight is asked for before x, the first of which waits for its turn meanwhile: fewer, the
     longer x takes to come. An H100 took least with 8 at 16 rows, 4 at 32, 2 at 64 and 1 at 128, compared by hand."""
     return min(8, 128 // block_m)
-
-
-def _covering(m: int) -> int:
-    """The lowest tile that has m rows, up to 128."""
-    return max(8, min(128, next_power_of_2(m)))
-
-
-def configs(m: int) -> list[Config]:
-    """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
-    two."""
-    covering = _covering(m)
-    lows = [low for low in (8, 16, 32, 64, 96, 128) if low <= covering]
-    return [
-        *(Config(block_m, split_k) for split_k in (4, 2) for block_m in lows),
-        *(Config(block_m, 2, consumers=2) for block_m in lows if block_m <= 64),
-    ]
-
-
-def cluster_configs(m: int) -> list[Config]:
-    """Those in which the programs of a cluster share a tile."""
-    whole = [config for config in configs(m) if config.block_n == 64 and config.block_m != 96]
-    return [replace(config, cluster=cluster) for config in whole for cluster in CLUSTERS]
-
-
-def shared_configs(m: int, n: int) -> list[Config]:
-    """Those in which an H100's programs share the steps of all tiles; none for more than 128 rows."""
-    whole = [Config(_covering(m), split_k) for split_k in (4, 2) if m <= 128]
-    return [replace(config, programs=each) for config in whole for each in sorted({_programs(config.tiles(m, n)), 132})]
-
-
-def _programs(tiles: int) -> int:
-    """How many programs should share so many tiles: nearly all of an H100's multiprocessors, and so that each has whole
-    quarters of tiles, for fewer parts."""
-    return max((each for each in range(100, 133) if 4 * tiles % each == 0), default=132)
-
-
-@gluon.jit
-def _place(tile, tiles_m, tiles_n):
-    """`place`, without its divisions where there is one tile of rows: every program begins with them."""
-    tile_m = tile * 0
-    tile_n = tile
-    if tiles_m > 1:
-        tile_m, tile_n = place(tile, tiles_m, tiles_n)
-    return tile_m, tile_n
-
-
-@gluon.jit
-def _stretch(
-    tiles_m, N, K, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SHARED: gl.constexpr, CLUSTER: gl.constexpr = 1
-):  # fmt: skip
-    """Tiles of N, steps in each tile, where the program's stretch of the steps of all begins and ends, and the tile in
-    which it begins."""
-    program = gl.program_id(0)
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    tile_steps = gl.cdiv(K, BLOCK_K)
-    if SHARED:
-        steps = tiles_m * tiles_n * tile_steps
-        begin = begin_of(program, steps)
-        return tiles_n, tile_steps, begin, begin_of(program + 1, steps), begin // tile_steps
-    else:
-        tile, rank = program // CLUSTER, program % CLUSTER
-        begin = tile * tile_steps
-        end = begin + begin_of(rank + 1, tile_steps, CLUSTER)
-        return tiles_n, tile_steps, begin + begin_of(rank, tile_steps, CLUSTER), end, tile
-
-
-@gluon.jit
-def _first_experts(tile_expert, M, BLOCK_M: gl.constexpr):
-    """The experts of the first 32 tiles of rows, a lane each. A program with one of these does not have to wait twice
-    for memory, for how many tiles there are and then for its own tile's expert."""
-    tile_m = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.load(tile_expert + tile_m, mask=tile_m < M // BLOCK_M, other=0)
-
-
-@gluon.jit
-def _first_expert(tile_m, first_experts, tile_expert, wanted):
-    """The expert of a tile of rows, of which `first_experts` may know."""
-    expert = gl.sum(gl.where(gl.arange(0, 32, layout=first_experts.type.layout) == tile_m, first_experts, 0), 0)
-    if tile_m >= 32:
-        expert = expert_of(tile_expert, tile_m, wanted)
-    return expert
-
-
-@gluon.jit
-def _next(step, tile_m, tile_n, tile, piece, tile_steps, tiles_m, tiles_n, tile_expert, K, SHARED: gl.constexpr):
-    """The step after this one, and its tile. To place a tile takes divisions, too long for every step."""
-    step += 1
-    if SHARED:  # noqa: SIM102  # constants decide what is compiled
-        if step == tile_steps:
-            step = 0
-            tile += 1
-            tile_m, tile_n = _place(tile, tiles_m, tiles_n)
-            if tile_expert is not None:
-                piece = first_piece_of(expert_of(tile_expert, tile_m, tile < tiles_m * tiles_n), K)
-    return step, tile_m, tile_n, tile, piece
-
-
-@gluon.jit
-def _turns(tile, tile_steps, begin, end, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
-    """The first of a consumer's turns in a tile, and the one after its last; turn 0 has step MINE of the stretch.
-
-    Computed anew for each tile: one that the loop over tiles carries on Triton 3.6 takes for a constant.
-    """
-    first = gl.maximum(tile * tile_steps - begin, 0)
-    last = gl.minimum((tile + 1) * tile_steps, end) - begin
-    return gl.cdiv(first - MINE, SPLIT_K), gl.cdiv(last - MINE, SPLIT_K)
 
 
 @gluon.jit
@@ -320,9 +162,9 @@ def _init(
         init_inbox(inbox, GROUPS * SPLIT_K, sums.shape[1] * 8, CLUSTER)
     if tile_expert is not None:
         tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-        tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
+        tiles_n, tile_steps, begin, end, first_tile = program_stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
         for tile in range(first_tile, gl.cdiv(end, tile_steps)):
-            tile_m, tile_n = _place(tile, tiles_m, tiles_n)
+            tile_m, tile_n = quick_place(tile, tiles_m, tiles_n)
             ask_for_scales(global_scale, gl.load(tile_expert + tile_m), tile_n, N, BLOCK_N, True)
     _end(EAGER, CLUSTER)
 
@@ -344,17 +186,17 @@ def _producer(
     # Asked for before it is needed.
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
     if tile_expert is not None:
-        first_experts = _first_experts(tile_expert, M, BLOCK_M)
+        first_experts = load_first_experts(tile_expert, M, BLOCK_M)
     # No more than the first requests need: the weight, unlike x, does not depend on the kernels before this one.
     for stage in range(0, EAGER):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
     mbarrier.arrive(started, count=1)
-    tiles_n, tile_steps, begin, end, tile = _stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED, CLUSTER)
-    tile_m, tile_n = _place(tile, tiles_m, tiles_n)
+    tiles_n, tile_steps, begin, end, tile = program_stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED, CLUSTER)
+    tile_m, tile_n = quick_place(tile, tiles_m, tiles_n)
     piece = 0
     if tile_expert is not None:
-        piece = first_piece_of(_first_expert(tile_m, first_experts, tile_expert, begin < end), K)
+        piece = first_piece_of(first_expert(tile_m, first_experts, tile_expert, begin < end), K)
     first = (begin - tile * tile_steps, tile_m, tile_n, tile, piece)
     weight = (words, scale_pairs, codes, pairs, ready)
     tiles = (tile_steps, tiles_m, tiles_n, tile_expert, K, SHARED)
@@ -362,7 +204,7 @@ def _producer(
     for stage in range(0, EAGER):
         mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
         fetch_weight(*weight, stage, tile_n, step, piece, begin + stage < end)
-        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
+        step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -373,7 +215,7 @@ def _producer(
         if MAIN < BLOCK_M:
             row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
             load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage), begin + stage < end)
-        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
+        step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
     mbarrier.wait(started, 0)
     stage = EAGER % STAGES
     phase = 1 if EAGER < STAGES else 0
@@ -385,7 +227,7 @@ def _producer(
         if MAIN < BLOCK_M:
             row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
             load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
-        step, tile_m, tile_n, tile, piece = _next(step, tile_m, tile_n, tile, piece, *tiles)
+        step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     _end(stage, CLUSTER)
 
@@ -450,7 +292,7 @@ def _consumer(
     slice_layout: gl.constexpr = acc_layout_of(SLICE)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-    tiles_n, tile_steps, begin, end, first_tile = _stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED, CLUSTER)
+    tiles_n, tile_steps, begin, end, first_tile = program_stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED, CLUSTER)
     if CLUSTER > 1:
         arrive(first_tile)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
@@ -458,7 +300,7 @@ def _consumer(
     phase = gl.to_tensor(0)
     end_tile = gl.cdiv(end, tile_steps) if SHARED else first_tile + 1
     for tile in range(first_tile, end_tile):
-        tile_m, tile_n = _place(tile, tiles_m, tiles_n)
+        tile_m, tile_n = quick_place(tile, tiles_m, tiles_n)
         scale = global_scale
         if tile_expert is not None:
             scale += gl.load(tile_expert + tile_m) * N
@@ -467,7 +309,7 @@ def _consumer(
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
         if REST:
             rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
-        first_turn, last_turn = _turns(tile, tile_steps, begin, end, MINE, SPLIT_K)
+        first_turn, last_turn = turns_in_tile(tile, tile_steps, begin, end, MINE, SPLIT_K)
         mbarrier.wait(started, 0)
         for _ in range(first_turn, last_turn):
             mbarrier.wait(ready.index(stage), phase)

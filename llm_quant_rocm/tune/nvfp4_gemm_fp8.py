@@ -31,9 +31,9 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 
 
 def _decoding(m: int, n: int, k: int) -> list[Any]:
-    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import configs
 
-    return nvfp4_wgmma_large.configs(m, n, k, fp8=True)
+    return configs(m, n, k, fp8=True)
 
 
 class Fp8Workload(NvFp4Workload):

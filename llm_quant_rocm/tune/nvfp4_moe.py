@@ -68,7 +68,7 @@ def _shared(block_m: int) -> list[Any]:
 def _small(block_m: int) -> list[Any]:
     """A small program for each tile, 256 columns at a time, and one program on each multiprocessor whose consumers
     split K."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config as Split
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
     found = [config for config in _whole([block_m]) if config.block_n == 64 and config.unroll * config.block_k == 256]
     return [*found, *(Split(block_m, split_k, _MULTIPROCESSORS) for split_k in (4, 2))]
@@ -92,7 +92,7 @@ def _whole(heights: list[int]) -> list[Any]:
 
 def _large(block_m: int) -> list[Any]:
     """Of the kernel with one program on a multiprocessor."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config
 
     return [Config(block_m, block_n, 0) for block_n in (128, 256)] if block_m in (64, 128) else []
 

@@ -90,11 +90,11 @@ def cuda(weight: NvFp4Weight) -> NvFp4Weight:
 
 
 def config_of(values: tuple[int, ...]) -> Any:
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large_tiles, nvfp4_wgmma_split_tiles
 
     if isinstance(values, Split):
-        return nvfp4_wgmma_split.Config(*values)
-    return nvfp4_wgmma_large.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
+        return nvfp4_wgmma_split_tiles.Config(*values)
+    return nvfp4_wgmma_large_tiles.Config(*values) if len(values) < 5 else nvfp4_wgmma.Config(*values)
 
 
 def run(config: Any, x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None) -> torch.Tensor:

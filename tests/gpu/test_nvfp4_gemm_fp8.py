@@ -26,9 +26,10 @@ CONFIGS = [
 
 
 def chosen(config: tuple[int, ...] | dict[str, int]) -> Any:
-    from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_hopper
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config
 
-    return nvfp4_hopper.fp8_config_of(config) if isinstance(config, dict) else nvfp4_wgmma_large.Config(*config)
+    return nvfp4_hopper.fp8_config_of(config) if isinstance(config, dict) else Config(*config)
 
 
 def run(

@@ -46,7 +46,8 @@ def product(
     config: tuple[Any, ...], x: torch.Tensor, weight: NvFp4Weight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The product of tensors of the GPU."""
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config, gemm_large
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large import gemm_large
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config
 
     prepared = ops.prepare_nvfp4_weight(weight)
     tensors = (prepared.codes, prepared.scales, prepared.global_scale)

@@ -40,6 +40,8 @@ from llm_quant_rocm.kernels import (
     ptpc_wgmma_grouped,
     rms_norm_walk,
 )
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 from llm_quant_rocm.kernels.routing import Schedule
 from tests import engine_habits
 
@@ -85,7 +87,7 @@ def dense(config: nvfp4_hopper.Config, dtype: torch.dtype, k: int = 8192, m: int
     nvfp4_hopper.gemm(zeros(m, k, dtype=dtype), *nvfp4(512, k), None, 512, HOPPER, config)
 
 
-def fp8(config: nvfp4_wgmma_large.Config, m: int = 300) -> None:
+def fp8(config: Large, m: int = 300) -> None:
     codes, out = zeros(m, 8192, dtype=torch.float8_e4m3fn), zeros(m, 512, dtype=torch.bfloat16)
     scale = zeros(m, 1, dtype=torch.float32)
     nvfp4_wgmma_large.gemm_large_fp8(codes, scale, *nvfp4(512, 8192), None, out, HOPPER, config)
@@ -143,7 +145,7 @@ def norm(columns: int) -> None:
     rms_norm_walk.rms_norm_walk(x, weight, 1e-6, codes, scale, OCP, HOPPER)
 
 
-FEW, SPLIT, MANY = nvfp4_wgmma.Config, nvfp4_wgmma_split.Config, nvfp4_wgmma_large.Config
+FEW, SPLIT, MANY = nvfp4_wgmma.Config, Split, Large
 CASES: dict[str, Callable[[], None]] = {
     "few rows": lambda: dense(FEW(16, 64, 128, programs=528), torch.bfloat16),
     "few rows, a tile a program": lambda: dense(FEW(16, 64, 128), torch.bfloat16),

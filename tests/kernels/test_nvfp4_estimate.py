@@ -15,8 +15,8 @@ from benchmarks._markdown import load
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_hopper, nvfp4_wgmma
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
-from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
-from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config as Split
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
 HOPPER = hardware.nvidia(9, 0)
 

@@ -161,7 +161,7 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
     for some_cut in {True, whole < tiles}:
         taken = []
         for program in range(programs):
-            _, pieces, piece = python("begin_of", "_pieces", "_piece", programs=programs, program=program)
+            _, pieces, piece = python("begin_of", "program_pieces", "piece_at", programs=programs, program=program)
             begin, end, count = pieces(tiles, whole, tile_groups, some_cut, shares)
             found = [piece(index, begin, end, whole, tile_groups, some_cut) for index in range(count)]
             if shares:
@@ -178,7 +178,7 @@ def test_lower_tiles_take_every_row_of_the_last_wave_once(tail: int) -> None:
     (place,) = python("place")
     taken = []
     for program in range(programs):
-        _, tail_of_program = python("place", "_tail", programs=programs, program=program)
+        _, tail_of_program = python("place", "program_tail", programs=programs, program=program)
         tile_m, tile_n, number, wanted = tail_of_program(tiles_m, tiles_n, whole, rows, tail)
         taken += [(tile_m, tile_n, row) for row in range(number, number + tail)] * wanted
     last = [place(tile, tiles_m, tiles_n) for tile in range(whole, tiles_m * tiles_n)]
@@ -208,13 +208,13 @@ def test_the_last_wave_has_lower_tiles_where_they_run_together(
     import torch
 
     from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_large_tiles
 
     launches = launches_of(nvfp4_wgmma_large, monkeypatch)
     m, n = shape
     x = torch.zeros(m, 256, dtype=torch.bfloat16)
     words, scales = torch.zeros(4, 1072, 128, dtype=torch.int32), torch.zeros(4, 1072, 64, dtype=torch.uint8)
-    config = nvfp4_wgmma_large.Config(256, 128, 0, tail_m=tail_m)
+    config = nvfp4_wgmma_large_tiles.Config(256, 128, 0, tail_m=tail_m)
     nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
     ((arguments, options),) = launches
     tail_x, parts, whole = arguments[1], arguments[8], arguments[-1]
@@ -231,12 +231,12 @@ def test_experts_and_fp8_have_whole_tiles_alone(of: str, monkeypatch: pytest.Mon
     import torch
 
     from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_large_tiles
 
     launches = launches_of(nvfp4_wgmma_large, monkeypatch)
     x = torch.zeros(1024, 256, dtype=torch.bfloat16)
     weight = torch.zeros(4, 320, 128, dtype=torch.int32), torch.zeros(4, 320, 64, dtype=torch.uint8), x, None
-    hopper, config = hardware.nvidia(9, 0), nvfp4_wgmma_large.Config(256, 128, 0, tail_m=64)
+    hopper, config = hardware.nvidia(9, 0), nvfp4_wgmma_large_tiles.Config(256, 128, 0, tail_m=64)
     if of == "experts":
         routed = nvfp4_wgmma.Routed(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
         nvfp4_wgmma_large.gemm_large(x, *weight, 5120, hopper, config, routed)
@@ -263,7 +263,8 @@ def test_consumers_take_every_step_once_in_the_producers_order(
     everything = []
     for program in range(min(programs, max(tiles_m, 1) * tiles_n * tile_steps)):
         names = (
-            "place", "begin_of", "_place", "_stretch", "expert_of", "first_piece_of", "_next", "_turns"
+            "place", "begin_of", "quick_place", "program_stretch", "expert_of", "first_piece_of", "next_step",
+            "turns_in_tile",
         )  # fmt: skip
         place, _, _, stretch, _, piece_of, next_step, turns = python(
             *names, programs=programs, program=program, load=lambda at, mask, other: tile_expert[at] if mask else other
@@ -304,7 +305,7 @@ def test_the_programs_of_a_cluster_share_the_steps_of_their_tile(k: int, program
     tiles_n, steps = 5, -(-k // 128)
     shares = []
     for program in range(2 * tiles_n * programs):
-        _, stretch = python("begin_of", "_stretch", program=program)
+        _, stretch = python("begin_of", "program_stretch", program=program)
         *sizes, begin, end, tile = stretch(2, 64 * tiles_n, k, 64, 128, False, programs)
         assert sizes == [tiles_n, steps] and tile == program // programs
         shares.append(range(begin, end))
@@ -377,14 +378,14 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
     import torch
 
     from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split, nvfp4_wgmma_split_tiles
 
     launches = launches_of(nvfp4_wgmma_split, monkeypatch)
     x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
     words = torch.zeros(16, 8, 128, dtype=torch.int32, device="cpu")
     scales = torch.zeros(16, 8, 64, dtype=torch.uint8, device="cpu")
-    shared = nvfp4_wgmma_split.cluster_configs(m) + nvfp4_wgmma_split.shared_configs(m, 10240)
-    configs = nvfp4_wgmma_split.configs(m) + shared
+    shared = nvfp4_wgmma_split_tiles.cluster_configs(m) + nvfp4_wgmma_split_tiles.shared_configs(m, 10240)
+    configs = nvfp4_wgmma_split_tiles.configs(m) + shared
     for config in configs:
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
     for config, (_, options) in zip(configs, launches, strict=True):
@@ -402,7 +403,7 @@ def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -
     import torch
 
     from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split, nvfp4_wgmma_split_tiles
 
     said: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
@@ -411,7 +412,7 @@ def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -
     )  # fmt: skip
     x, words = torch.zeros(40, 1024, dtype=torch.bfloat16), torch.zeros(16, 32, 128, dtype=torch.int32)
     scales = torch.zeros(16, 32, 64, dtype=torch.uint8)
-    for config in nvfp4_wgmma_split.cluster_configs(16) + nvfp4_wgmma_split.configs(16):
+    for config in nvfp4_wgmma_split_tiles.cluster_configs(16) + nvfp4_wgmma_split_tiles.configs(16):
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 500, hardware.nvidia(9, 0), config)
         assert said.pop() == ((config.tiles(40, 500),), config.cluster, config.cluster)
 
@@ -433,7 +434,7 @@ def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -
     ids=str,
 )
 def test_what_the_kernel_does_not_have_is_no_configuration(fields: dict[str, int], message: str) -> None:
-    from llm_quant_rocm.kernels.nvfp4_wgmma_split import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config
 
     with pytest.raises(ValueError, match=message):
         Config(**fields)
@@ -445,13 +446,13 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     import torch
 
     from llm_quant_rocm import hardware
-    from llm_quant_rocm.kernels import nvfp4_wgmma_large
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_large_tiles
 
     launches = launches_of(nvfp4_wgmma_large, monkeypatch)
     x = torch.zeros(m, 2048, dtype=torch.bfloat16)
     words = torch.zeros(32, 320, 128, dtype=torch.int32)
     scales = torch.zeros(32, 320, 64, dtype=torch.uint8)
-    for config in {*nvfp4_wgmma_large.configs(m, n, 2048), nvfp4_wgmma_large.Config(256, 64, 0)}:
+    for config in {*nvfp4_wgmma_large_tiles.configs(m, n, 2048), nvfp4_wgmma_large_tiles.Config(256, 64, 0)}:
         nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
     for arguments, options in launches:
         (out, parts), block_m = arguments[7:9], options["BLOCK_M"]
@@ -480,8 +481,8 @@ def test_a_kernel_gets_what_routing_says(kind: str, monkeypatch: pytest.MonkeyPa
     module = getattr(nvfp4_hopper, kind)
     config = {
         "nvfp4_wgmma": nvfp4_hopper.nvfp4_wgmma.Config(8, 64, 128),
-        "nvfp4_wgmma_split": nvfp4_hopper.nvfp4_wgmma_split.Config(8, 4, 132),
-        "nvfp4_wgmma_large": nvfp4_hopper.nvfp4_wgmma_large.Config(64, 128, 0),
+        "nvfp4_wgmma_split": nvfp4_hopper.Split(8, 4, 132),
+        "nvfp4_wgmma_large": nvfp4_hopper.Large(64, 128, 0),
     }[kind]
     names = getattr(module, f"{kind}_kernel").arg_names
     launches = launches_of(module, monkeypatch)
@@ -529,7 +530,7 @@ def test_experts_results_stay_in_their_tiles_or_go_to_their_slots(
 
     monkeypatch.setattr(nvfp4_hopper, "scatter_rows", scatter_rows)
     monkeypatch.setattr(nvfp4_hopper, "grouped_gemm", grouped_gemm)
-    few, many = nvfp4_hopper.nvfp4_wgmma.Config(64, 64, 64), nvfp4_hopper.nvfp4_wgmma_large.Config(64, 128, 0)
+    few, many = nvfp4_hopper.nvfp4_wgmma.Config(64, 64, 64), nvfp4_hopper.Large(64, 128, 0)
     w13, w2 = ((copied, copied, torch.zeros(3, rows)) for rows in (2 * 40, 96))
     routing = Schedule(*(torch.zeros(64) for _ in range(5)), slot_row=torch.zeros(10))
     pair = PairConfig(few, many) if many_rows else PairConfig(many, few)
@@ -554,12 +555,12 @@ def test_a_tile_has_a_rest_where_the_main_part_is_too_small() -> None:
 
 
 def test_batch_invariant_sums_have_no_parts() -> None:
-    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+    from llm_quant_rocm.kernels import nvfp4_wgmma, nvfp4_wgmma_large_tiles, nvfp4_wgmma_split_tiles
     from llm_quant_rocm.kernels.nvfp4_hopper import batch_invariant
 
-    few, many = nvfp4_wgmma.Config, nvfp4_wgmma_large.Config
+    few, many = nvfp4_wgmma.Config, nvfp4_wgmma_large_tiles.Config
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
     assert batch_invariant(many(256, 64, 0)) == many(256, 128, 0)
-    assert batch_invariant(nvfp4_wgmma_split.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
-    assert batch_invariant(nvfp4_wgmma_split.Config(96, 2)) == few(128, 64, 128, programs=0, stages=2)
+    assert batch_invariant(nvfp4_wgmma_split_tiles.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
+    assert batch_invariant(nvfp4_wgmma_split_tiles.Config(96, 2)) == few(128, 64, 128, programs=0, stages=2)

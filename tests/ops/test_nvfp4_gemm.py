@@ -227,7 +227,7 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     """By the measurement where there is one, else by the kernels' estimate."""
     pytest.importorskip("triton")
     from llm_quant_rocm.kernels.nvfp4_slices import Expanded
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config
 
     module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
     hopper = MANY._replace(hardware=hardware.nvidia(9, 0), layout="wgmma", fp8=True)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_hopper, ptpc_hopper, ptpc_moe_hopper
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
-from llm_quant_rocm.kernels.nvfp4_wgmma_large import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
