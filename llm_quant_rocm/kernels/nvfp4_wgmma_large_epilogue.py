@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The epilogue of `nvfp4_wgmma_large`: from a consumer's sums of a tile to their place in the result.
+
+Where no tile is cut, the tensor memory accelerator stores them from shared memory (`store_with_tma`), while the next
+tile is multiplied; of tiles with 64 rows of the weight the two consumers add up their sums before. Where tiles are cut,
+threads store theirs (`add_and_store`) once the parts are added: by the program with a tile's beginning, or by each of
+those that share it, some of the rows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier, main_rows, reinterpret, row_in_tile, store_through
+from llm_quant_rocm.kernels.nvfp4_wgmma import epilogue, gated
+from llm_quant_rocm.kernels.sizes import next_power_of_2
+from llm_quant_rocm.kernels.wgmma_parts import (
+    add_part,
+    columns_of,
+    give_part,
+    load_shared_part,
+    share_part,
+    store_part,
+    take_parts,
+)
+
+# Not Triton's own: SGLang puts a function of the host in its place.
+_power_of_2 = gluon.constexpr_function(next_power_of_2)
+
+
+@gluon.jit
+def _load_row_scales(scale, tile_m, number, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, SLICE: gl.constexpr):
+    """Scales, of `scale` [M], of ROWS rows of x from `number` on of a tile: [ROWS / SLICE, SLICE]."""
+    layout: gl.constexpr = gl.BlockedLayout([ROWS // SLICE, 1], [1, 32], [1, 4], [1, 0])
+    first = gl.arange(0, ROWS // SLICE, layout=gl.SliceLayout(1, layout)) * SLICE
+    rest = gl.arange(0, SLICE, layout=gl.SliceLayout(0, layout))
+    row = row_in_tile(tile_m, number + first[:, None] + rest[None, :], M, BLOCK_M)
+    return gl.load(scale + row, mask=row < M, other=0.0)
+
+
+@gluon.jit
+def load_row_scales(
+    scale, tile_m, M, BLOCK_M: gl.constexpr, SLICE: gl.constexpr, HALF: gl.constexpr, APART: gl.constexpr
+):  # fmt: skip
+    """What `store_with_tma` needs of `scale` [M] for a tile's main part and for its rest (the same where it has none).
+    Of consumers that exchange sums each stores half of the rows."""
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    FIRST: gl.constexpr = HALF * MAIN // 2 if APART == 2 else 0
+    row_scales = _load_row_scales(scale, tile_m, FIRST, M, BLOCK_M, MAIN // APART, SLICE)
+    rest_scales = row_scales
+    if MAIN < BLOCK_M:
+        rest_scales = _load_row_scales(scale, tile_m, MAIN, M, BLOCK_M, BLOCK_M - MAIN, SLICE)
+    return row_scales, rest_scales
+
+
+@gluon.jit
+def _store_box(acc, row, column, out, staging, HALF: gl.constexpr, TURN: gl.constexpr):
+    """Has the accelerator store a consumer's box number TURN of a tile, with its corner at [row, column]."""
+    STORES: gl.constexpr = staging.shape[0] // 2
+    own = staging.index(HALF * STORES + TURN % STORES)
+    # Until there is room. The tile before may have ended with any of the consumer's.
+    if TURN == 0:
+        tma.store_wait(0)
+    elif TURN >= STORES:
+        tma.store_wait(STORES - 1)
+    store_through(own, acc.to(out.dtype).permute((1, 0)), out, [row, column])
+
+
+@gluon.jit
+def _store_slice(
+    acc, scales, row_scales, row, column, result, HALF: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
+    TURN: gl.constexpr
+):  # fmt: skip
+    """The epilogue of acc [ROWS, SLICE], of as many rows of x as a box of the result has, from `row` on."""
+    bias, out, staging, M, N, tile_rows = result
+    ROWS: gl.constexpr = acc.shape[0]
+    SLICE: gl.constexpr = staging.shape[1]
+    WIDTH: gl.constexpr = staging.shape[2]
+    layout: gl.constexpr = acc_layout_of(SLICE)
+    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    if row_scales is not None:
+        acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
+    acc *= gl.convert_layout(scales * UNSCALE, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+    if bias is not None:
+        columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[:, None]
+    if ACTIVATION is not None:
+        _store_box(gated(acc, out.dtype, ACTIVATION), row, column // 2, out, staging, HALF, TURN)
+    elif ROWS > WIDTH:
+        upper, lower = acc.reshape(2, WIDTH, SLICE).permute(1, 2, 0).split()
+        upper = gl.convert_layout(upper, layout, assert_trivial=True)
+        lower = gl.convert_layout(lower, layout, assert_trivial=True)
+        _store_box(upper, row, column, out, staging, HALF, TURN)
+        _store_box(lower, row, column + WIDTH, out, staging, HALF, TURN + 1)
+    else:
+        _store_box(acc, row, column, out, staging, HALF, TURN)
+
+
+@gluon.jit
+def store_slices(
+    acc, scales, row_scales, number, rows, column, tile_m, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, TURN: gl.constexpr
+):  # fmt: skip
+    """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile and columns of the result from `column`
+    on: the accelerator stores it, while the next tile is multiplied. Its first box is number TURN of the tile. Of
+    experts' tiles, boxes beyond their `rows` are not stored."""
+    bias, out, staging, M, N, tile_rows = result
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = staging.shape[1]
+    WIDTH: gl.constexpr = staging.shape[2]
+    if COLUMNS > SLICE:
+        left, right = acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        SLICES: gl.constexpr = COLUMNS // 2 // SLICE
+        TURNS: gl.constexpr = SLICES * (ROWS // (WIDTH if ACTIVATION is None else 2 * WIDTH))
+        low, high = row_scales, row_scales
+        if row_scales is not None:
+            low, high = row_scales.reshape(2, SLICES, SLICE).permute(1, 2, 0).split()
+        store_slices(left, scales, low, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN)
+        number += COLUMNS // 2
+        store_slices(
+            right, scales, high, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN + TURNS
+        )  # fmt: skip
+    else:
+        row = row_in_tile(tile_m, number, M, BLOCK_M)
+        if tile_rows is None:  # noqa: SIM114  # constants decide what is compiled
+            _store_slice(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
+        elif number < rows:
+            _store_slice(acc, scales, row_scales, row, column, result, HALF, UNSCALE, ACTIVATION, TURN)
+
+
+@gluon.jit
+def _exchange(acc, staging, exchanged, HALF: gl.constexpr, TURN: gl.constexpr):
+    """The sum of both consumers' acc [64, columns] in slice number TURN of this one's half of the columns. TURN is even
+    at every second call."""
+    SLICE: gl.constexpr = staging.shape[1]
+    SLICES: gl.constexpr = acc.shape[1] // SLICE
+    layout: gl.constexpr = acc_layout_of(SLICE)
+    # Where a consumer's results wait to be stored there is room for as much in fp32.
+    sums = reinterpret(staging, gl.float32, [2, SLICE // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    tma.store_wait(0)
+    cta_barrier()
+    share_part(columns_of(acc, SLICE, (1 - HALF) * (SLICES // 2) + TURN, layout), sums.index(HALF))
+    cta_barrier()
+    mbarrier.arrive(exchanged.index(0), count=1)
+    mbarrier.wait(exchanged.index(0), TURN % 2)
+    theirs = load_shared_part(sums.index(1 - HALF), layout)
+    cta_barrier()
+    mbarrier.arrive(exchanged.index(1), count=1)
+    mbarrier.wait(exchanged.index(1), TURN % 2)
+    return columns_of(acc, SLICE, HALF * (SLICES // 2) + TURN, layout) + theirs
+
+
+@gluon.jit
+def _store_sums(
+    acc, scales, row_scales, column, tile_m, result, exchanged, HALF: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of half of a tile's rows of x, the sums of both consumers' acc [64, BLOCK_M]."""
+    bias, out, staging, M, N, tile_rows = result
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    SLICE: gl.constexpr = staging.shape[1]
+    low, high = row_scales, row_scales
+    if row_scales is not None:
+        low, high = row_scales.reshape(2, 1, SLICE).permute(1, 2, 0).split()
+    for i in gl.static_range(2):
+        total = _exchange(acc, staging, exchanged, HALF, i)
+        number = (HALF * 2 + i) * SLICE
+        own_scales = low if i == 0 else high
+        store_slices(
+            total, scales, own_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0
+        )  # fmt: skip
+
+
+@gluon.jit
+def store_with_tma(
+    acc, rest, scales, row_scales, rest_scales, rows, column, tile_m, result, exchanged, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, APART: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
+):  # fmt: skip
+    """The epilogue of a whole tile, or of half of its `rows` where two consumers exchange sums. Rows that are in two
+    tiles, or twice in one, are stored twice, with the same bits."""
+    bias, out, staging, M, N, tile_rows = result
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    if APART == 2:
+        _store_sums(acc, scales, row_scales, column, tile_m, result, exchanged, HALF, UNSCALE)
+    else:
+        store_slices(
+            acc, scales, row_scales, 0, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, 0
+        )  # fmt: skip
+    if MAIN < BLOCK_M:
+        TURN: gl.constexpr = MAIN // staging.shape[1]
+        store_slices(
+            rest, scales, rest_scales, MAIN, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN
+        )  # fmt: skip
+
+
+@gluon.jit
+def _times_columns(acc, scale, first, M):
+    """acc times scale [M] from `first` on, a scale for each column: not all at once, for want of registers."""
+    N: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    if COLUMNS > 64:
+        lower, upper = acc.reshape(N, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        lower = _times_columns(lower, scale, first, M)
+        upper = _times_columns(upper, scale, first + COLUMNS // 2, M)
+        both = gl.join(lower, upper).permute(0, 2, 1).reshape(N, COLUMNS)
+        return gl.convert_layout(both, layout, assert_trivial=True)
+    else:
+        m = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        return acc * gl.load(scale + m, mask=m < M, other=0.0)[None, :]
+
+
+@gluon.jit
+def _store_columns(
+    acc, scales, number, tile_m, tile_n, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile."""
+    row_scale, bias, out, M, N = result
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    dtype: gl.constexpr = out.dtype.element_ty
+    row = row_in_tile(tile_m, number, M, BLOCK_M)
+    if row_scale is not None:
+        acc = _times_columns(acc, row_scale, row, M)
+    epilogue(
+        acc, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N, COLUMNS, ROWS, dtype,
+        UNSCALE, None, layout, 4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _store_from_registers(
+    acc, rest, scales, tile_m, tile_n, result, FP8: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of a whole tile where the accelerator does not store it."""
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    half_layout: gl.constexpr = acc_layout_of(MAIN // 2, FP8)
+    for half in gl.static_range(2):
+        part = columns_of(acc, MAIN // 2, half, half_layout)
+        _store_columns(part, scales, half * (MAIN // 2), tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+    if MAIN < BLOCK_M:
+        _store_columns(rest, scales, MAIN, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+
+
+@gluon.jit
+def _await_parts(arrived, SHARES: gl.constexpr):
+    """Tells the SHARES programs of a tile that this one's part is there, and waits for theirs. `arrived` and the number
+    after it count, and are zeros again when all have gone on."""
+    cta_barrier()
+    gl.atomic_add(arrived, 1, sem="release", scope="gpu")
+    while gl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < SHARES:
+        pass
+    if gl.atomic_add(arrived + 1, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
+        gl.store(arrived, 0)
+        gl.store(arrived + 1, 0)
+
+
+@gluon.jit
+def _store_shares(
+    acc, rest, scales, piece, cut, tile_m, tile_n, parts, flags, result, FP8: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of a tile of which SHARES programs have a part each: they exchange these, and each adds and stores
+    every SHARES-th slice of the tile's rows."""
+    tile, first, last = piece
+    tiles, whole, tile_groups = cut
+    ROWS: gl.constexpr = acc.shape[0]
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    SLICE: gl.constexpr = 32 if MAIN < BLOCK_M else BLOCK_M // _power_of_2(SHARES)
+    layout: gl.constexpr = acc_layout_of(SLICE, FP8)
+    program = gl.program_id(0)
+    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
+    store_part(acc, own)
+    if MAIN < BLOCK_M:
+        store_part(rest, own + ROWS * MAIN)
+    cut_tile = tile - whole
+    _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
+    for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
+        total = gl.zeros((ROWS, SLICE), gl.float32, layout=layout)
+        for share in gl.static_range(SHARES):
+            source = (((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE) * ROWS
+            total = add_part(total, parts + source, layout)
+        _store_columns(total, scales, i * SLICE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+
+
+@gluon.jit
+def _add_parts(acc, piece, cut, parts, flags, HALF: gl.constexpr):
+    """The sum of a tile, of which acc is a part, if the program has its beginning. Else acc is given to the one that
+    has."""
+    tile, first, last = piece
+    tiles, whole, tile_groups = cut
+    layout: gl.constexpr = acc.type.layout
+    if first > 0:
+        give_part(acc, parts, flags, HALF, 2)
+    elif last < tile_groups:
+        cut_groups = (tiles - whole) * tile_groups
+        acc = take_parts(acc, parts, flags, cut_groups, (tile - whole + 1) * tile_groups, layout, HALF, 2)
+    return acc
+
+
+@gluon.jit
+def add_and_store(
+    acc, rest, scales, piece, cut, tile_m, tile_n, parts, flags, result, FP8: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of a `piece` of work, its tile, first group of steps and end of groups, where the accelerator does
+    not store results. `cut` is how many tiles there are, how many of them are whole, and groups of steps in each."""
+    tile, first, last = piece
+    tiles, whole, tile_groups = cut
+    is_whole = last - first == tile_groups
+    if SHARES:
+        if not is_whole:
+            _store_shares(
+                acc, rest, scales, piece, cut, tile_m, tile_n, parts, flags, result, FP8, HALF, BLOCK_M, SHARES, UNSCALE
+            )  # fmt: skip
+    elif parts is not None:
+        acc = _add_parts(acc, piece, cut, parts, flags, HALF)
+    if is_whole if SHARES else first == 0:
+        _store_from_registers(acc, rest, scales, tile_m, tile_n, result, FP8, HALF, BLOCK_M, UNSCALE)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main loop of `nvfp4_wgmma_large`: a producer has the tensor memory accelerator fill a ring in shared memory with
+codes, scales and x, and consumers decode the weight on its way to the matrix units.
+
+`shared` is that ring and its barriers: stages of x, of the rest of its rows, of codes and of scale pairs; whether a
+stage is filled (`ready`) and whether it is free (`empty`); whether all of these are initialized (`started`), and those
+with which consumers exchange sums (`exchanged`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.hopper import (
+    advance,
+    behind,
+    first_row,
+    init_ring,
+    leave,
+    load_rows,
+    main_rows,
+    multiply_rest,
+    place,
+    row_in_tile,
+)
+from llm_quant_rocm.kernels.nvfp4_wgmma import decode_operand, expert_of, fetch_weight, first_piece_of, load_words
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import count_tiles, piece_at, program_pieces, program_tail
+
+
+@gluon.constexpr_function
+def _stage_bytes(ring, codes, rows):
+    """Bytes that fill a stage with so many rows of x."""
+    values = codes.shape[1] * codes.shape[2] * codes.shape[3] * 8
+    return rows * ring.shape[2] * ring.dtype.primitive_bitwidth // 8 + values * 9 // 16
+
+
+@gluon.jit
+def init_barriers(shared, BLOCK_N: gl.constexpr):
+    """Initializes all barriers but that of the first stage, which the producer does, in a warp of its own: they take
+    about as long as memory does to answer."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    if BLOCK_N == 64:
+        for i in gl.static_range(2):
+            mbarrier.init(exchanged.index(i), count=2)
+    init_ring(ready, empty, started, 2, 1)
+    leave(0)
+
+
+@gluon.jit
+def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, wanted=True):
+    """Has the accelerator fill a stage with ROWS rows of x, from row `number` of a tile on: all of the tile's, or as
+    many as one of the tail has."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    column = step * ring.shape[2]
+    row = first_row(tile_m, M, BLOCK_M) + number
+    tile = ring.index(stage)
+    load_rows(x, row, column, ready.index(stage), tile if ROWS >= MAIN else tile.slice(0, ROWS), wanted)
+    if MAIN < ROWS:
+        row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+        load_rows(x, row, column, ready.index(stage), rest_ring.index(stage), wanted)
+
+
+@gluon.jit
+def _fill(
+    x, words, scale_pairs, stage, phase, tile_m, tile_n, number, first, last, first_piece, shared, M,
+    BLOCK_M: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Fills the ring with the steps from `first` to `last` of a tile, or of one of the tail."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    STAGES: gl.constexpr = ready.shape[0]
+    for step in range(first, last):
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready.index(stage), _stage_bytes(ring, codes, ROWS))
+        fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, step, first_piece, True)
+        _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M, ROWS)
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def producer(
+    x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
+    """Fills the ring, in the order in which the consumers take it."""
+    tile_expert, tile_rows, tile_count = routing
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    M, N, K, whole = sizes
+    STAGES: gl.constexpr = ready.shape[0]
+    mbarrier.init(ready.index(0), count=1)
+    fence_async_shared()
+    mbarrier.arrive(started, count=1)
+    tiles_m, tiles_n, whole = count_tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
+    tile_groups = gl.cdiv(gl.cdiv(K, ring.shape[2]), UNROLL)
+    begin, end, pieces = program_pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
+    tile, first, last = piece_at(0, begin, end, whole, tile_groups, CUT)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n)
+    first_piece = 0
+    if tile_expert is not None:
+        first_piece = first_piece_of(expert_of(tile_expert, tile_m, pieces > 0), K)
+    # The weight, unlike x, does not depend on the kernels before this one.
+    mbarrier.expect(ready.index(0), _stage_bytes(ring, codes, BLOCK_M), pred=pieces > 0)
+    fetch_weight(words, scale_pairs, codes, pairs, ready, 0, tile_n, first * UNROLL, first_piece, pieces > 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    _fetch_x(x, 0, tile_m, 0, first * UNROLL, shared, M, BLOCK_M, BLOCK_M, pieces > 0)
+    mbarrier.wait(started, 0)
+    stage, phase = advance(gl.to_tensor(0), gl.to_tensor(1), STAGES)
+    for index in range(0, pieces):
+        tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
+        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        if tile_expert is not None:
+            first_piece = first_piece_of(gl.load(tile_expert + tile_m), K)
+        # The very first step is on its way.
+        begin_step = first * UNROLL + gl.where(index == 0, 1, 0)
+        stage, phase = _fill(
+            x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, begin_step, last * UNROLL, first_piece, shared, M,
+            BLOCK_M, BLOCK_M,
+        )  # fmt: skip
+    if TAIL:
+        tile_m, tile_n, number, wanted = program_tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
+        steps = gl.where(wanted, tile_groups * UNROLL, 0)
+        stage, phase = _fill(
+            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, steps, 0, shared, M, BLOCK_M, TAIL,
+        )  # fmt: skip
+    leave(stage)
+
+
+@gluon.jit
+def take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constexpr):
+    """A consumer's part of the codes and scales in a stage of the ring, once they are there."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    mbarrier.wait(ready.index(stage), phase, pred=wanted)
+    return load_words(codes.index(stage).slice(PART * NT, NT, dim=1), pairs.index(stage).slice(PART * NT, NT, dim=1), 4)
+
+
+@gluon.jit
+def decode(
+    words, scale_pairs, table, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it."""
+    if FP8:
+        NT: gl.constexpr = words.shape[0] // DEPTH
+        # piece, tile, row, lane % 4, step, row half, column
+        values = split_bytes(decode_words_fp8(words, scale_pairs, table)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
+        return gl.convert_layout(values, layout, assert_trivial=True)
+    else:
+        return decode_operand(words, scale_pairs, FP16, DEPTH, layout)
+
+
+@gluon.jit
+def first_step(
+    stage, phase, steps, wanted, shared, table, PART: gl.constexpr, NT: gl.constexpr, EARLY: gl.constexpr,
+    FP16: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """What `multiply` needs of a program's first step, and how many of its `steps` are then left to load."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    words, scale_pairs = take_words(stage, phase, wanted, shared, PART, NT)
+    operand = decode(words, scale_pairs, table, codes.shape[1], ring.dtype.primitive_bitwidth == 8, FP16, layout)
+    if EARLY:
+        ahead, ahead_phase = advance(stage, phase, ready.shape[0])
+        words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
+        steps -= 1
+    return operand, words, scale_pairs, steps
+
+
+@gluon.jit
+def await_products(acc, rest, PENDING: gl.constexpr, REST: gl.constexpr):
+    """acc and, if it is another, `rest` when no more than PENDING steps are on their way."""
+    if REST:
+        acc, rest = warpgroup_mma_wait(2 * PENDING, deps=[acc, rest])
+    else:
+        acc = warpgroup_mma_wait(PENDING, deps=[acc])
+    return acc, rest
+
+
+@gluon.jit
+def multiply(
+    acc, rest, operand, words, scale_pairs, table, stage, phase, steps, groups, shared, REST: gl.constexpr,
+    UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr
+):  # fmt: skip
+    """acc [rows of the weight, rows of x], and `rest` if it is another, plus the product of as many groups of steps as
+    there are, the last of them perhaps still on its way, and what the next step needs.
+
+    Whether the words of a step come to registers before the step before is decoded, EARLY says: then `operand` is of
+    this step and `words` are of the next one.
+    """
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ROWS: gl.constexpr = acc.shape[1]
+    STAGES: gl.constexpr = ready.shape[0]
+    DEPTH: gl.constexpr = codes.shape[1]
+    NT: gl.constexpr = acc.shape[0] // 16
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
+    operand_layout: gl.constexpr = operand.type.layout
+    # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
+    for turn in range(0, gl.maximum(groups, 1)):
+        for i in gl.static_range(UNROLL // APART):
+            tile = ring.index(stage)
+            if tile.shape[0] > ROWS:
+                tile = tile.slice(0, ROWS)
+            acc = warpgroup_mma(operand, tile.permute((1, 0)), acc, is_async=True)
+            if REST:
+                rest = multiply_rest(operand, rest_ring.index(stage), rest)
+            # Then the step before is finished, and its stage free.
+            acc, rest = await_products(acc, rest, 1, REST)
+            free = behind(stage, STAGES, APART)
+            mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+            stage, phase = advance(stage, phase, STAGES, APART)
+            if EARLY:
+                operand = decode(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
+            ahead, ahead_phase = stage, phase
+            if EARLY:
+                ahead, ahead_phase = advance(stage, phase, STAGES)
+            words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
+            if not EARLY:
+                operand = decode(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
+            steps -= 1
+    return acc, rest, operand, words, scale_pairs, stage, phase, steps
