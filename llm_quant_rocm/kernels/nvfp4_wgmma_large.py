@@ -9,7 +9,9 @@ that the matrix units run meanwhile. Where every tile is one program's, the acce
 while the next one is multiplied. Of a tile with 64 rows of the weight, what one wgmma takes, each consumer multiplies
 every second step, and then they exchange sums.
 
-How the product is cut, and which tiles or parts of some are a program's, `nvfp4_wgmma_large_tiles` says.
+Here is what a consumer does with a tile, the kernel and its launch. `nvfp4_wgmma_large_tiles` says how the product is
+cut, and which tiles, or parts of one, are a program's; `nvfp4_wgmma_large_mainloop` fills the ring and multiplies, and
+`nvfp4_wgmma_large_epilogue` stores results.
 
 Of routed experts, each tile of rows has its own expert's weight. How many tiles there are, programs read on the GPU.
 

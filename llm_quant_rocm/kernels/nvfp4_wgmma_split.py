@@ -13,9 +13,9 @@ With two consumers a program leaves room on its multiprocessor for another: of i
 then has its first codes when the kernel before it ends. Of a weight with few tiles the programs of a `cluster` share
 the steps of each.
 
-What is a program's, `nvfp4_wgmma_split_tiles` says. Where programs share the steps of all tiles, the consumers' sums
-have room of their own beside the ring, which stays full from one tile to the next. Tiles of 96 rows have two
-accumulators, of 64 and of 32.
+What is a program's, `nvfp4_wgmma_split_tiles` says, and how consumers add up and store their sums,
+`nvfp4_wgmma_split_epilogue`. Where programs share the steps of all tiles, the sums have room of their own beside the
+ring, which stays full from one tile to the next. Tiles of 96 rows have two accumulators, of 64 and of 32.
 """
 
 from collections.abc import Mapping
@@ -34,22 +34,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
-from llm_quant_rocm.kernels.cluster import (
-    add_parts,
-    arrive,
-    inbox_of,
-    init_inbox,
-    piece_columns,
-    send_parts,
-    wait_for_all,
-)
+from llm_quant_rocm.kernels.cluster import arrive, inbox_of, init_inbox, wait_for_all
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
     advance,
     allocate_ring,
-    cta_barrier,
     first_row,
     init_ring,
     leave,
@@ -67,7 +58,6 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     DENSE,
     Routed,
     ask_for_scales,
-    epilogue,
     fetch_weight,
     first_piece_of,
     lines_of_16_bytes,
@@ -75,6 +65,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
     load_scales,
     tiles_of_rows,
 )
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_epilogue import add_and_store, share_sums, sums_shape
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import (
     Config,
     first_expert,
@@ -86,13 +77,6 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import (
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
-from llm_quant_rocm.kernels.wgmma_parts import (
-    columns_of,
-    give_part,
-    load_shared_part,
-    share_part,
-    take_parts,
-)
 
 # Of the ring; more bring nothing.
 MOST_STAGES = 16
@@ -118,14 +102,6 @@ class _Room(NamedTuple):
 ROOM = {4: _Room(216 * 1024, 112, 32, {}), 2: _Room(110 * 1024, 104, 32, {"maxnreg": 80})}
 
 
-@gluon.constexpr_function
-def _sums_shape(rows, split_k, consumers):
-    """Of the sums of a tile with so many rows of x: for each slice of its columns, those of all consumers but the one
-    that adds them."""
-    columns = max(rows // split_k, 8)
-    return [consumers // split_k * (rows // columns) * (split_k - 1), columns // 8, 128, 4]
-
-
 def _eager(block_m: int) -> int:
     """Of how many stages the weight is asked for before x, the first of which waits for its turn meanwhile: fewer, the
     longer x takes to come. An H100 took least with 8 at 16 rows, 4 at 32, 2 at 64 and 1 at 128, compared by hand."""
@@ -142,10 +118,7 @@ def _end(value, CLUSTER: gl.constexpr):
 
 
 @gluon.jit
-def _init(
-    given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, GROUPS: gl.constexpr, SPLIT_K: gl.constexpr,
-    EAGER: gl.constexpr, CLUSTER: gl.constexpr
-):  # fmt: skip
+def _init(given, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, EAGER: gl.constexpr, CLUSTER: gl.constexpr):
     """Initializes all barriers but those of the first stages, which the producer does: in a warp of its own, because it
     takes about as long as memory does to answer. Of experts it then asks the L2 cache for the global scales of the
     program's tiles: nobody else reads them, and the epilogue would wait for memory."""
@@ -154,7 +127,8 @@ def _init(
     tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
-    BLOCK_N: gl.constexpr = GROUPS * 64
+    BLOCK_N: gl.constexpr = codes.shape[2] * 16
+    GROUPS: gl.constexpr = BLOCK_N // 64
     mbarrier.init(added, count=GROUPS * SPLIT_K)
     mbarrier.init(taken, count=GROUPS * SPLIT_K)
     init_ring(ready, empty, started, GROUPS, EAGER)
@@ -162,7 +136,7 @@ def _init(
         init_inbox(inbox, GROUPS * SPLIT_K, sums.shape[1] * 8, CLUSTER)
     if tile_expert is not None:
         tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-        tiles_n, tile_steps, begin, end, first_tile = program_stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, True)
+        tiles_n, tile_steps, begin, end, first_tile = program_stretch(tiles_m, N, K, BLOCK_N, ring.shape[2], True)
         for tile in range(first_tile, gl.cdiv(end, tile_steps)):
             tile_m, tile_n = quick_place(tile, tiles_m, tiles_n)
             ask_for_scales(global_scale, gl.load(tile_expert + tile_m), tile_n, N, BLOCK_N, True)
@@ -170,18 +144,30 @@ def _init(
 
 
 @gluon.jit
+def _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M: gl.constexpr, wanted=True):
+    """Has the accelerator fill a stage with a tile's rows of x."""
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    BLOCK_K: gl.constexpr = ring.shape[2]
+    load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage), wanted)
+    if MAIN < BLOCK_M:
+        row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
+        load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage), wanted)
+
+
+@gluon.jit
 def _producer(
-    x, words, scale_pairs, given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr, CLUSTER: gl.constexpr, PDL: gl.constexpr
+    x, words, scale_pairs, given, BLOCK_M: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr,
+    CLUSTER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     operands, routing, shared, sizes = given
     tile_expert, tile_count, row_map, row_weight = routing
     ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    STAGES: gl.constexpr = ready.shape[0]
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
-    BLOCK_K: gl.constexpr = DEPTH * 64
+    BLOCK_K: gl.constexpr = ring.shape[2]
     STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
     # Asked for before it is needed.
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
@@ -210,11 +196,7 @@ def _producer(
         gdc_launch_dependents()
     step, tile_m, tile_n, tile, piece = first
     for stage in range(0, EAGER):
-        row = first_row(tile_m, M, BLOCK_M)
-        load_rows(x, row, step * BLOCK_K, ready.index(stage), ring.index(stage), begin + stage < end)
-        if MAIN < BLOCK_M:
-            row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
-            load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage), begin + stage < end)
+        _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M, begin + stage < end)
         step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
     mbarrier.wait(started, 0)
     stage = EAGER % STAGES
@@ -223,54 +205,46 @@ def _producer(
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready.index(stage), STAGE_BYTES)
         fetch_weight(*weight, stage, tile_n, step, piece, True)
-        load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage))
-        if MAIN < BLOCK_M:
-            row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
-            load_rows(x, row, step * BLOCK_K, ready.index(stage), rest_ring.index(stage))
+        _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M)
         step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
         stage, phase = advance(stage, phase, STAGES)
     _end(stage, CLUSTER)
 
 
 @gluon.jit
-def _place_of(
-    GROUP: gl.constexpr, ADDER: gl.constexpr, OWNER: gl.constexpr, SPLIT_K: gl.constexpr, SLICES: gl.constexpr
+def _multiply(
+    stage, phase, acc, rest, first_turn, last_turn, shared, GROUP: gl.constexpr, SPLIT_K: gl.constexpr,
+    FP16: gl.constexpr, REST: gl.constexpr
 ):  # fmt: skip
-    """Where consumer ADDER of a group finds OWNER's sums of its columns; its own stay in registers."""
-    return (GROUP * SLICES + ADDER) * (SPLIT_K - 1) + (OWNER if OWNER < ADDER else OWNER - 1)
-
-
-@gluon.jit
-def _share_out(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
-    """Stores those columns of acc [64, M] that other consumers of the group add."""
-    SLICE: gl.constexpr = sums.shape[1] * 8
-    SLICES: gl.constexpr = acc.shape[1] // SLICE
-    for adder in gl.static_range(SLICES):
-        if adder != MINE:
-            columns = columns_of(acc, SLICE, adder, acc_layout_of(SLICE))
-            share_part(columns, sums.index(_place_of(GROUP, adder, MINE, SPLIT_K, SLICES)))
-
-
-@gluon.jit
-def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr):
-    """The consumer's own columns of acc [64, M] plus what the others of its group have of them, in order."""
-    SLICE: gl.constexpr = sums.shape[1] * 8
-    SLICES: gl.constexpr = acc.shape[1] // SLICE
-    layout: gl.constexpr = acc_layout_of(SLICE)
-    total = gl.zeros((64, SLICE), gl.float32, layout=layout)
-    for owner in gl.static_range(SPLIT_K):
-        if owner == MINE:
-            total += columns_of(acc, SLICE, MINE, layout)
+    """The stage and phase after a consumer's turns in a tile; acc [64, rows of x], and `rest` if it is another, plus
+    the product of these turns."""
+    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    STAGES: gl.constexpr = ready.shape[0]
+    DEPTH: gl.constexpr = codes.shape[1]
+    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    for _ in range(first_turn, last_turn):
+        mbarrier.wait(ready.index(stage), phase)
+        my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
+        my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
+        operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
+        acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+        if REST:
+            rest = multiply_rest(operand, rest_ring.index(stage), rest)
+            acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
         else:
-            total += load_shared_part(sums.index(_place_of(GROUP, MINE, owner, SPLIT_K, SLICES)), layout)
-    return total
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += SPLIT_K
+        wrapped = stage >= STAGES
+        stage = gl.where(wrapped, stage - STAGES, stage)
+        phase = gl.where(wrapped, phase ^ 1, phase)
+    return stage, phase, acc, rest
 
 
 @gluon.jit
 def _consumer(
-    NUMBER: gl.constexpr, given, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_K: gl.constexpr, SHARED: gl.constexpr, CLUSTER: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
-    ACTIVATION: gl.constexpr
+    NUMBER: gl.constexpr, given, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, SHARED: gl.constexpr,
+    CLUSTER: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     operands, routing, shared, sizes = given
@@ -284,15 +258,13 @@ def _consumer(
     REST: gl.constexpr = BLOCK_M - MAIN
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     GROUPS: gl.constexpr = BLOCK_N // 64
-    SLICE: gl.constexpr = sums.shape[1] * 8
-    SLICES: gl.constexpr = MAIN // SLICE
-    PIECE: gl.constexpr = piece_columns(SLICE, CLUSTER)
-    dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
+    # Consumers of a group that have columns to add.
+    SLICES: gl.constexpr = MAIN // (sums.shape[1] * 8)
     acc_layout: gl.constexpr = acc_layout_of(MAIN)
-    slice_layout: gl.constexpr = acc_layout_of(SLICE)
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
-    tiles_n, tile_steps, begin, end, first_tile = program_stretch(tiles_m, N, K, BLOCK_N, DEPTH * 64, SHARED, CLUSTER)
+    tiles_n, tile_steps, begin, end, first_tile = program_stretch(
+        tiles_m, N, K, BLOCK_N, ring.shape[2], SHARED, CLUSTER
+    )  # fmt: skip
     if CLUSTER > 1:
         arrive(first_tile)
     # Columns beyond K, and rows beyond the stored ones, are zeros: the accelerator reads them so.
@@ -307,82 +279,23 @@ def _consumer(
         elif NUMBER == 0:
             ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((64, MAIN), gl.float32, layout=acc_layout)
+        rest = 0  # not used
         if REST:
             rest = gl.zeros((64, REST), gl.float32, layout=acc_layout_of(REST))
         first_turn, last_turn = turns_in_tile(tile, tile_steps, begin, end, MINE, SPLIT_K)
         mbarrier.wait(started, 0)
-        for _ in range(first_turn, last_turn):
-            mbarrier.wait(ready.index(stage), phase)
-            my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
-            my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
-            operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
-            acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-            if REST:
-                rest = multiply_rest(operand, rest_ring.index(stage), rest)
-                acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
-            else:
-                acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage += SPLIT_K
-            wrapped = stage >= STAGES
-            stage = gl.where(wrapped, stage - STAGES, stage)
-            phase = gl.where(wrapped, phase ^ 1, phase)
-
+        stage, phase, acc, rest = _multiply(
+            stage, phase, acc, rest, first_turn, last_turn, shared, GROUP, SPLIT_K, FP16, REST
+        )
         # Asked for before the sums are exchanged: the epilogue would wait for them.
         scales = load_scales(scale, (tile_n * GROUPS + GROUP) * 64, N, acc_layout, 64)
         parity = (tile - first_tile) & 1
-        if SHARED:
-            # Until the sums of the tile before are read.
-            mbarrier.wait(taken, parity ^ 1)
-        else:
-            # The sums come to where the ring is, until nobody needs it any more.
-            cta_barrier()
-            mbarrier.arrive(taken, count=1)
-            mbarrier.wait(taken, 0)
-        _share_out(acc, sums, GROUP, MINE, SPLIT_K)
-        if REST:
-            _share_out(rest, rest_sums, GROUP, MINE, SPLIT_K)
-        cta_barrier()
-        mbarrier.arrive(added, count=1)
+        share_sums(acc, rest, shared, parity, GROUP, MINE, SPLIT_K, SHARED, REST)
         if MINE < SLICES:
-            mbarrier.wait(added, parity)
-            total = _add_up(acc, sums, GROUP, MINE, SPLIT_K)
-            if SHARED:
-                cta_barrier()
-                mbarrier.arrive(taken, count=1)
-            whole = True
-            if SHARED:
-                whole = begin <= tile * tile_steps
-                if whole:
-                    steps = tiles_m * tiles_n * tile_steps
-                    total = take_parts(
-                        total, parts, flags, steps, (tile + 1) * tile_steps, slice_layout, NUMBER, GROUPS * SPLIT_K
-                    )  # fmt: skip
-                else:
-                    give_part(total, parts, flags, NUMBER, GROUPS * SPLIT_K)
-            number = MINE * SLICE
-            if CLUSTER > 1:
-                rank = gl.program_id(0) % CLUSTER
-                wait_for_all(rank)
-                total = send_parts(total, inbox, rank, NUMBER, CLUSTER)
-                whole = rank < SLICE // PIECE
-                number += rank * PIECE
-            if whole:
-                if CLUSTER > 1:
-                    total = add_parts(total, inbox, rank, NUMBER, CLUSTER)
-                row = row_in_tile(tile_m, number, M, BLOCK_M)
-                epilogue(
-                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, row_map, row_weight, M, N,
-                    PIECE, 64, dtype, UNSCALE, ACTIVATION, acc_layout_of(PIECE), 4,
-                )  # fmt: skip
-            if REST:
-                total = _add_up(rest, rest_sums, GROUP, MINE, SPLIT_K)
-                REST_SLICE: gl.constexpr = rest_sums.shape[1] * 8
-                row = row_in_tile(tile_m, MAIN + MINE * REST_SLICE, M, BLOCK_M)
-                epilogue(
-                    total, scales, row, tile_m * BLOCK_M, tile_n * GROUPS + GROUP, bias, out, None, None, M, N,
-                    REST_SLICE, 64, dtype, UNSCALE, None, acc_layout_of(REST_SLICE), 4,
-                )  # fmt: skip
+            add_and_store(
+                acc, rest, scales, given, (begin, tile_steps, tiles_m, tiles_n), tile, parity, tile_m, tile_n, NUMBER,
+                BLOCK_M, SPLIT_K, SHARED, CLUSTER, UNSCALE, ACTIVATION,
+            )  # fmt: skip
         elif SHARED:
             mbarrier.arrive(taken, count=1)
         elif CLUSTER > 1:
@@ -415,13 +328,13 @@ def nvfp4_wgmma_split_kernel(
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     CONSUMERS: gl.constexpr = BLOCK_N // 64 * SPLIT_K
-    sums_shape: gl.constexpr = _sums_shape(MAIN, SPLIT_K, CONSUMERS)
+    shape: gl.constexpr = sums_shape(MAIN, SPLIT_K, CONSUMERS)
     if SHARED:
-        sums = gl.allocate_shared_memory(gl.float32, sums_shape, sums_layout)
+        sums = gl.allocate_shared_memory(gl.float32, shape, sums_layout)
     else:
-        sums = reinterpret(ring, gl.float32, sums_shape, sums_layout)
+        sums = reinterpret(ring, gl.float32, shape, sums_layout)
     if MAIN < BLOCK_M:
-        rest_sums = reinterpret(rest_ring, gl.float32, _sums_shape(BLOCK_M - MAIN, SPLIT_K, CONSUMERS), sums_layout)
+        rest_sums = reinterpret(rest_ring, gl.float32, sums_shape(BLOCK_M - MAIN, SPLIT_K, CONSUMERS), sums_layout)
     else:
         rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -434,7 +347,7 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=2)
     inbox = M
     if CLUSTER > 1:
-        inbox = inbox_of(M, CONSUMERS, sums_shape[1] * 8, CLUSTER)
+        inbox = inbox_of(M, CONSUMERS, shape[1] * 8, CLUSTER)
     operands = (global_scale, bias, out, parts, flags)
     shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox)
     routing = (tile_expert, tile_count, row_map, row_weight)
@@ -446,15 +359,15 @@ def nvfp4_wgmma_split_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    gl.constexpr(0), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(1), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_producer, (
-                    x, words, scale_pairs, given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, CLUSTER, PDL,
+                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, CLUSTER, PDL,
                 )),
-                (_init, (given, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER, CLUSTER)),
+                (_init, (given, BLOCK_M, SPLIT_K, EAGER, CLUSTER)),
                 (_end, (M, CLUSTER)),
             ],
             [4, 1, 1, 2],
@@ -464,21 +377,21 @@ def nvfp4_wgmma_split_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    gl.constexpr(0), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(1), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(2), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(2), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(3), given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(3), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
                 )),
                 (_producer, (
-                    x, words, scale_pairs, given, BLOCK_M, DEPTH, STAGES, SPLIT_K, SHARED, EAGER, CLUSTER, PDL,
+                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, CLUSTER, PDL,
                 )),
-                (_init, (given, BLOCK_M, DEPTH, BLOCK_N // 64, SPLIT_K, EAGER, CLUSTER)),
+                (_init, (given, BLOCK_M, SPLIT_K, EAGER, CLUSTER)),
                 (_end, (M, CLUSTER)),
             ],
             [4, 4, 4, 1, 1, 2],
