@@ -41,6 +41,10 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("fp8", 256, 64, "whole"): (1.058, 1.303, 2.047, 0.0),
     ("fp8", 256, 128, "cut"): (7.256, 2.543, 0.927, 1.165),
     ("fp8", 256, 128, "shares"): (0.938, 2.324, 3.754, 4.511),
+    ("fp8", 256, 128, "shared tail of 128"): (6.0, 2.3, 1.5, 1.5),
+    ("fp8", 256, 128, "shared tail of 64"): (5.0, 2.3, 1.5, 1.4),
+    ("fp8", 256, 128, "tail of 128"): (4.5, 2.3, 1.5, 1.5),
+    ("fp8", 256, 128, "tail of 64"): (3.5, 2.3, 1.5, 1.4),
     ("fp8", 256, 128, "whole"): (1.213, 2.228, 2.007, 0.0),
     ("fp8", 320, 128, "shares"): (0.0, 2.991, 5.988, 5.343),
     ("fp8", 320, 128, "whole"): (0.084, 2.899, 2.749, 0.0),
@@ -69,6 +73,8 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("large", 256, 64, "whole"): (1.07, 1.157, 1.968, 0.0),
     ("large", 256, 128, "cut"): (5.574, 2.162, 0.654, 1.261),
     ("large", 256, 128, "shares"): (0.364, 2.029, 3.37, 4.892),
+    ("large", 256, 128, "shared tail of 128"): (6.0, 2.144, 0.504, 1.08),
+    ("large", 256, 128, "shared tail of 64"): (5.0, 2.14, 1.093, 0.951),
     ("large", 256, 128, "tail of 128"): (4.503, 2.144, 0.504, 1.08),
     ("large", 256, 128, "tail of 64"): (2.775, 2.14, 1.093, 0.951),
     ("large", 256, 128, "whole"): (1.489, 2.03, 1.54, 0.0),
@@ -117,7 +123,7 @@ class Load(NamedTuple):
         tiles: tiles of which it computes something, or with two consumers its multiprocessor; for cuBLAS millions of
             results, which it stores after a tile's steps, not meanwhile.
         parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
-            which the L2 cache limits; of a tail, groups of steps of one of its tiles; for cuBLAS millions of the
+            which the L2 cache limits; of a tail, groups of steps that one program has of it; for cuBLAS millions of the
             weight's values, which are expanded before. Else 0.
     """
 
@@ -147,14 +153,15 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
     kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = nvfp4_wgmma_large_tiles.groups_of(k, nvfp4_wgmma_large_tiles.STEP_BYTES // value_bytes)
-    shares = nvfp4_wgmma_large_tiles.shares_of(config, tiles, groups, SMS)
+    tail = nvfp4_wgmma_large_tiles.tail_of(config, m, tiles, SMS)
+    shares = nvfp4_wgmma_large_tiles.shares_of(config, tiles, groups, SMS, tail)
+    if tail:
+        waves, sharing = tiles // SMS, f"{'shared ' if shares else ''}tail of {tail}"
+        return Load(_kind(kernel, config, sharing), waves * groups, waves, cdiv(groups, max(shares, 1)))
     if shares:
         waves = tiles // SMS
         exchanging = tiles % SMS * shares / SMS
         return Load(_kind(kernel, config, "shares"), waves * groups + cdiv(groups, shares), waves + 1, exchanging)
-    if tail := nvfp4_wgmma_large_tiles.tail_of(config, m, tiles, SMS):
-        waves = tiles // SMS
-        return Load(_kind(kernel, config, f"tail of {tail}"), waves * groups, waves, groups)
     whole = nvfp4_wgmma_large_tiles.whole_tiles(tiles, groups, SMS, config.cut)
     if whole == tiles:
         waves = cdiv(tiles, SMS)

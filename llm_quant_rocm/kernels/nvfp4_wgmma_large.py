@@ -48,7 +48,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import DENSE, Routed, ask_for_scales, li
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_epilogue import (
     add_and_store,
     load_row_scales,
-    store_slices,
+    store_tail,
     store_with_tma,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_mainloop import (
@@ -86,28 +86,28 @@ REGISTERS = 240
 
 @gluon.jit
 def _compute_tail(
-    operand, stage, phase, steps, tile_m, tile_n, number, groups, operands, shared, M, N, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, TAIL: gl.constexpr, UNROLL: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr
+    operand, stage, phase, steps, tile_m, tile_n, number, groups, operands, shared, table, M, N, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, TAIL: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr,
+    UNSCALE: gl.constexpr
 ):  # fmt: skip
     """A consumer's half of the program's tile of the tail, from its product to its result."""
-    row_scale, global_scale, bias, out, staging, parts, flags = operands
+    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     ROWS: gl.constexpr = operand.shape[0]
-    layout: gl.constexpr = acc_layout_of(TAIL)
+    FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
+    layout: gl.constexpr = acc_layout_of(TAIL, FP8)
     acc = gl.zeros((ROWS, TAIL), gl.float32, layout=layout)
-    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 4 if FP8 else 2), assert_trivial=True)
     ahead, ahead_phase = advance(stage, phase, ready.shape[0])
     words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, HALF, ROWS // 16)
     rest = gl.to_tensor(0)  # not used
     acc = multiply(
-        acc, rest, operand, words, scale_pairs, 0, stage, phase, steps - 1, groups, shared, 0, UNROLL, 1, HALF, True,
-        FP16,
+        acc, rest, operand, words, scale_pairs, table, stage, phase, steps - 1, groups, shared, 0, UNROLL, 1, HALF,
+        True, FP16,
     )[0]  # fmt: skip
-    column = (tile_n * 2 + HALF) * ROWS
-    scales = load_scales(global_scale, column, N, layout, ROWS)
+    scales = load_scales(global_scale, (tile_n * 2 + HALF) * ROWS, N, layout, ROWS)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    result = (bias, out, staging, M, N, None)
-    store_slices(acc, scales, None, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)
+    store_tail(acc, scales, number, tile_m, tile_n, operands, M, N, FP8, HALF, BLOCK_M, SHARES, UNSCALE)
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def _consumer(
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
     of them in every second step, and then has half of the rows of x."""
-    row_scale, global_scale, bias, out, staging, parts, flags = operands
+    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
     tile_expert, tile_rows, tile_count = routing
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
@@ -130,7 +130,7 @@ def _consumer(
     PART: gl.constexpr = HALF if APART == 1 else 0
     STAGES: gl.constexpr = ready.shape[0]
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
-    CUT: gl.constexpr = parts is not None
+    CUT: gl.constexpr = parts is not None and not TAIL
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
@@ -153,8 +153,11 @@ def _consumer(
     phase = 0
     groups = gl.cdiv(whole - program, gl.num_programs(0)) * tile_groups + end - begin
     if TAIL:
-        tail_m, tail_n, number, in_tail = program_tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
-        groups += gl.where(in_tail, tile_groups, 0)
+        tail_m, tail_n, number, first_in_tail, last_in_tail = program_tail(
+            tiles_m, tiles_n, whole, tile_groups, BLOCK_M, TAIL, SHARES
+        )  # fmt: skip
+        tail_groups = last_in_tail - first_in_tail
+        groups += tail_groups
     steps = groups * (UNROLL // APART) - 1
     if FP8:
         fill_fp8_table(table)
@@ -208,10 +211,10 @@ def _consumer(
                 (row_scale, bias, out, M, N), FP8, HALF, BLOCK_M, SHARES, UNSCALE,
             )  # fmt: skip
     if TAIL:  # noqa: SIM102  # constants decide what is compiled
-        if in_tail:
+        if tail_groups > 0:
             _compute_tail(
-                operand, stage, phase, steps, tail_m, tail_n, number, tile_groups, operands, shared, M, N, HALF,
-                BLOCK_M, TAIL, UNROLL, FP16, UNSCALE,
+                operand, stage, phase, steps, tail_m, tail_n, number, tail_groups, operands, shared, table, M, N, HALF,
+                BLOCK_M, TAIL, UNROLL, SHARES, FP16, UNSCALE,
             )  # fmt: skip
     if STORES:
         tma.store_wait(0)
@@ -221,8 +224,8 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, tail_x, row_scale, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_rows, tile_count,
-    M, N, K, whole,
+    x, tail_x, row_scale, words, scale_pairs, global_scale, bias, out, shared_out, parts, flags,
+    tile_expert, tile_rows, tile_count, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
     UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr,
     UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
@@ -234,10 +237,11 @@ def nvfp4_wgmma_large_kernel(
     `row_scale` fp32 [M], if given, are factors of its rows: the scales of E4M3, the router's weights of experts.
     N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
     are not cut, and with TAIL the others are of so many rows of x, of which `tail_x` is a descriptor. `parts` fp32
-    [programs, BLOCK_N, BLOCK_M] has room for a part of each program, and `flags`, two zeros for each, say which are
-    there. With SHARES as many programs compute each tile. With STORES, where no tile is cut, out is a descriptor, and
-    so many boxes of it each consumer may have waiting in shared memory to be stored. The rest is that of
-    `nvfp4_wgmma_kernel`; with `tile_expert` no tile is cut, and there is no tail.
+    [programs, BLOCK_N, BLOCK_M or TAIL] has room for a part of each program, and `flags`, two zeros for each, say which
+    are there. With SHARES as many programs compute each tile that is not whole. With STORES, where no tile is cut, but
+    for a tail, out is a descriptor, and so many boxes of it each consumer may have waiting in shared memory to be
+    stored; of a tail that programs share `shared_out` is the result itself. The rest is that of `nvfp4_wgmma_kernel`;
+    with `tile_expert` no tile is cut, and there is no tail.
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
     ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
@@ -258,7 +262,7 @@ def nvfp4_wgmma_large_kernel(
     table = 0  # not used
     if x.dtype.primitive_bitwidth == 8:
         table = declare_fp8_table(M)
-    operands = (row_scale, global_scale, bias, out, staging, parts, flags)
+    operands = (row_scale, global_scale, bias, out, shared_out, staging, parts, flags)
     routing = (tile_expert, tile_rows, tile_count)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
@@ -275,7 +279,7 @@ def nvfp4_wgmma_large_kernel(
             )),
             (producer, (
                 x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL,
-                gl.constexpr(parts is not None), SHARES, TAIL, PDL,
+                gl.constexpr(parts is not None and not TAIL), SHARES, TAIL, PDL,
             )),
             (init_barriers, (shared, BLOCK_N)),
             (leave, (M,)),
@@ -343,9 +347,9 @@ def _launch(
     programs = multiprocessors(x.device)
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
-    shares = shares_of(config, tiles, groups, programs)
     # Only the accelerator stores its results.
-    tail = tail_of(config, m, tiles, programs) if n % 8 == 0 and x.element_size() == 2 else 0
+    tail = tail_of(config, m, tiles, programs) if n % 8 == 0 else 0
+    shares = shares_of(config, tiles, groups, programs, tail)
     if routed.tile_expert is not None:
         shares, tail, whole = 0, 0, tiles
     elif tail or shares:
@@ -357,13 +361,13 @@ def _launch(
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None
-    if whole < tiles and not tail:
-        parts = torch.empty((programs, block_n, block_m), dtype=torch.float32, device=x.device)
+    if whole < tiles and (shares or not tail):
+        parts = torch.empty((programs, block_n, tail or block_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
     fp16 = out.dtype == torch.float16
     depth, row_tiles = block_k // COLUMNS, block_n // ROWS
     stores, ring_bytes, target = 0, RING_BYTES, out
-    if parts is None and out.shape[1] % 8 == 0:
+    if (tail or parts is None) and out.shape[1] % 8 == 0:
         rows = min(STORE[0], main_part(block_m) // 2)
         # An activation makes one of two columns.
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
@@ -375,8 +379,9 @@ def _launch(
         nvfp4_wgmma_large_kernel, (programs,),
         row_descriptor(x, rest or block_m), row_descriptor(x, tail) if tail else None, row_scale,
         *packed_descriptors(words, scale_bytes, depth, row_tiles),
-        global_scale, bias, target, parts, flags, routed.tile_expert, routed.tile_rows, routed.tile_count,
-        m, n, k, whole, BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
+        global_scale, bias, target, out if tail and shares else None, parts, flags,
+        routed.tile_expert, routed.tile_rows, routed.tile_count, m, n, k, whole,
+        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,

@@ -4,7 +4,7 @@
 Where no tile is cut, the tensor memory accelerator stores them from shared memory (`store_with_tma`), while the next
 tile is multiplied; of tiles with 64 rows of the weight the two consumers add up their sums before. Where tiles are cut,
 threads store theirs (`add_and_store`) once the parts are added: by the program with a tile's beginning, or by each of
-those that share it, some of the rows.
+those that share it, some of the rows (`store_shares`, also of a tail).
 """
 
 from triton.experimental import gluon
@@ -258,31 +258,30 @@ def _await_parts(arrived, SHARES: gl.constexpr):
 
 
 @gluon.jit
-def _store_shares(
-    acc, rest, scales, piece, cut, tile_m, tile_n, parts, flags, result, FP8: gl.constexpr, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
+def store_shares(
+    acc, rest, scales, number, tile_m, tile_n, parts, flags, result, FP8: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, HEIGHT: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a tile of which SHARES programs have a part each: they exchange these, and each adds and stores
-    every SHARES-th slice of the tile's rows."""
-    tile, first, last = piece
-    tiles, whole, tile_groups = cut
+    """The epilogue of HEIGHT rows of x, acc and perhaps `rest`, from `number` on of a tile, of which SHARES programs,
+    one behind the other, have a part each: they exchange these, and each adds and stores every SHARES-th slice of the
+    rows."""
     ROWS: gl.constexpr = acc.shape[0]
-    MAIN: gl.constexpr = main_rows(BLOCK_M)
-    SLICE: gl.constexpr = 32 if MAIN < BLOCK_M else BLOCK_M // _power_of_2(SHARES)
+    REST: gl.constexpr = HEIGHT - acc.shape[1]
+    SLICE: gl.constexpr = 32 if REST else HEIGHT // _power_of_2(SHARES)
     layout: gl.constexpr = acc_layout_of(SLICE, FP8)
     program = gl.program_id(0)
-    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * BLOCK_M)
+    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * HEIGHT)
     store_part(acc, own)
-    if MAIN < BLOCK_M:
-        store_part(rest, own + ROWS * MAIN)
-    cut_tile = tile - whole
-    _await_parts(flags + (cut_tile * 2 + HALF) * 2, SHARES)
-    for i in range(program % SHARES, BLOCK_M // SLICE, SHARES):
+    if REST:
+        store_part(rest, own + ROWS * acc.shape[1])
+    shared = program // SHARES
+    _await_parts(flags + (shared * 2 + HALF) * 2, SHARES)
+    for i in range(program % SHARES, HEIGHT // SLICE, SHARES):
         total = gl.zeros((ROWS, SLICE), gl.float32, layout=layout)
         for share in gl.static_range(SHARES):
-            source = (((cut_tile * SHARES + share) * 2 + HALF).to(gl.int64) * BLOCK_M + i * SLICE) * ROWS
+            source = (((shared * SHARES + share) * 2 + HALF).to(gl.int64) * HEIGHT + i * SLICE) * ROWS
             total = add_part(total, parts + source, layout)
-        _store_columns(total, scales, i * SLICE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+        _store_columns(total, scales, number + i * SLICE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
 
 
 @gluon.jit
@@ -312,10 +311,33 @@ def add_and_store(
     is_whole = last - first == tile_groups
     if SHARES:
         if not is_whole:
-            _store_shares(
-                acc, rest, scales, piece, cut, tile_m, tile_n, parts, flags, result, FP8, HALF, BLOCK_M, SHARES, UNSCALE
+            store_shares(
+                acc, rest, scales, 0, tile_m, tile_n, parts, flags, result, FP8, HALF, BLOCK_M, BLOCK_M, SHARES, UNSCALE
             )  # fmt: skip
     elif parts is not None:
         acc = _add_parts(acc, piece, cut, parts, flags, HALF)
     if is_whole if SHARES else first == 0:
         _store_from_registers(acc, rest, scales, tile_m, tile_n, result, FP8, HALF, BLOCK_M, UNSCALE)
+
+
+@gluon.jit
+def store_tail(
+    acc, scales, number, tile_m, tile_n, operands, M, N, FP8: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
+    SHARES: gl.constexpr, UNSCALE: gl.constexpr
+):  # fmt: skip
+    """The epilogue of a tile of the tail, rows of x from `number` on of a tile."""
+    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
+    ROWS: gl.constexpr = acc.shape[0]
+    HEIGHT: gl.constexpr = acc.shape[1]
+    if SHARES:
+        result = (row_scale, bias, shared_out, M, N)
+        store_shares(
+            acc, acc, scales, number, tile_m, tile_n, parts, flags, result, FP8, HALF, BLOCK_M, HEIGHT, SHARES, UNSCALE
+        )  # fmt: skip
+    else:
+        row_scales = row_scale  # None, where rows have none
+        if row_scale is not None:
+            row_scales = _load_row_scales(row_scale, tile_m, number, M, BLOCK_M, HEIGHT, staging.shape[1])
+        column = (tile_n * 2 + HALF) * ROWS
+        result = (bias, out, staging, M, N, None)
+        store_slices(acc, scales, row_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)

@@ -127,10 +127,10 @@ def producer(
             BLOCK_M, BLOCK_M,
         )  # fmt: skip
     if TAIL:
-        tile_m, tile_n, number, wanted = program_tail(tiles_m, tiles_n, whole, BLOCK_M, TAIL)
-        steps = gl.where(wanted, tile_groups * UNROLL, 0)
+        tile_m, tile_n, number, first, last = program_tail(tiles_m, tiles_n, whole, tile_groups, BLOCK_M, TAIL, SHARES)
         stage, phase = _fill(
-            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, steps, 0, shared, M, BLOCK_M, TAIL,
+            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, first * UNROLL, last * UNROLL, 0, shared,
+            M, BLOCK_M, TAIL,
         )  # fmt: skip
     leave(stage)
 

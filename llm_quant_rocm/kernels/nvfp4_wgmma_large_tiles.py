@@ -7,13 +7,13 @@ tile is several programs', the one with its beginning adds the others' parts, in
 of these tiles is the same number of programs', each of which adds and stores some of its rows: one alone would read the
 parts of all. Programs with the same columns of x then read them at the same time, which with many columns matters more
 than that all have the same number of steps. Or each of these tiles, the tail, is several of fewer rows of x. Nothing is
-added then, but each of them decodes the weight.
+added then, but each of them decodes the weight. A few tiles are both: the fewer rows a part has, the less is exchanged.
 
 A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 192 and of
 320 rows, too, whose accumulator is two, of a power of two of rows and of the 64 others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +27,8 @@ from llm_quant_rocm.kernels.wgmma_parts import begin_of
 STEP_BYTES = 128
 # Steps in a row without a branch. Tiles are cut at multiples of it.
 UNROLL = 4
+# How many programs may compute one tile.
+SHARES = (2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,10 @@ class Config:
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
             (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows, and
             of 64 rows of the weight.
-        shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, where they run
-            together; `cut` is for where they do not.
-        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128 of 256, where these run together; of
-            x in 16 bits, with 128 rows of the weight.
+        shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, or of the tail, where
+            they run together; `cut` is for where they do not.
+        tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128 of 256, where these run together;
+            with 128 rows of the weight.
     """
 
     block_m: int = 256
@@ -56,7 +58,7 @@ class Config:
             raise ValueError(f"tiles of {self.block_m} rows are of 128 rows of the weight and cut into shares only")
         if self.block_n == 64 and (self.block_m != 256 or self.cut or self.shares):
             raise ValueError("tiles of 64 rows of the weight are of 256 rows of x and not cut")
-        if self.tail_m and (self.cut or self.shares or (self.block_m, self.block_n) != (256, 128)):
+        if self.tail_m and (self.cut or (self.block_m, self.block_n) != (256, 128)):
             raise ValueError(f"tiles of {self.tail_m} rows stand for ones of 256 x 128 that are not cut")
 
 
@@ -81,12 +83,21 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
         cuts = (0,) if uncut else (0, 2) if tiles < SMS else (0, 1, 2)
         found += [Config(block_m, block_n, cut) for cut in cuts]
         last = tiles % SMS or SMS
-        shared = () if block_n == 64 else (2, 3, 4, 6, 8)
+        shared = () if block_n == 64 else SHARES
         found += [Config(block_m, block_n, cuts[-1], shares) for shares in shared if last * shares <= SMS]
-        if (block_m, block_n) == (256, 128) and not fp8:
-            tailed = [Config(block_m, block_n, 0, tail_m=tail) for tail in (64, 128)]
-            # Where both run together, the lower ones are done first.
-            found += [config for config in tailed if tail_of(config, m, tiles, SMS)][:1]
+        if (block_m, block_n) == (256, 128):
+            found += _tailed(m, tiles, groups_of(k, STEP_BYTES if fp8 else STEP_BYTES // 2))
+    return found
+
+
+def _tailed(m: int, tiles: int, groups: int) -> list[Config]:
+    """Of so many tiles of 256 x 128: those with a tail, and those whose tail as many programs share as run together."""
+    tailed = [Config(256, 128, 0, tail_m=tail) for tail in (64, 128)]
+    tailed = [config for config in tailed if tail_of(config, m, tiles, SMS)]
+    found = tailed[:1]  # where both run together, the lower ones are done first
+    for config in tailed:
+        shared = [replace(config, shares=shares) for shares in SHARES]
+        found += [each for each in shared if shares_of(each, tiles, groups, SMS, config.tail_m)][-1:]
     return found
 
 
@@ -95,10 +106,10 @@ def groups_of(k: int, block_k: int = STEP_BYTES // 2) -> int:
     return cdiv(k, block_k * UNROLL)
 
 
-def shares_of(config: Config, tiles: int, groups: int, programs: int) -> int:
-    """How many programs compute each tile of the last wave, where that is the same number for all and more than one;
-    else 0."""
-    last = tiles % programs
+def shares_of(config: Config, tiles: int, groups: int, programs: int, tail: int) -> int:
+    """How many programs compute each tile of the last wave, or of the tail, of so many rows of x, if there is one;
+    0 where that is not the same number for all and more than one."""
+    last = tiles % programs * (config.block_m // tail if tail else 1)
     return config.shares if last and last * config.shares <= programs and config.shares <= groups else 0
 
 
@@ -161,9 +172,17 @@ def piece_at(index, begin, end, whole, tile_groups, CUT: gl.constexpr):
 
 
 @gluon.jit
-def program_tail(tiles_m, tiles_n, whole, BLOCK_M: gl.constexpr, TAIL: gl.constexpr):
-    """Of the tail: the program's tile, from which of its rows on it has TAIL, and whether it has any."""
+def program_tail(
+    tiles_m, tiles_n, whole, tile_groups, BLOCK_M: gl.constexpr, TAIL: gl.constexpr, SHARES: gl.constexpr
+):  # fmt: skip
+    """Of the tail: the program's tile, from which of its rows on it has TAIL, and its first group of steps and end of
+    groups, which are the same if it has none."""
     PARTS: gl.constexpr = BLOCK_M // TAIL
+    EACH: gl.constexpr = SHARES if SHARES else 1
     program = gl.program_id(0)
-    tile_m, tile_n = place(whole + program // PARTS, tiles_m, tiles_n)
-    return tile_m, tile_n, program % PARTS * TAIL, program < (tiles_m * tiles_n - whole) * PARTS
+    part = program // EACH
+    tile_m, tile_n = place(whole + part // PARTS, tiles_m, tiles_n)
+    first = program % EACH * tile_groups // EACH
+    last = (program % EACH + 1) * tile_groups // EACH
+    last = gl.where(part < (tiles_m * tiles_n - whole) * PARTS, last, first)
+    return tile_m, tile_n, part % PARTS * TAIL, first, last

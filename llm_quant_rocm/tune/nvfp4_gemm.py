@@ -139,11 +139,14 @@ def compile_one(config: Any) -> None:
     n = 512
     weight = prepare_nvfp4_weight(random_weight((n, _COMPILED_K)))
     dense = torch.empty(n, _COMPILED_K, dtype=torch.bfloat16, device="cuda")
-    m = max(config.block_m, 16)
-    if getattr(config, "tail_m", 0):
-        # There is a tail only behind a wave, here of four tiles across N: a row more than that has.
-        m = _SMS // 4 * config.block_m + 1
+    m = compiled_rows(config, max(config.block_m, 16))
     NvFp4Workload(([weight], [dense]), m).ours(config)[0]()
+
+
+def compiled_rows(config: Any, m: int) -> int:
+    """m rows, or as many as a product with a weight of 512 rows has a tail with, if `config` has one: that comes only
+    behind a wave, here of four tiles across N. A row more than that has."""
+    return _SMS // 4 * config.block_m + 1 if getattr(config, "tail_m", 0) else m
 
 
 def backend(m: int, us: Mapping[str, float]) -> str:

@@ -11,7 +11,7 @@ import torch
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.ops.nvfp4_gemm import EXACT, FP8_NAME, kernels_of
-from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, random_weight, weights
+from llm_quant_rocm.tune.nvfp4_gemm import NvFp4Workload, compiled_rows, random_weight, weights
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _SLICES = tuple(2**exponent for exponent in (23, 24, 25, 26, 27, 28))  # values of a weight at a time
@@ -54,6 +54,7 @@ class Fp8Workload(NvFp4Workload):
 def compile_one(config: Any) -> None:
     """Compiles for the cache on disk, and runs."""
     m, n, k = _COMPILED
+    m = compiled_rows(config, m)
     dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda")
     Fp8Workload(([ops.prepare_nvfp4_weight(random_weight((n, k)))], [dense]), m).ours(config)[0]()
 

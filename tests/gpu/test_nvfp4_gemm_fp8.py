@@ -17,11 +17,11 @@ from tests.nvfp4_inputs import nasty_weight, weight64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
 
-# The large kernel's tiles, whole, cut at the end, and shared by programs; and cuBLAS with the weight in memory,
-# so many values at a time.
+# The large kernel's tiles, whole, cut at the end, shared by programs, lower at the end; and cuBLAS with the weight in
+# memory, so many values at a time.
 CONFIGS = [
     (256, 128), (256, 128, 1), (256, 128, 0), (128, 128, 2, 3), (256, 128, 2, 4), (128, 256), (256, 64, 0),
-    (192, 128, 0), (320, 128, 0, 4), {"values": 2**26},
+    (192, 128, 0), (320, 128, 0, 4), (256, 128, 0, 0, 64), (256, 128, 0, 6, 128), {"values": 2**26},
 ]  # fmt: skip
 
 
@@ -95,8 +95,11 @@ def test_x_is_quantized_in_the_order_of_the_operand(width: int, dtype: torch.dty
     assert_same(in_order.contiguous().view(found.dtype), expected)
 
 
-# The last two have tiles that are cut, one into as many parts as there are programs.
-SHAPES = [(1, 1, 16), (3, 5, 48), (20, 67, 528), (300, 130, 272), (70, 320, 2064), (130, 16, 16384), (600, 10240, 1024)]
+# The last three have tiles that are cut, one into as many parts as there are programs, one with 10 beyond a wave.
+SHAPES = [
+    (1, 1, 16), (3, 5, 48), (20, 67, 528), (300, 130, 272), (70, 320, 2064), (130, 16, 16384), (500, 9000, 2064),
+    (600, 10240, 1024),
+]  # fmt: skip
 
 
 @HALF

@@ -76,6 +76,8 @@ def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[A
         # The same with four programs for each of the 28 tiles of the last wave, and with four lower tiles.
         (Large(256, 128, 2, shares=4), (1024, 5120, 2048), (8 + 2, 2, 112 / 132)),
         (Large(256, 128, 0, tail_m=64), (1024, 5120, 2048), (8, 1, 8)),
+        # And with two lower tiles of two programs each.
+        (Large(256, 128, 0, shares=2, tail_m=128), (1024, 5120, 2048), (8, 1, 4)),
         # 320 rows in a tile: 160 tiles, whole or the last 28 in shares.
         (Large(320, 128, 0), (1250, 5120, 2048), (16, 2, 0)),
         (Large(320, 128, 0, shares=2), (1250, 5120, 2048), (8 + 4, 2, 56 / 132)),

@@ -172,38 +172,48 @@ def test_programs_together_take_every_step_once(cut: tuple[int, int, int, int, i
             assert taken == sorted(taken)
 
 
+@pytest.mark.parametrize("shares", [0, 2, 3])
 @pytest.mark.parametrize("tail", [64, 128])
-def test_lower_tiles_take_every_row_of_the_last_wave_once(tail: int) -> None:
-    tiles_m, tiles_n, whole, programs, rows = 5, 7, 32, 16, 256
+def test_lower_tiles_take_every_row_and_step_of_the_last_wave_once(tail: int, shares: int) -> None:
+    tiles_m, tiles_n, whole, programs, rows, tile_groups = 5, 7, 32, 40, 256, 7
     (place,) = python("place")
     taken = []
     for program in range(programs):
         _, tail_of_program = python("place", "program_tail", programs=programs, program=program)
-        tile_m, tile_n, number, wanted = tail_of_program(tiles_m, tiles_n, whole, rows, tail)
-        taken += [(tile_m, tile_n, row) for row in range(number, number + tail)] * wanted
-    last = [place(tile, tiles_m, tiles_n) for tile in range(whole, tiles_m * tiles_n)]
-    assert taken == [(*tile, row) for tile in last for row in range(rows)]
+        mine = tail_of_program(tiles_m, tiles_n, whole, tile_groups, rows, tail, shares)
+        tile_m, tile_n, number, first, last = mine
+        taken += [(tile_m, tile_n, number, group) for group in range(first, last)]
+    tiles = [place(tile, tiles_m, tiles_n) for tile in range(whole, tiles_m * tiles_n)]
+    parts = product(tiles, range(0, rows, tail), range(tile_groups))
+    assert taken == [(*tile, number, group) for tile, number, group in parts]
 
 
 @pytest.mark.parametrize(
-    ("shape", "tail_m", "tail"),
+    ("shape", "tail_m", "shares", "tail", "shared"),
     [
-        # 160 tiles: 28 beyond a wave, which have 112 parts of 64 rows.
-        ((1024, 5120), 64, 64),
+        # 160 tiles: 28 beyond a wave, which have 112 parts of 64 rows, or 56 of 128, of two programs each.
+        ((1024, 5120), 64, 0, 64, 0),
+        ((1024, 5120), 64, 2, 64, 0),
+        ((1024, 5120), 128, 2, 128, 2),
+        ((1024, 5120), 128, 3, 128, 0),
+        # 4 beyond a wave, which have 16 parts of 64 rows; more programs than there are groups of steps.
+        ((2048, 2112), 64, 8, 64, 8),
+        ((2048, 2112), 64, 9, 64, 0),
         # 56 beyond two waves, and 68 beyond one.
-        ((2048, 5120), 64, 0),
-        ((2048, 5120), 128, 128),
-        ((1280, 5120), 128, 0),
+        ((2048, 5120), 64, 0, 0, 0),
+        ((2048, 5120), 128, 0, 128, 0),
+        ((1280, 5120), 128, 0, 0, 0),
         # Fewer than a wave, whole waves, a tile beyond x, and results that are not lines of 16 bytes.
-        ((768, 5120), 64, 0),
-        ((3072, 5632), 64, 0),
-        ((200, 17000), 64, 0),
-        ((1024, 5118), 64, 0),
+        ((768, 5120), 64, 0, 0, 0),
+        ((3072, 5632), 64, 0, 0, 0),
+        ((200, 17000), 64, 0, 0, 0),
+        ((1024, 5118), 64, 0, 0, 0),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "FP8"])
 def test_the_last_wave_has_lower_tiles_where_they_run_together(
-    shape: tuple[int, int], tail_m: int, tail: int, monkeypatch: pytest.MonkeyPatch
+    fp8: bool, shape: tuple[int, int], tail_m: int, shares: int, tail: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
@@ -211,14 +221,20 @@ def test_the_last_wave_has_lower_tiles_where_they_run_together(
     from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_large_tiles
 
     launches = launches_of(nvfp4_wgmma_large, monkeypatch)
-    m, n = shape
-    x = torch.zeros(m, 256, dtype=torch.bfloat16)
-    words, scales = torch.zeros(4, 1072, 128, dtype=torch.int32), torch.zeros(4, 1072, 64, dtype=torch.uint8)
-    config = nvfp4_wgmma_large_tiles.Config(256, 128, 0, tail_m=tail_m)
-    nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
+    (m, n), k = shape, 4096 if fp8 else 2048
+    x, out = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(m, n, dtype=torch.bfloat16)
+    weight = torch.zeros(64, 1072, 128, dtype=torch.int32), torch.zeros(64, 1072, 64, dtype=torch.uint8), x, None
+    hopper, config = hardware.nvidia(9, 0), nvfp4_wgmma_large_tiles.Config(256, 128, 0, shares, tail_m)
+    if fp8:
+        nvfp4_wgmma_large.gemm_large_fp8(x.to(torch.float8_e4m3fn), x, *weight, out, hopper, config)
+    else:
+        nvfp4_wgmma_large.gemm_large(x, *weight, n, hopper, config, out=out)
     ((arguments, options),) = launches
-    tail_x, parts, whole = arguments[1], arguments[8], arguments[-1]
-    assert options["TAIL"] == tail and parts is None
+    tail_x, stored, shared_out, parts, whole = arguments[1], *arguments[7:10], arguments[-1]
+    assert (options["TAIL"], options["SHARES"]) == (tail, shared)
+    assert bool(options["STORES"]) == (stored is not out) == (n % 8 == 0)
+    assert shared_out is (out if shared else None)
+    assert (None if parts is None else parts.shape) == ((132, 128, tail) if shared else None)
     tiles = -(-m // 256) * -(-n // 128)
     assert whole == (tiles // 132 * 132 if tail else tiles)
     assert (tail_x is None) == (not tail)
@@ -226,8 +242,8 @@ def test_the_last_wave_has_lower_tiles_where_they_run_together(
         assert tail_x.block_shape[0] * tail_x.block_shape[1] == tail
 
 
-@pytest.mark.parametrize("of", ["experts", "FP8"])
-def test_experts_and_fp8_have_whole_tiles_alone(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shares", [0, 2])
+def test_experts_have_whole_tiles_alone(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from llm_quant_rocm import hardware
@@ -236,15 +252,11 @@ def test_experts_and_fp8_have_whole_tiles_alone(of: str, monkeypatch: pytest.Mon
     launches = launches_of(nvfp4_wgmma_large, monkeypatch)
     x = torch.zeros(1024, 256, dtype=torch.bfloat16)
     weight = torch.zeros(4, 320, 128, dtype=torch.int32), torch.zeros(4, 320, 64, dtype=torch.uint8), x, None
-    hopper, config = hardware.nvidia(9, 0), nvfp4_wgmma_large_tiles.Config(256, 128, 0, tail_m=64)
-    if of == "experts":
-        routed = nvfp4_wgmma.Routed(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
-        nvfp4_wgmma_large.gemm_large(x, *weight, 5120, hopper, config, routed)
-    else:
-        out = torch.zeros(1024, 5120, dtype=torch.bfloat16)
-        nvfp4_wgmma_large.gemm_large_fp8(x.to(torch.float8_e4m3fn), x, *weight, out, hopper, config)
+    config = nvfp4_wgmma_large_tiles.Config(256, 128, 0, shares, tail_m=128)
+    routed = nvfp4_wgmma.Routed(*(torch.zeros(4, dtype=torch.int32) for _ in range(3)))
+    nvfp4_wgmma_large.gemm_large(x, *weight, 5120, hardware.nvidia(9, 0), config, routed)
     ((arguments, options),) = launches
-    assert arguments[1] is None and options["TAIL"] == 0 and arguments[-1] == 160
+    assert arguments[1] is None and options["TAIL"] == options["SHARES"] == 0 and arguments[-1] == 160
 
 
 @pytest.mark.parametrize("split_k", [4, 2])
@@ -455,11 +467,11 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
     for config in {*nvfp4_wgmma_large_tiles.configs(m, n, 2048), nvfp4_wgmma_large_tiles.Config(256, 64, 0)}:
         nvfp4_wgmma_large.gemm_large(x, words, scales, x, None, n, hardware.nvidia(9, 0), config)
     for arguments, options in launches:
-        (out, parts), block_m = arguments[7:9], options["BLOCK_M"]
+        (out, _, parts), block_m = arguments[7:10], options["BLOCK_M"]
         stage = block_m * 128 + options["BLOCK_N"] * 36
         used = options["STAGES"] * stage
         if options["STORES"]:
-            assert parts is None and n == 5120
+            assert n == 5120 and (parts is None or options["TAIL"])
             rows, columns = out.block_shape
             assert block_m % rows == 0 and 2 * rows <= nvfp4_wgmma_large.main_part(block_m)
             used += 2 * options["STORES"] * rows * columns * 2
