@@ -90,14 +90,20 @@ _WORDS_TO_FP16 = gl.constexpr(
 
 @gluon.jit
 def decode_words(words, scale_pairs, FP16: gl.constexpr):
-    """Values [..., row half, column half, column] of words [...] (int32) and the two rows' scale bytes (uint16)."""
+    """Values [..., row half, column half], of two columns in an int32, of words [...] (int32) and the two rows' scale
+    bytes (uint16)."""
     ASSEMBLY: gl.constexpr = _WORDS_TO_FP16 if FP16 else _WORDS_TO_BF16
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
         ASSEMBLY, "=r,=r,=r,=r,r,r", [words, scale_pairs.to(gl.int32)], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
+    return gl.join(gl.join(p0, p2), gl.join(p1, p3))
+
+
+@gluon.jit
+def split_pairs(pairs, FP16: gl.constexpr):
+    """The bf16 or fp16 [..., 2] that int32 [...] hold."""
     dtype: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
-    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3))
     low = pairs.to(gl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.join(low, high)

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
-from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words
+from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words, split_pairs
 from llm_quant_rocm.kernels.flags import FLAGS, flags_of
 from llm_quant_rocm.kernels.hopper import (
     cta_barrier,
@@ -92,11 +92,17 @@ def _program_at(group, groups):
 @gluon.jit
 def decode_operand(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
     """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, times 2^SCALE_EXPONENT or so
-    (`decode_words`). Nothing moves between lanes, which `assert_trivial` checks when it compiles."""
-    NT: gl.constexpr = words.shape[0] // DEPTH
-    values = decode_words(words, scale_pairs, FP16)
+    (`decode_words`)."""
+    return operand_of(decode_words(words, scale_pairs, FP16), FP16, DEPTH, layout)
+
+
+@gluon.jit
+def operand_of(pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
+    """wgmma's operand [NT * 16, DEPTH * 64] of what `decode_words` returned. Nothing moves between lanes, which
+    `assert_trivial` checks when it compiles."""
+    NT: gl.constexpr = pairs.shape[0] // DEPTH
     # piece, tile, row, lane % 4, step, row half, column half, column
-    values = values.reshape(DEPTH, NT, 8, 4, 4, 2, 2, 2)
+    values = split_pairs(pairs, FP16).reshape(DEPTH, NT, 8, 4, 4, 2, 2, 2)
     values = values.permute(1, 5, 2, 0, 4, 6, 3, 7).reshape(NT * 16, DEPTH * 64)
     return gl.convert_layout(values, layout, assert_trivial=True)
 

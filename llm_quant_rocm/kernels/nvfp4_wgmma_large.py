@@ -86,23 +86,22 @@ REGISTERS = 240
 
 @gluon.jit
 def _compute_tail(
-    operand, stage, phase, steps, tile_m, tile_n, number, groups, operands, shared, table, M, N, HALF: gl.constexpr,
-    BLOCK_M: gl.constexpr, TAIL: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, FP16: gl.constexpr,
-    UNSCALE: gl.constexpr
+    decoded, stage, phase, steps, tile_m, tile_n, number, groups, operands, shared, table, M, N, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TAIL: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr,
+    FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """A consumer's half of the program's tile of the tail, from its product to its result."""
     row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
-    ROWS: gl.constexpr = operand.shape[0]
+    ROWS: gl.constexpr = BLOCK_N // 2
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     layout: gl.constexpr = acc_layout_of(TAIL, FP8)
     acc = gl.zeros((ROWS, TAIL), gl.float32, layout=layout)
-    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 4 if FP8 else 2), assert_trivial=True)
     ahead, ahead_phase = advance(stage, phase, ready.shape[0])
     words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, HALF, ROWS // 16)
     rest = gl.to_tensor(0)  # not used
     acc = multiply(
-        acc, rest, operand, words, scale_pairs, table, stage, phase, steps - 1, groups, shared, 0, UNROLL, 1, HALF,
+        acc, rest, decoded, words, scale_pairs, table, stage, phase, steps - 1, groups, shared, 0, UNROLL, 1, HALF,
         True, FP16,
     )[0]  # fmt: skip
     scales = load_scales(global_scale, (tile_n * 2 + HALF) * ROWS, N, layout, ROWS)
@@ -132,7 +131,6 @@ def _consumer(
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     CUT: gl.constexpr = parts is not None and not TAIL
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
-    operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4 if FP8 else 2)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
@@ -163,8 +161,8 @@ def _consumer(
         fill_fp8_table(table)
         cta_barrier()
     mbarrier.wait(started, 0)
-    operand, words, scale_pairs, steps = first_step(
-        stage, phase, steps, pieces > 0, shared, table, PART, ROWS // 16, EARLY, FP16, operand_layout
+    decoded, words, scale_pairs, steps = first_step(
+        stage, phase, steps, pieces > 0, shared, table, PART, ROWS // 16, EARLY, FP16
     )
     for index in range(0, pieces):
         tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
@@ -183,8 +181,8 @@ def _consumer(
         rest = 0  # not used
         if REST:
             rest = gl.zeros((ROWS, REST), gl.float32, layout=acc_layout_of(REST, FP8))
-        acc, rest, operand, words, scale_pairs, stage, phase, steps = multiply(
-            acc, rest, operand, words, scale_pairs, table, stage, phase, steps, last - first, shared, REST, UNROLL,
+        acc, rest, decoded, words, scale_pairs, stage, phase, steps = multiply(
+            acc, rest, decoded, words, scale_pairs, table, stage, phase, steps, last - first, shared, REST, UNROLL,
             APART, PART, EARLY, FP16,
         )  # fmt: skip
         if EARLY_SCALES and tile_expert is not None:
@@ -213,8 +211,8 @@ def _consumer(
     if TAIL:  # noqa: SIM102  # constants decide what is compiled
         if tail_groups > 0:
             _compute_tail(
-                operand, stage, phase, steps, tail_m, tail_n, number, tail_groups, operands, shared, table, M, N, HALF,
-                BLOCK_M, TAIL, UNROLL, SHARES, FP16, UNSCALE,
+                decoded, stage, phase, steps, tail_m, tail_n, number, tail_groups, operands, shared, table, M, N, HALF,
+                BLOCK_M, BLOCK_N, TAIL, UNROLL, SHARES, FP16, UNSCALE,
             )  # fmt: skip
     if STORES:
         tma.store_wait(0)
@@ -373,6 +371,10 @@ def _launch(
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
         stores, target = STORES, tile_descriptor(out, rows, columns)
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
+    stages = ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16)
+    if x.element_size() == 1:
+        # Each step of a group then has a stage of its own, whose addresses are constants.
+        stages = min(stages, UNROLL)
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
     launch(
@@ -382,7 +384,7 @@ def _launch(
         global_scale, bias, target, out if tail and shares else None, parts, flags,
         routed.tile_expert, routed.tile_rows, routed.tile_count, m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
-        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
+        STORES=stores, STAGES=stages,
         UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,
         ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llm_quant_rocm.kernels.decode_hopper import decode_words_fp8, split_bytes
+from llm_quant_rocm.kernels.decode_hopper import decode_words, decode_words_fp8, split_bytes
 from llm_quant_rocm.kernels.hopper import (
     advance,
     behind,
@@ -30,7 +30,7 @@ from llm_quant_rocm.kernels.hopper import (
     place,
     row_in_tile,
 )
-from llm_quant_rocm.kernels.nvfp4_wgmma import decode_operand, expert_of, fetch_weight, first_piece_of, load_words
+from llm_quant_rocm.kernels.nvfp4_wgmma import expert_of, fetch_weight, first_piece_of, load_words, operand_of
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import count_tiles, piece_at, program_pieces, program_tail
 
 
@@ -144,34 +144,39 @@ def take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constexp
 
 
 @gluon.jit
-def decode(
-    words, scale_pairs, table, DEPTH: gl.constexpr, FP8: gl.constexpr, FP16: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it."""
+def decode(words, scale_pairs, table, FP8: gl.constexpr, FP16: gl.constexpr):
+    """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it, each an int32: LLVM takes
+    these apart where a loop has single values from one turn to the next."""
+    return decode_words_fp8(words, scale_pairs, table) if FP8 else decode_words(words, scale_pairs, FP16)
+
+
+@gluon.jit
+def _operand(decoded, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
+    """wgmma's operand of what `decode` returned."""
     if FP8:
-        NT: gl.constexpr = words.shape[0] // DEPTH
+        NT: gl.constexpr = decoded.shape[0] // DEPTH
         # piece, tile, row, lane % 4, step, row half, column
-        values = split_bytes(decode_words_fp8(words, scale_pairs, table)).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
+        values = split_bytes(decoded).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)
     else:
-        return decode_operand(words, scale_pairs, FP16, DEPTH, layout)
+        return operand_of(decoded, FP16, DEPTH, layout)
 
 
 @gluon.jit
 def first_step(
     stage, phase, steps, wanted, shared, table, PART: gl.constexpr, NT: gl.constexpr, EARLY: gl.constexpr,
-    FP16: gl.constexpr, layout: gl.constexpr
+    FP16: gl.constexpr
 ):  # fmt: skip
     """What `multiply` needs of a program's first step, and how many of its `steps` are then left to load."""
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     words, scale_pairs = take_words(stage, phase, wanted, shared, PART, NT)
-    operand = decode(words, scale_pairs, table, codes.shape[1], ring.dtype.primitive_bitwidth == 8, FP16, layout)
+    decoded = decode(words, scale_pairs, table, ring.dtype.primitive_bitwidth == 8, FP16)
     if EARLY:
         ahead, ahead_phase = advance(stage, phase, ready.shape[0])
         words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
         steps -= 1
-    return operand, words, scale_pairs, steps
+    return decoded, words, scale_pairs, steps
 
 
 @gluon.jit
@@ -186,13 +191,13 @@ def await_products(acc, rest, PENDING: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    acc, rest, operand, words, scale_pairs, table, stage, phase, steps, groups, shared, REST: gl.constexpr,
+    acc, rest, decoded, words, scale_pairs, table, stage, phase, steps, groups, shared, REST: gl.constexpr,
     UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr
 ):  # fmt: skip
     """acc [rows of the weight, rows of x], and `rest` if it is another, plus the product of as many groups of steps as
     there are, the last of them perhaps still on its way, and what the next step needs.
 
-    Whether the words of a step come to registers before the step before is decoded, EARLY says: then `operand` is of
+    Whether the words of a step come to registers before the step before is decoded, EARLY says: then `decoded` is of
     this step and `words` are of the next one.
     """
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
@@ -201,13 +206,14 @@ def multiply(
     DEPTH: gl.constexpr = codes.shape[1]
     NT: gl.constexpr = acc.shape[0] // 16
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
-    operand_layout: gl.constexpr = operand.type.layout
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4 if FP8 else 2)
     # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
     for turn in range(0, gl.maximum(groups, 1)):
         for i in gl.static_range(UNROLL // APART):
             tile = ring.index(stage)
             if tile.shape[0] > ROWS:
                 tile = tile.slice(0, ROWS)
+            operand = _operand(decoded, FP8, FP16, DEPTH, layout)
             acc = warpgroup_mma(operand, tile.permute((1, 0)), acc, is_async=True)
             if REST:
                 rest = multiply_rest(operand, rest_ring.index(stage), rest)
@@ -217,12 +223,12 @@ def multiply(
             mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
             stage, phase = advance(stage, phase, STAGES, APART)
             if EARLY:
-                operand = decode(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
+                decoded = decode(words, scale_pairs, table, FP8, FP16)
             ahead, ahead_phase = stage, phase
             if EARLY:
                 ahead, ahead_phase = advance(stage, phase, STAGES)
             words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
             if not EARLY:
-                operand = decode(words, scale_pairs, table, DEPTH, FP8, FP16, operand_layout)
+                decoded = decode(words, scale_pairs, table, FP8, FP16)
             steps -= 1
-    return acc, rest, operand, words, scale_pairs, stage, phase, steps
+    return acc, rest, decoded, words, scale_pairs, stage, phase, steps
