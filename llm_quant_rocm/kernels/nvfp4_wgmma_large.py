@@ -371,10 +371,6 @@ def _launch(
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
         stores, target = STORES, tile_descriptor(out, rows, columns)
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
-    stages = ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16)
-    if x.element_size() == 1:
-        # Each step of a group then has a stage of its own, whose addresses are constants.
-        stages = min(stages, UNROLL)
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
     launch(
@@ -384,7 +380,7 @@ def _launch(
         global_scale, bias, target, out if tail and shares else None, parts, flags,
         routed.tile_expert, routed.tile_rows, routed.tile_count, m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
-        STORES=stores, STAGES=stages,
+        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
         UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,
         ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
