@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -97,6 +97,23 @@ def refuse_missing_parts(files: Iterable[Path]) -> None:
             part = f"{numbered[1]}{number:05}{numbered[3]}"
             if part not in there:
                 raise ValueError(f"{file.with_name(part)} is missing, by the name of {name}: download it")
+
+
+def refuse_twice(files: Mapping[Path, Collection[str]]) -> None:
+    """`files` has the names of the tensors in each file of a checkpoint.
+
+    Raises:
+        ValueError: a tensor is in two of them: which one is taken depends on the order in which they are read.
+    """
+    first: dict[str, Path] = {}
+    again = [(name, file) for file, names in files.items() for name in names if first.setdefault(name, file) != file]
+    if again:
+        name, file = again[0]
+        others = f" and {len(again) - 1} more are" if len(again) > 1 else " is"
+        raise ValueError(
+            f"{name}{others} in two files, {first[name]} and {file}: keep the right one, or download the checkpoint "
+            "again"
+        )
 
 
 def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llm_quant_rocm.checkpoint.files import INDEX, read_index, refuse_missing_parts
+from llm_quant_rocm.checkpoint.files import INDEX, read_index, refuse_missing_parts, refuse_twice
 from llm_quant_rocm.json_files import json_object
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
@@ -48,13 +48,10 @@ class Reader:
         self.config: dict[str, Any] = json_object(folder / "config.json")
         if self.config.get("quantization_config") is not None or (folder / "hf_quant_config.json").exists():
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
-        self.tensors: dict[str, TensorInfo] = {}
         expected = self._index()
-        for file in sorted(set(expected.values())) or self._files():
-            with self._opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118, safe_open is no mapping
-                    part = tensors.get_slice(name)
-                    self.tensors[name] = TensorInfo(file, part.get_dtype(), tuple(part.get_shape()))
+        files = {folder / file: self._tensors(file) for file in sorted(set(expected.values())) or self._files()}
+        refuse_twice(files)
+        self.tensors = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
         absent = sorted(expected.keys() - self.tensors.keys())
         if absent:
             raise ValueError(f"{absent[0]} is not in {folder / expected[absent[0]]}, where {INDEX} says it is")
@@ -90,6 +87,12 @@ class Reader:
             raise ValueError(f"{self._folder} has no safetensors files: convert the checkpoint first")
         refuse_missing_parts(self._folder / name for name in names)
         return names
+
+    def _tensors(self, file: str) -> dict[str, TensorInfo]:
+        """Those of one file."""
+        with self._opened(file) as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is no mapping
+            return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def _opened(self, file: str) -> Any:
         path = self._folder / file

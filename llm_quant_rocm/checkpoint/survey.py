@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm.checkpoint.expert_tensors import one_for_all
-from llm_quant_rocm.checkpoint.files import INDEX, Tensor, read_header, read_index, refuse_missing_parts
+from llm_quant_rocm.checkpoint.files import (
+    INDEX,
+    Tensor,
+    read_header,
+    read_index,
+    refuse_missing_parts,
+    refuse_twice,
+)
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
@@ -135,18 +142,21 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
             faults.append(str(error))
     if not names:
         faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
-    tensors: dict[str, Tensor] = {}
-    read = set()
+    read: dict[Path, dict[str, Tensor]] = {}
     for name in names:
         if not (folder / name).is_file():
             faults.append(f"{folder / name} is missing, but {INDEX} names it: download it")
             continue
         try:
-            tensors |= read_header(folder / name)
-            read.add(name)
+            read[folder / name] = read_header(folder / name)
         except ValueError as error:
             faults.append(str(error))
-    absent = sorted(tensor for tensor, file in promised.items() if file in read and tensor not in tensors)
+    try:
+        refuse_twice(read)
+    except ValueError as error:
+        faults.append(str(error))
+    tensors = {name: tensor for found in read.values() for name, tensor in found.items()}
+    absent = sorted(tensor for tensor, file in promised.items() if folder / file in read and tensor not in tensors)
     if absent:
         faults.append(f"{absent[0]} and {len(absent) - 1} more are in {INDEX} and in no file: {_FETCH}")
     return tensors

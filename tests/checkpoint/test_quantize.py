@@ -433,6 +433,12 @@ def name_one_more(folder: Path) -> None:
     index.write_text(json.dumps(content))
 
 
+def write_twice(folder: Path) -> None:
+    """A tensor, where no index says which is the right one."""
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"lm_head.weight": torch.ones(128, HIDDEN)}, folder / "rescued.safetensors")
+
+
 def remove_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -449,6 +455,10 @@ def remove_weights(folder: Path) -> None:
         (write_text("config.json", "{"), "config.json is no JSON .*: download the checkpoint again"),
         (write_text("config.json", "[]"), "config.json holds no JSON object: download the checkpoint again"),
         (write_text("model.safetensors.index.json", "{}"), "index.json has no weight_map: download it again"),
+        (
+            write_twice,
+            "^lm_head.weight is in two files, .*/model-0000[123]-of-00003.safetensors and .*/rescued.safetensors: keep",
+        ),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
         (
             name_one_more,

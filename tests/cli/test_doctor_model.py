@@ -453,6 +453,22 @@ def test_a_tensor_that_the_index_names_is_missing(tmp_path: Path) -> None:
     assert fault(tmp_path)[0].startswith("a.weight and 1 more are in model.safetensors.index.json and in no file")
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_tensor_that_is_in_two_files(tmp_path: Path, indexed: bool) -> None:
+    """Engines read the whole of every file that the index names."""
+    write(tmp_path, llama(weight))
+    norm, head = ("BF16", (8192,)), ("BF16", (8, 8192))
+    write_file(tmp_path / "rescued.safetensors", {"model.norm.weight": norm, "lm_head.weight": head})
+    if indexed:
+        places = {"lm_head.weight": "rescued.safetensors", "model.norm.weight": "model.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert fault(tmp_path) == (
+        f"model.norm.weight and 1 more are in two files, {tmp_path}/model.safetensors and "
+        f"{tmp_path}/rescued.safetensors",
+        "keep the right one, or download the checkpoint again",
+    )
+
+
 @pytest.mark.parametrize("part", ["weight_scale", "weight_scale_2"])
 def test_a_scale_that_is_missing(tmp_path: Path, part: str) -> None:
     tensors = llama(modelopt)
