@@ -37,7 +37,7 @@ def read_ignored_layers(config: Mapping[str, Any], known: Sequence[str] = ()) ->
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"{NAME}'s configuration is {config!r}: it must be a JSON object with ignored_layers")
-    method = config.get("quant_method", NAME)
+    method = config.get("quant_method") or NAME
     if method != NAME:
         raise ValueError(already_quantized(method))
     unknown = sorted(set(config) - {"quant_method", "ignored_layers", *known})

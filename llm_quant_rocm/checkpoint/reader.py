@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llm_quant_rocm.checkpoint.files import INDEX, read_index, refuse_missing_parts, refuse_twice
+from llm_quant_rocm.checkpoint.survey import quantization_of
 from llm_quant_rocm.json_files import json_object
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
@@ -46,7 +47,7 @@ class Reader:
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
         self.config: dict[str, Any] = json_object(folder / "config.json")
-        if self.config.get("quantization_config") is not None or (folder / "hf_quant_config.json").exists():
+        if quantization_of(folder, self.config) is not None:
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         expected = self._index()
         files = {folder / file: self._tensors(file) for file in sorted(set(expected.values())) or self._files()}

@@ -103,17 +103,18 @@ def survey(folder: Path) -> Survey:
     faults: list[str] = []
     config = json_object(folder / "config.json")
     tensors = _tensors(folder, faults)
-    quantization = _quantization(folder, config)
+    quantization = quantization_of(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
     # Another description's tensors need not be whole by NVFP4's names.
     promised = quantization is None or checkpoint_kind(quantization) is not None
     return Survey(config, quantization, _modules(tensors, promised, faults), biases, faults)
 
 
-def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """What the checkpoint says of its quantization. Older ModelOpts say all of it, or of a mixed one the layers, in a
-    file of its own."""
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+def quantization_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What the checkpoint says of its quantization, None where that is nothing; an empty description is none, as to
+    vLLM. Older ModelOpts say all of it, or of a mixed one the layers, in a file of its own."""
+    inside = config.get("text_config") or {}
+    found = config.get("quantization_config") or inside.get("quantization_config") or None
     if not (folder / "hf_quant_config.json").is_file():
         return found
     older = json_object(folder / "hf_quant_config.json")

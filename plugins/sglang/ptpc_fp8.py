@@ -45,7 +45,7 @@ def chosen(model_config: Any) -> str | None:
     asked = (model_config.quantization or "").lower() == NAME
     config = model_config._parse_quant_hf_config()
     method = None if config is None else str(config.get("quant_method") or "").lower()
-    if asked and config is not None and method != NAME:
+    if asked and config and method != NAME:
         raise ValueError(already_quantized(method))
     if not asked and (method != NAME or model_config.quantization):
         return None

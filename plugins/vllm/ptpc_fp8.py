@@ -95,11 +95,14 @@ class PtpcFp8Config(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        """Takes over no checkpoint; refuses a quantized one that the user asks to quantize again."""
+        """Takes over what an empty description says nothing of, and the user asks for; refuses a quantized checkpoint
+        that the user asks to quantize again."""
         method = hf_quant_cfg.get("quant_method")
-        if user_quant == NAME and method != NAME:
+        if user_quant != NAME or method == NAME:
+            return None
+        if any(hf_quant_cfg.values()):  # vLLM adds an empty method to an empty description
             raise ValueError(already_quantized(method))
-        return None
+        return NAME
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rewrite checkpoint names among `ignored_layers` to vLLM's."""

@@ -450,6 +450,10 @@ def remove_weights(folder: Path) -> None:
         (truncate, "model-00002-of-00003.safetensors is not a whole safetensors file .*download it again"),
         (lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(), "00003.safetensors is missing, but"),
         (edit_config, "is quantized already: start from the 16-bit checkpoint"),
+        (
+            write_text("config.json", '{"text_config": {"quantization_config": {"quant_method": "fp8"}}}'),
+            "is quantized already",
+        ),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
         (write_text("config.json", "{"), "config.json is no JSON .*: download the checkpoint again"),

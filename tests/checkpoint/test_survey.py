@@ -28,7 +28,11 @@ def test_an_index_without_a_map_is_a_fault(tmp_path: Path, index: Any) -> None:
     assert [module.name for module in found.modules] == ["a_proj"]
 
 
-@pytest.mark.parametrize("config", [{"text_config": None}, {"text_config": {}}, {"quantization_config": None}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": None}, {"text_config": {}}, {"quantization_config": None}, {"quantization_config": {}}],
+    ids=str,
+)
 def test_a_checkpoint_that_says_nothing_of_quantization(tmp_path: Path, config: dict[str, Any]) -> None:
     assert survey(folder(tmp_path, config)).quantization is None
 

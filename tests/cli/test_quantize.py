@@ -100,7 +100,10 @@ def without_a_shard(folder: Path) -> Path:
     ("make", "message"),
     [
         (lambda folder: folder / "nowhere", "nowhere is no folder: download the checkpoint"),
-        (lambda folder: write(folder / "done", {}, quantization_config={}), "is quantized already: start from the"),
+        (
+            lambda folder: write(folder / "done", {}, quantization_config={"bits": 4}),
+            "is quantized already: start from the",
+        ),
         (without_a_shard, "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json names it"),
         (nan, "model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
     ],
@@ -112,6 +115,12 @@ def test_one_sentence_for_what_is_wrong(tmp_path: Path, make, message: str, sche
     assert message in result.stderr and result.stderr.startswith("quantize: FAILED. ")
     assert result.stderr.count("\n") == 1 and not result.stdout
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_empty_description_is_none(tmp_path: Path) -> None:
+    """As vLLM has it, and doctor."""
+    source = write(tmp_path / "source", tensors_of_a_model(), quantization_config={})
+    assert run(source, tmp_path / "out", "--scheme", "ptpc_fp8").exit_code == 0
 
 
 def test_columns_that_are_no_blocks(tmp_path: Path) -> None:

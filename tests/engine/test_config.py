@@ -124,6 +124,13 @@ def test_a_quantized_checkpoint_is_refused_and_others_are_left_to_vllm() -> None
     assert PtpcFp8Config.override_quantization_method({"quant_method": "ptpc_fp8"}, "ptpc_fp8") is None
 
 
+def test_an_empty_description_is_none() -> None:
+    """To vLLM, which adds the method."""
+    assert PtpcFp8Config.override_quantization_method({"quant_method": ""}, "ptpc_fp8") == "ptpc_fp8"
+    assert PtpcFp8Config.override_quantization_method({"quant_method": ""}, None) is None
+    assert PtpcFp8Config.from_config({"quant_method": ""}).layers.ignored == []
+
+
 def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
     with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):

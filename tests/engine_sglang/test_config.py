@@ -184,6 +184,12 @@ def test_a_checkpoint_may_ask_for_ptpc() -> None:
         PtpcFp8Config.from_config({**wishes, "scheme": "tensor"})
 
 
+def test_an_empty_description_is_none() -> None:
+    """To us; without a flag SGLang refuses one."""
+    assert method(DEMO, "ptpc_fp8", json.dumps({"quantization_config": {}})) == "ptpc_fp8"
+    assert PtpcFp8Config.from_config({"packed_modules_mapping": {}, "hf_config": None}).layers.ignored == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
