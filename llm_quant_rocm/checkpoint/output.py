@@ -133,4 +133,5 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:  # the latter is no OSError
         cure = "make room, or see who may write there, and the same command goes on"
-        raise OSError(f"{path} cannot be written ({error}): {cure}") from error
+        # The system's words without its number, and without the name again.
+        raise OSError(f"{path} cannot be written ({getattr(error, 'strerror', None) or error}): {cure}") from error

@@ -17,20 +17,30 @@ class CommandError(Exception):
 
 @contextmanager
 def reported(command: str, messages: Console, goes_on: bool = False) -> Iterator[None]:
-    """A `CommandError` becomes the command's last line, and exit status 1; Ctrl-C another, and 130, as shells have it.
+    """A `CommandError`, or what the system refuses, becomes the command's last line, and exit status 1; Ctrl-C another,
+    and 130, as shells have it.
 
     Args:
         goes_on: whether the command goes on where it was stopped.
     """
     try:
         yield
-    except CommandError as error:
-        line = f"[red]{command}: FAILED[/red]. {escape(str(error))}"
+    except (CommandError, OSError) as error:
+        reason = f"{sentence(error)}." if isinstance(error, OSError) else str(error)
+        line = f"[red]{command}: FAILED[/red]. {escape(reason)}"
         messages.print(line, markup=True, soft_wrap=True, highlight=False)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         messages.print(f"{command}: stopped" + ("; the same command goes on." if goes_on else "."), highlight=False)
         raise typer.Exit(130) from None
+
+
+def sentence(error: Exception) -> str:
+    """What went wrong, without its last stop: this project's own words, or the system's with the name and the cure."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    what = "the output" if error.filename is None else error.filename
+    return f"{what} cannot be used ({error.strerror}): name another, make room there, or give this user the right to"
 
 
 @contextmanager
@@ -40,8 +50,8 @@ def understood(model: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(
-            f"{error.filename or model} cannot be read ({error.strerror or error}): give this user the right to, or "
-            "download the checkpoint again."
+            f"{error.filename or model} cannot be read ({error.strerror or error}): give this user the right to, name "
+            "another, or download the checkpoint again."
         ) from error
     except ValueError as error:
         raise CommandError(f"{error}.") from error

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from llm_quant_rocm.cli import _vllm, _worker
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import CommandError, sentence
 
 _SECONDS = 300  # importing vLLM for the first time may compile
 
@@ -48,7 +48,7 @@ class Method:
         try:
             quantize_checkpoint(model, scratch / self.layout, self.layout, search=True)
         except (ValueError, TypeError, OSError) as error:
-            raise CommandError(f"{model} cannot become an NVFP4 checkpoint: {error}.") from error
+            raise CommandError(f"{model} cannot become an NVFP4 checkpoint: {sentence(error)}.") from error
         return scratch / self.layout
 
 

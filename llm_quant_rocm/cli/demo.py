@@ -67,13 +67,13 @@ def demo(
         start = time.monotonic()
         completion = _serve_and_complete(folder, messages)
         results = _evaluate.evaluate_all(folder, folder / "heldout.txt", METHODS, messages, context=CONTEXT)
-    verdict = judge(results)
-    if as_json:
-        seconds = round(time.monotonic() - start, 1)
-        output.print_json(_evaluate.json_of(figures(results, folder, completion, verdict) | {"seconds": seconds}))
-    else:
-        output.print(table(results))
-        output.print(verdict.line, highlight=False, soft_wrap=True)
+        verdict = judge(results)
+        if as_json:
+            seconds = round(time.monotonic() - start, 1)
+            output.print_json(_evaluate.json_of(figures(results, folder, completion, verdict) | {"seconds": seconds}))
+        else:
+            output.print(table(results))
+            output.print(verdict.line, highlight=False, soft_wrap=True)
     if not verdict.passed:
         raise typer.Exit(1)
 

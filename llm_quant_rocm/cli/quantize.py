@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._errors import CommandError, reported, sentence
 
 if TYPE_CHECKING:
     from llm_quant_rocm.checkpoint.quantize import Report
@@ -64,13 +64,13 @@ def quantize(
     with reported("quantize", messages, goes_on=True):
         report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
         plot = _plot(report, out, f"{model.name}: {scheme}, {format}", messages)
-    if as_json:
-        output.print_json(json.dumps(figures(report, out)))
-        return
-    output.print(table(report))
-    output.print(summary(report, out), highlight=False, soft_wrap=True)
-    if plot:
-        output.print(f"errors of all layers: {plot}", highlight=False, soft_wrap=True)
+        if as_json:
+            output.print_json(json.dumps(figures(report, out)))
+            return
+        output.print(table(report))
+        output.print(summary(report, out), highlight=False, soft_wrap=True)
+        if plot:
+            output.print(f"errors of all layers: {plot}", highlight=False, soft_wrap=True)
 
 
 def _run(
@@ -113,7 +113,7 @@ def _run(
             )
     except torch.OutOfMemoryError as error:
         raise CommandError(f"{device} is out of memory: end what fills it, and the same command goes on.") from error
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         raise CommandError(f"{error}.") from error
 
 
@@ -170,6 +170,6 @@ def _plot(report: "Report", out: Path, title: str, messages: Console) -> Path | 
     try:
         draw(report.errors, out / PLOT, title)
     except OSError as error:  # the checkpoint is whole
-        messages.print(f"no plot: {error}", highlight=False, soft_wrap=True)
+        messages.print(f"no plot: {sentence(error)}", highlight=False, soft_wrap=True)
         return None
     return out / PLOT

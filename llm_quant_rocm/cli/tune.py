@@ -119,8 +119,8 @@ def tune(
             }
         except OSError as error:
             raise CommandError(f"what was measured cannot be kept ({error}): name another folder by --out.") from error
-    if as_json:
-        output.print_json(json.dumps(contents))
+        if as_json:
+            output.print_json(json.dumps(contents))
 
 
 def _chosen(

@@ -112,11 +112,15 @@ def show(
     from llm_quant_rocm import provenance
 
     line = provenance.line(dict(environment))
-    if plot:
-        draw(panels, plot, f"{str(table.title).split(':')[0]}\n{line}")
     if as_json:
         output.print_json(json.dumps({"environment": dict(environment), **facts}))
-        return
+    else:
+        _print(output, table, facts, line)
+    if plot:  # last: a disk that refuses it costs no figure
+        draw(panels, plot, f"{str(table.title).split(':')[0]}\n{line}")
+
+
+def _print(output: Console, table: Table, facts: Mapping[str, Any], line: str) -> None:
     output.print(table)
     for name, reason in facts.get("absent", {}).items():
         output.print(f"{name} is left out: {reason}", markup=False, highlight=False, soft_wrap=True)

@@ -93,10 +93,6 @@ def serve(
 
         environment = provenance.environment()
         title = f"{model.name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
-        if plot:
-            from llm_quant_rocm.cli.bench._plot import draw
-
-            draw(found, plot, f"{title}\n{provenance.line(environment)}")
         if as_json:
             facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
             measured = {"methods": figures(found), "failed": failures.reasons}
@@ -104,6 +100,10 @@ def serve(
         else:
             output.print(table(title, found))
             output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)
+        if plot:
+            from llm_quant_rocm.cli.bench._plot import draw
+
+            draw(found, plot, f"{title}\n{provenance.line(environment)}")
         failures.report()
 
 

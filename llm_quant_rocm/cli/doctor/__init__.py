@@ -28,7 +28,7 @@ def doctor(
         if tp > 1 and model is None:
             raise CommandError("--tp cuts a model's layers: name the model's folder.")
         parts = _of_checkpoint(model, tp) if model else _of_machine(engines)
-    (render.print_json if as_json else render.print_tables)(parts, Console())
+        (render.print_json if as_json else render.print_tables)(parts, Console())
     if any(part.problems for part in parts):
         raise typer.Exit(1)
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the system refuses is one sentence that names the file, whatever the command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from llm_quant_rocm.cli import _vllm, app
+from llm_quant_rocm.cli.bench import _output
+from tests.checkpoint.test_quantize import DEMO_MODEL
+
+LONG = 300 * "a"
+CURE = "(File name too long): name another, make room there, or give this user the right to.\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["quantize", LONG, "out", "--scheme", "nvfp4"], LONG),
+        (["quantize", DEMO_MODEL, LONG, "--scheme", "nvfp4"], LONG),
+        (["demo", "--model", LONG], f"{LONG}/config.json"),
+        (["eval", LONG], f"{LONG}/config.json"),
+        (["bench", "serve", LONG], f"{LONG}/config.json"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_name_that_is_too_long(command: list[object], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    result = CliRunner().invoke(app, [*map(str, command)])
+    assert result.exit_code == 1
+    output = result.output.split(": FAILED. ")
+    assert len(output) == 2 and output[1] == f"{name} cannot be used {CURE}"
+
+
+def test_a_model_whose_name_is_too_long_for_doctor() -> None:
+    result = CliRunner().invoke(app, ["doctor", LONG])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"doctor: FAILED. {LONG} cannot be read (File name too long): give this user the")
+    assert "name another" in result.stderr
+
+
+def test_an_output_without_room() -> None:
+    program = "from llm_quant_rocm.cli import main; main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "doctor", str(DEMO_MODEL)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("doctor: FAILED. the output cannot be used (No space left on device): name another")
+
+
+def test_a_plot_that_cannot_be_written_costs_no_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    rows = [{"m": 1, "us": {"ours": 2.0}}]
+    panels = [_output.Panel("speed", "rows", {"ours": [(1, 2.0)]})]
+    table = _output.times("layers", {"m": "rows"}, rows, "ours")
+    environment = {"device": "a GPU", "date": "today"}
+    with pytest.raises(OSError, match="File name too long"):
+        _output.show(console, table, panels, {"rows": rows}, environment, tmp_path / f"{LONG}.png", as_json=True)
+    assert '"ours": 2.0' in capsys.readouterr().out
+
+
+def test_what_the_system_says_of_a_target_is_in_its_words_alone() -> None:
+    result = CliRunner().invoke(app, ["quantize", str(DEMO_MODEL), "/dev/null/target", "--scheme", "ptpc_fp8"])
+    assert result.stderr.startswith("quantize: FAILED. /dev/null/target cannot be written (Not a directory): make room")
