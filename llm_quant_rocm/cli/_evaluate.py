@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of a model over a text, computed by a real vLLM."""
 
-import json
 import math
 import sys
 import tempfile
@@ -10,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -55,19 +53,6 @@ class Evaluation:
 def _exp(x: float) -> float:
     """exp, infinite where math.exp raises: a model may be as bad as that, and others' figures are still wanted."""
     return math.inf if x >= math.log(sys.float_info.max) else math.exp(x)
-
-
-def json_of(figures: Any) -> str:
-    """`figures` for --json, which has neither infinity nor NaN: null stands for them."""
-    return json.dumps(_finite(figures), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def evaluate(

@@ -16,6 +16,7 @@ from rich.table import Table
 from llm_quant_rocm.cli import _evaluate, _vllm
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Method
 from llm_quant_rocm.cli._server import complete, serving
 
@@ -70,7 +71,7 @@ def demo(
         verdict = judge(results)
         if as_json:
             seconds = round(time.monotonic() - start, 1)
-            output.print_json(_evaluate.json_of(figures(results, folder, completion, verdict) | {"seconds": seconds}))
+            print_json(output, figures(results, folder, completion, verdict) | {"seconds": seconds})
         else:
             output.print(table(results))
             output.print(verdict.line, highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from rich.console import Console
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
 from llm_quant_rocm.cli._errors import CommandError, reported, understood
 from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
 from llm_quant_rocm.json_files import json_object
@@ -71,7 +72,7 @@ def evaluate(
         measured_on = provenance.environment()
         if as_json:
             found = figures(results, scores, model, document, tokens)
-            output.print_json(_evaluate.json_of({"environment": measured_on, **found, "failed": failures.reasons}))
+            print_json(output, {"environment": measured_on, **found, "failed": failures.reasons})
         else:
             first = next(iter(methods))
             output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))

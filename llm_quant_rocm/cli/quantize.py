@@ -2,7 +2,6 @@
 """`llm-quant-rocm quantize`: a quantized checkpoint made of a 16-bit one."""
 
 import importlib.util
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from llm_quant_rocm.cli._errors import CommandError, reported, sentence
+from llm_quant_rocm.cli._json import print_json
 
 if TYPE_CHECKING:
     from llm_quant_rocm.checkpoint.quantize import Report
@@ -65,7 +65,7 @@ def quantize(
         report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
         plot = _plot(report, out, f"{model.name}: {scheme}, {format}", messages)
         if as_json:
-            output.print_json(json.dumps(figures(report, out)))
+            print_json(output, figures(report, out))
             return
         output.print(table(report))
         output.print(summary(report, out), highlight=False, soft_wrap=True)

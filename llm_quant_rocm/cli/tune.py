@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`llm-quant-rocm tune`: measure launch configurations and crossovers on this machine, for the library to use."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llm_quant_rocm.cli._arguments import experts, layers, numbers, require_gpu
 from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
+from llm_quant_rocm.cli._json import print_json
 
 if TYPE_CHECKING:
     from llm_quant_rocm.hardware import Hardware
@@ -120,7 +120,7 @@ def tune(
         except OSError as error:
             raise CommandError(f"what was measured cannot be kept ({error}): name another folder by --out.") from error
         if as_json:
-            output.print_json(json.dumps(contents))
+            print_json(output, contents)
 
 
 def _chosen(

@@ -13,7 +13,8 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
-from llm_quant_rocm.cli._evaluate import Evaluation, json_of
+from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._json import json_of
 from llm_quant_rocm.cli.demo import (
     BF16,
     METHODS,

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker, app
 from llm_quant_rocm.cli._errors import CommandError
-from llm_quant_rocm.cli._evaluate import Evaluation, json_of
+from llm_quant_rocm.cli._evaluate import Evaluation
+from llm_quant_rocm.cli._json import json_of
 from llm_quant_rocm.cli._methods import NAMED, Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._tasks_worker import named
 from llm_quant_rocm.cli.evaluate import columns, figures

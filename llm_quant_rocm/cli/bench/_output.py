@@ -2,7 +2,6 @@
 """How the figures of operators and collectives leave `bench`: a table or JSON, a plot, and where they were measured."""
 
 import importlib.util
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._json import print_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ def show(
 
     line = provenance.line(dict(environment))
     if as_json:
-        output.print_json(json.dumps({"environment": dict(environment), **facts}))
+        print_json(output, {"environment": dict(environment), **facts})
     else:
         _print(output, table, facts, line)
     if plot:  # last: a disk that refuses it costs no figure

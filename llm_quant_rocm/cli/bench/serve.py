@@ -19,6 +19,7 @@ from rich.table import Table
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import numbers
 from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
 from llm_quant_rocm.cli.bench._output import check_plot
@@ -96,7 +97,7 @@ def serve(
         if as_json:
             facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
             measured = {"methods": figures(found), "failed": failures.reasons}
-            output.print_json(json.dumps({"environment": environment, **facts, **measured}))
+            print_json(output, {"environment": environment, **facts, **measured})
         else:
             output.print(table(title, found))
             output.print(provenance.line(environment), style="dim", highlight=False, soft_wrap=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor's report, for people and for programs."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from llm_quant_rocm.cli import _json
 from llm_quant_rocm.cli.doctor.table import Part
 
 
@@ -35,7 +35,7 @@ def print_json(parts: Sequence[Part], console: Console) -> None:
     """The same as one JSON object: the parts by name, and whether all would work."""
     report: dict[str, Any] = {part.name: part.data() for part in parts}
     report["passed"] = not any(part.problems for part in parts)
-    console.print_json(json.dumps(report))
+    _json.print_json(console, report)
 
 
 def _table(part: Part) -> Table:
