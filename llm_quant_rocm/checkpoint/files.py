@@ -7,9 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
+
+from llm_quant_rocm.json_files import json_object
 
 INDEX = "model.safetensors.index.json"
 
+_MISTRALS = "params.json"
 _CURE = "copy or download the file again"
 _NUMBERED = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.safetensors)")
 
@@ -80,6 +84,44 @@ def refuse_broken_files(folder: Path) -> None:
         raise ValueError(f"{absent[0]} is missing, but {INDEX} names it: download it")
     for file in files:
         read_header(file)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says.
+
+    Raises:
+        ValueError: there is none, or it is broken.
+    """
+    if not (folder / "config.json").is_file():
+        missing = f"{folder} has no config.json: name the folder of a Hugging Face checkpoint"
+        raise ValueError(_of_mistral(folder) if (folder / _MISTRALS).is_file() else missing)
+    return json_object(folder / "config.json")
+
+
+def files_without_index(folder: Path) -> list[str]:
+    """The names of the safetensors files of a checkpoint that has no index; Mistral's own are none.
+
+    Raises:
+        ValueError: there are none.
+    """
+    theirs = mistrals_files(folder)
+    names = sorted(file.name for file in folder.glob("*.safetensors") if file not in theirs)
+    if not names:
+        missing = f"{folder} has no safetensors files: convert the checkpoint first"
+        raise ValueError(_of_mistral(folder) if theirs else missing)
+    return names
+
+
+def mistrals_files(folder: Path) -> list[Path]:
+    """The weights in Mistral's own format, under names of its own: models come in that, or in both."""
+    return sorted(folder.glob("consolidated*.safetensors")) if (folder / _MISTRALS).is_file() else []
+
+
+def _of_mistral(folder: Path) -> str:
+    return (
+        f"{folder} is in Mistral's own format ({_MISTRALS}, consolidated.safetensors), which is not read here: "
+        "download the model in Hugging Face's, with config.json and model.safetensors"
+    )
 
 
 def refuse_missing_parts(files: Iterable[Path]) -> None:

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from llm_quant_rocm.checkpoint.files import INDEX, read_index, refuse_missing_parts, refuse_twice
+from llm_quant_rocm.checkpoint.files import (
+    INDEX,
+    files_without_index,
+    read_config,
+    read_index,
+    refuse_missing_parts,
+    refuse_twice,
+)
 from llm_quant_rocm.checkpoint.survey import quantization_of
-from llm_quant_rocm.json_files import json_object
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
 
@@ -44,9 +50,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
-        self.config: dict[str, Any] = json_object(folder / "config.json")
+        self.config = read_config(folder)
         if quantization_of(folder, self.config) is not None:
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         expected = self._index()
@@ -83,9 +87,7 @@ class Reader:
         return read_index(index) if index.is_file() else {}
 
     def _files(self) -> list[str]:
-        names = sorted(file.name for file in self._folder.glob("*.safetensors"))
-        if not names:
-            raise ValueError(f"{self._folder} has no safetensors files: convert the checkpoint first")
+        names = files_without_index(self._folder)
         refuse_missing_parts(self._folder / name for name in names)
         return names
 

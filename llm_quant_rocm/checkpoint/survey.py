@@ -15,6 +15,8 @@ from llm_quant_rocm.checkpoint.expert_tensors import one_for_all
 from llm_quant_rocm.checkpoint.files import (
     INDEX,
     Tensor,
+    files_without_index,
+    read_config,
     read_header,
     read_index,
     refuse_missing_parts,
@@ -98,10 +100,8 @@ def survey(folder: Path) -> Survey:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder here: download the model first (hf download MODEL --local-dir FOLDER)")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json: name the folder of a Hugging Face checkpoint")
     faults: list[str] = []
-    config = json_object(folder / "config.json")
+    config = read_config(folder)
     tensors = _tensors(folder, faults)
     quantization = quantization_of(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
@@ -136,13 +136,11 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
             faults.append(str(error))
     names = sorted(set(promised.values()))
     if not names:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
         try:
+            names = files_without_index(folder)
             refuse_missing_parts(folder / name for name in names)
         except ValueError as error:
             faults.append(str(error))
-    if not names:
-        faults.append(f"{folder} has no safetensors files: convert the checkpoint first")
     read: dict[Path, dict[str, Tensor]] = {}
     for name in names:
         if not (folder / name).is_file():

@@ -439,6 +439,14 @@ def write_twice(folder: Path) -> None:
     save_file({"lm_head.weight": torch.ones(128, HIDDEN)}, folder / "rescued.safetensors")
 
 
+def turn_into_mistrals(folder: Path, config: str = "params.json") -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "config.json").rename(folder / config)
+    (folder / "params.json").write_text("{}")
+    for number, file in enumerate(folder.glob("model*")):
+        file.rename(folder / f"consolidated-{number}.safetensors")
+
+
 def remove_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -463,6 +471,8 @@ def remove_weights(folder: Path) -> None:
             write_twice,
             "^lm_head.weight is in two files, .*/model-0000[123]-of-00003.safetensors and .*/rescued.safetensors: keep",
         ),
+        (turn_into_mistrals, "is in Mistral's own format .*: download the model in Hugging Face's"),
+        (lambda folder: turn_into_mistrals(folder, "config.json"), "is in Mistral's own format"),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
         (
             name_one_more,
@@ -476,6 +486,14 @@ def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], mess
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_mistrals_own_format_of_the_same_weights_is_left_out(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors_of_a_model())
+    save_file({"layers.0.attention.wq.weight": torch.ones(64, 64)}, source / "consolidated.safetensors")
+    (source / "params.json").write_text("{}")
+    assert len(quantize_checkpoint(source, tmp_path / "target").quantized) == 14
+    assert not (tmp_path / "target" / "consolidated.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -730,6 +730,22 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path, prepare: Any, words: str) 
         model.examine(tmp_path / "model", 1)
 
 
+def test_mistrals_own_format(tmp_path: Path) -> None:
+    """Beside Hugging Face's it is left out, and said; alone it is refused."""
+    write(tmp_path, llama(weight))
+    whole = model.examine(tmp_path, 1)
+    write_file(tmp_path / "consolidated.safetensors", {"layers.0.attention.wq.weight": ("BF16", (8192, 8192))})
+    (tmp_path / "params.json").write_text("{}")
+    both = model.examine(tmp_path, 1)
+    assert (both[0].rows, both[1].rows) == (whole[0].rows, whole[1].rows)
+    assert any("are not read here, and vLLM serves them: name --config-format hf" in note for note in both[0].notes)
+    (tmp_path / "model.safetensors").unlink()
+    assert f"{tmp_path} is in Mistral's own format" in fault(tmp_path)[0]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CommandError, match="is in Mistral's own format"):
+        model.examine(tmp_path, 1)
+
+
 def test_no_weights_at_all(tmp_path: Path) -> None:
     (write(tmp_path, {}) / "model.safetensors").unlink()
     assert fault(tmp_path)[0] == f"{tmp_path} has no safetensors files"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from llm_quant_rocm.checkpoint.files import mistrals_files
 from llm_quant_rocm.checkpoint.nvfp4_kinds import describe
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey, survey
@@ -76,6 +77,12 @@ def _examined(found: Survey, folder: Path, ranks: int) -> list[Part]:
     says = "not quantized" if found.quantization is None else describe(found.quantization)
     notes = [f"{architectures[0]}, {says}; weights alone, on {ranks} tensor-parallel rank{'s' * (ranks > 1)}"]
     notes += served.left_out
+    theirs = mistrals_files(folder)
+    if theirs:
+        notes.append(
+            f"{theirs[0].name} and params.json, Mistral's own format of the model, are not read here, and vLLM serves "
+            "them: name --config-format hf --load-format hf, or move them away"
+        )
     for scheme in served.schemes[:-1]:
         unfit = [reason for reason in _unfit(found.modules, shards, scheme) if reason not in messages]
         if unfit:
