@@ -2,9 +2,9 @@
 """Runs Python's command lines as forks of one process that has imported an engine: to import one takes longer than most
 of what tests do with it, and an engine of several processes does so in each. Started by forks.py.
 
-`python fork_server.py FOLDER NAME...` listens at FOLDER/socket and ends with its stdin. When it is first asked, it
-imports each name: a module, or MODULE:FUNCTION, which it calls. Each connection is one command; forked_python.py is the
-other end.
+`python fork_server.py PROGRAM LISTENER NAME...` accepts what connects to the socket whose descriptor is LISTENER, and
+ends with its stdin. When it is first asked, it imports each name: a module, or MODULE:FUNCTION, which it calls. Each
+connection is one command; forked_python.py, as PROGRAM, is the other end.
 """
 
 import atexit
@@ -106,13 +106,11 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def main(folder: str, *names: str) -> None:
+def main(program: str, descriptor: str, *names: str) -> None:
     """Ends when stdin does; forks do not return."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{folder}/socket")
-    listener.listen()
+    listener = socket.socket(fileno=int(descriptor))
     # Programs that what is imported will start: vLLM looks at a model in one that imports vLLM.
-    sys.executable = f"{folder}/python"
+    sys.executable = program
     imported = False
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         if not imported:

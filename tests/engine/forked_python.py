@@ -18,10 +18,10 @@ def main() -> None:
     connection.connect(str(Path(sys.argv[0]).with_name("socket")))
     request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
     data = json.dumps(request).encode()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: connection.send(bytes([number])))
     socket.send_fds(connection, [len(data).to_bytes(8)], [0, 1, 2])
     connection.sendall(data)
+    for number in (signal.SIGINT, signal.SIGTERM):  # behind the request, within which no other byte may stand
+        signal.signal(number, lambda number, _: connection.send(bytes([number])))
     status = int(connection.recv(16) or 1)
     if status < 0:
         if -status in (signal.SIGINT, signal.SIGTERM):

@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,19 @@ def start(config: pytest.Config, environment: dict[str, str], *names: str) -> No
     # Isolated, so that it imports next to nothing.
     program.write_text(f"#!{sys.executable} -IS\n" + (here / "forked_python.py").read_text())
     program.chmod(0o755)
-    command = [sys.executable, str(here / "fork_server.py"), str(folder), *names]
     log = folder / "log.txt"
-    with log.open("w") as output:
+    # Listens from here on: whoever is first need not wait until the server has started.
+    with log.open("w") as output, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        command = [sys.executable, str(here / "fork_server.py"), str(program), str(listener.fileno()), *names]
         server = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[listener.fileno()],
         )
     os.environ[_VARIABLE] = str(program)
 

@@ -3,10 +3,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forks
 import pytest
@@ -77,6 +81,19 @@ def test_a_command_ends_with_its_children(how: signal.Signals, tmp_path: Path) -
     while any(map(running, found)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_the_first_command_need_not_wait_for_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ends: list[Callable[[], None]] = []
+    monkeypatch.delenv(forks._VARIABLE)
+    config: Any = SimpleNamespace(add_cleanup=ends.append)
+    forks.start(config, dict(os.environ))
+    with socket.socket(socket.AF_UNIX) as first:
+        first.connect(str(Path(forks.python()).with_name("socket")))
+    program = tmp_path / "program.py"
+    program.write_text("print('done')")
+    assert subprocess.run([forks.python(), str(program)], capture_output=True, text=True).stdout == "done\n"
+    ends.pop()()
 
 
 def test_what_has_been_imported_holds_nothing_of_ours() -> None:
