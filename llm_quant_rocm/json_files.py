@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 
+def parsed(file: Path) -> Any:
+    """What a JSON file of a checkpoint holds.
+
+    Raises:
+        ValueError: it is broken.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise ValueError(f"{file} is no JSON ({error}): download the checkpoint again") from error
+
+
 def json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint.
 
     Raises:
         ValueError: it is broken, or holds something else.
     """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are
-        raise ValueError(f"{file} is no JSON ({error}): download the checkpoint again") from error
+    found = parsed(file)
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object: download the checkpoint again")
     return found

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llm_quant_rocm.json_files import json_object
+from llm_quant_rocm.json_files import json_object, parsed
 
 INDEX = "model.safetensors.index.json"
 
@@ -92,10 +92,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it is broken.
     """
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    if not file.is_file():
         missing = f"{folder} has no config.json: name the folder of a Hugging Face checkpoint"
         raise ValueError(_of_mistral(folder) if (folder / _MISTRALS).is_file() else missing)
-    return json_object(folder / "config.json")
+    config = json_object(file)
+    for key in ("text_config", "quantization_config"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"{key} in {file} is no JSON object: download the checkpoint again")
+    return config
 
 
 def files_without_index(folder: Path) -> list[str]:
@@ -183,7 +188,7 @@ def read_index(index: Path) -> dict[str, str]:
         ValueError: it is no such index, or names files out of its folder, which would be read, and written, there.
     """
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = parsed(index)["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"{index} has no weight_map: download it again") from error

@@ -35,6 +35,7 @@ from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
+from llm_quant_rocm.json_files import parsed
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
 
@@ -261,10 +262,10 @@ def _modules_folders(source: Path) -> set[str]:
     """The folders of sentence-transformers' modules, which may have weights of their own."""
     file = source / "modules.json"
     try:
-        modules = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        modules = parsed(file) if file.is_file() else []
         # The first module's path is often "", or ".": the checkpoint's own folder.
         return {first for module in modules for first in Path(module.get("path") or "").parts[:1]}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no list of modules ({error}): download the checkpoint again") from error
 
 
