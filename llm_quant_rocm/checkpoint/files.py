@@ -2,6 +2,7 @@
 """The headers of a checkpoint's files: what tensors they hold, and whether the files are whole."""
 
 import json
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -47,10 +48,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
         header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
         places = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
         tensors = {
-            name: Tensor(header[name]["dtype"], tuple(header[name]["shape"]), end - begin)
+            name: Tensor(str(header[name]["dtype"]), tuple(map(operator.index, header[name]["shape"])), end - begin)
             for name, (begin, end) in places.items()
         }
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is broken, its header is no JSON of tensors: {_CURE}") from error
     cut = sorted((start + end, name) for name, (_, end) in places.items() if start + end > size)
     if cut:

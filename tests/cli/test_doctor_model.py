@@ -437,6 +437,20 @@ def test_a_file_that_is_no_safetensors_file(tmp_path: Path, content: bytes) -> N
     assert cure == "copy or download the file again"
 
 
+@pytest.mark.parametrize("shape", ['"ab"', "[[1], 2]", 9999 * "["], ids=["text", "lists", "deep"])
+def test_a_header_whose_shapes_are_none(tmp_path: Path, shape: str) -> None:
+    """The file is at fault, not config.json."""
+    header = '{"a.weight": {"dtype": "BF16", "data_offsets": [0, 4], "shape": ' + shape + "}}"
+    file = write(tmp_path, llama(weight)) / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    assert fault(tmp_path)[0] == f"{file} is broken, its header is no JSON of tensors"
+
+
+def test_a_weight_of_one_value_is_on_every_rank(tmp_path: Path) -> None:
+    tensors = llama(weight) | {"model.scale.weight": ("BF16", ())}
+    assert problems(model.examine(write(tmp_path, tensors), 2)) == []
+
+
 def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
     write(tmp_path, llama(weight))
     places = {"a.weight": "model-00001-of-00002.safetensors", "model.norm.weight": "model.safetensors"}

@@ -56,7 +56,7 @@ class Shards:
     def shape(self, module: Module) -> tuple[int, ...]:
         """The shape of a rank's share of the weight; rounded up where it cannot be shared."""
         whole, leaf = self._padded(module), module.name.rpartition(".")[2]
-        if len(whole) == 1 or leaf in _WHOLE or is_router(module.name):
+        if len(whole) < 2 or leaf in _WHOLE or is_router(module.name):
             return module.shape
         *leading, n, k = whole
         return (*leading, n, -(-k // self.ranks)) if leaf in _INPUT_CUT else (*leading, -(-n // self.ranks), k)
