@@ -111,7 +111,7 @@ def files_without_index(folder: Path) -> list[str]:
         ValueError: there are none.
     """
     theirs = mistrals_files(folder)
-    names = sorted(file.name for file in folder.glob("*.safetensors") if file not in theirs)
+    names = sorted(file.name for file in folder.glob("*.safetensors") if file not in theirs and not file.is_dir())
     if not names:
         missing = f"{folder} has no safetensors files: convert the checkpoint first"
         raise ValueError(_of_mistral(folder) if theirs else missing)
@@ -128,6 +128,19 @@ def _of_mistral(folder: Path) -> str:
         f"{folder} is in Mistral's own format ({_MISTRALS}, consolidated.safetensors), which is not read here: "
         "download the model in Hugging Face's, with config.json and model.safetensors"
     )
+
+
+def refuse_dead_links(folder: Path) -> None:
+    """A download's cache holds links, to files that may be gone.
+
+    Raises:
+        ValueError: a file of the checkpoint in `folder` is such a link.
+    """
+    for file in sorted(folder.iterdir()):
+        if file.is_symlink() and not file.exists():
+            raise ValueError(
+                f"{file} is a link to {file.readlink()}, which is gone: download the checkpoint again, or remove it"
+            )
 
 
 def refuse_missing_parts(files: Iterable[Path]) -> None:

@@ -15,6 +15,7 @@ from llm_quant_rocm.checkpoint.files import (
     files_without_index,
     read_config,
     read_index,
+    refuse_dead_links,
     refuse_missing_parts,
     refuse_twice,
 )
@@ -51,6 +52,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.config = read_config(folder)
+        refuse_dead_links(folder)
         if quantization_of(folder, self.config) is not None:
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         expected = self._index()

@@ -19,6 +19,7 @@ from llm_quant_rocm.checkpoint.files import (
     read_config,
     read_header,
     read_index,
+    refuse_dead_links,
     refuse_missing_parts,
     refuse_twice,
 )
@@ -96,12 +97,13 @@ def survey(folder: Path) -> Survey:
     """Read what `folder` says of itself.
 
     Raises:
-        ValueError: it holds no checkpoint at all.
+        ValueError: it holds no checkpoint at all, or links to files that are gone.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder here: download the model first (hf download MODEL --local-dir FOLDER)")
     faults: list[str] = []
     config = read_config(folder)
+    refuse_dead_links(folder)
     tensors = _tensors(folder, faults)
     quantization = quantization_of(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)

@@ -447,6 +447,11 @@ def turn_into_mistrals(folder: Path, config: str = "params.json") -> None:
         file.rename(folder / f"consolidated-{number}.safetensors")
 
 
+def leave_links_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("blobs/0123")
+
+
 def remove_weights(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -478,6 +483,10 @@ def remove_weights(folder: Path) -> None:
         ),
         (turn_into_mistrals, "is in Mistral's own format .*: download the model in Hugging Face's"),
         (lambda folder: turn_into_mistrals(folder, "config.json"), "is in Mistral's own format"),
+        (
+            leave_links_alone,
+            "tokenizer.json is a link to blobs/0123, which is gone: download the checkpoint again",
+        ),
         (remove_weights, "has no safetensors files: convert the checkpoint first"),
         (
             name_one_more,
@@ -491,6 +500,14 @@ def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], mess
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+def test_a_folder_is_no_weight_file(tmp_path: Path) -> None:
+    """Whatever its name; and what an index does not name, it is not blamed for."""
+    source = write(tmp_path / "source", tensors_of_a_model())
+    (source / "of_an_earlier_run.safetensors").mkdir()
+    assert len(quantize_checkpoint(source, tmp_path / "target").quantized) == 14
+    assert not survey(source).faults
 
 
 def test_mistrals_own_format_of_the_same_weights_is_left_out(tmp_path: Path) -> None:

@@ -744,6 +744,14 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path, prepare: Any, words: str) 
         model.examine(tmp_path / "model", 1)
 
 
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    """As a cache leaves it whose files were removed: neither a weight nor the tokenizer may be lost in silence."""
+    write(tmp_path, llama(weight))
+    (tmp_path / "tokenizer.json").symlink_to("blobs/0123")
+    with pytest.raises(CommandError, match=r"tokenizer\.json is a link to blobs/0123, which is gone: download"):
+        model.examine(tmp_path, 1)
+
+
 def test_mistrals_own_format(tmp_path: Path) -> None:
     """Beside Hugging Face's it is left out, and said; alone it is refused."""
     write(tmp_path, llama(weight))
