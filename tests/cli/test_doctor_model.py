@@ -283,6 +283,9 @@ def test_layers_named_by_ignored_layers_stay(tmp_path: Path) -> None:
     parts = model.examine(write(tmp_path, llama(weight), config), 1)
     assert plans(parts)["PTPC FP8"].kept == 2
     assert "--quantization" not in plans(parts)["PTPC FP8"].command
+    # `quantize` refuses it, and no engine serves it in 16 bits.
+    assert list(plans(parts)) == ["16 bits", "PTPC FP8"] and not plans(parts)["16 bits"].command
+    assert any(note.startswith("not in NVFP4: `quantize` takes no") for note in parts[0].notes)
 
 
 def test_ignored_layers_that_engines_refuse(tmp_path: Path) -> None:

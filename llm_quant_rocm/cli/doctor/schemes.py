@@ -63,11 +63,14 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
 
         target = f"{folder.resolve().name}-NVFP4"
         quantize = shlex.join(["llm-quant-rocm", "quantize", str(folder), target, "--scheme", "nvfp4"])
-        schemes = [Scheme(HALF, _serve(folder, ranks), before.served)]
+        # Served as it is, a checkpoint that names ptpc_fp8 is not in 16 bits.
+        schemes = [before if config else Scheme(HALF, command, before.served)]
         left_out = []
         if lack and config is None:
             return Ways(schemes, left_out=(f"not in NVFP4 or PTPC FP8: neither serves experts with {lack}",))
-        if any(len(module.shape) == 3 for module in found.modules):
+        if config is not None:
+            left_out.append("not in NVFP4: `quantize` takes no checkpoint with a quantization_config in config.json")
+        elif any(len(module.shape) == 3 for module in found.modules):
             left_out.append("not in NVFP4: `quantize` takes experts that have a tensor each")
         else:
             schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
