@@ -128,10 +128,12 @@ class Output:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the disk refuses, with the cure."""
+    """What the disk refuses of `path`, with the cure."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # the latter is no OSError
+        if str(getattr(error, "filename", None) or path) != str(path):  # what was to be copied is at fault
+            raise
         cure = "make room, or see who may write there, and the same command goes on"
         # The system's words without its number, and without the name again.
         raise OSError(f"{path} cannot be written ({getattr(error, 'strerror', None) or error}): {cure}") from error

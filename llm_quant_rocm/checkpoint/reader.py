@@ -103,6 +103,8 @@ class Reader:
         path = self._folder / file
         if not path.is_file():
             raise ValueError(f"{path} is missing, but {INDEX} names it: download the checkpoint again")
+        with path.open("rb"):  # of a file that may not be read safetensors says that it is not there
+            pass
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:

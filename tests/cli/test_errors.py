@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the system refuses is one sentence that names the file, whatever the command."""
 
+import errno
+import io
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +66,25 @@ def test_a_plot_that_cannot_be_written_costs_no_figure(tmp_path: Path, capsys: p
     with pytest.raises(OSError, match="File name too long"):
         _output.show(console, table, panels, {"rows": rows}, environment, tmp_path / f"{LONG}.png", as_json=True)
     assert '"ours": 2.0' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_of_the_checkpoint_that_may_not_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, and neither as one that is not there nor as one of the output."""
+    file = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model")) / name
+
+    def opened(path: object, *arguments: object, **options: object) -> object:
+        if str(path) == str(file):  # root may read whatever its mode is
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return io.open(path, *arguments, **options)  # type: ignore[call-overload]  # noqa: UP020
+
+    monkeypatch.setattr("shutil.open", opened, raising=False)
+    monkeypatch.setattr(Path, "open", opened)
+    result = CliRunner().invoke(app, ["quantize", str(file.parent), str(tmp_path / "out"), "--scheme", "ptpc_fp8"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"quantize: FAILED. {file} cannot be used (Permission denied): name another")
 
 
 def test_what_the_system_says_of_a_target_is_in_its_words_alone() -> None:
