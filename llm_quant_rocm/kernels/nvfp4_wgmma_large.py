@@ -373,6 +373,7 @@ def _launch(
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
+    assert routed.activation is None or block_n > 64, "what two consumers add up is stored as it is"
     launch(
         nvfp4_wgmma_large_kernel, (programs,),
         row_descriptor(x, rest or block_m), row_descriptor(x, tail) if tail else None, row_scale,
