@@ -28,8 +28,7 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 
 
 def _hopper(m: int, n: int, k: int) -> list[Any]:
-    """Enough programs to fill the GPU, not so many that their parts cost more. None of these spill registers in a loop,
-    compiled with Triton 3.6."""
+    """Enough programs to fill the GPU, not so many that their parts cost more."""
     from llm_quant_rocm.kernels import nvfp4_estimate
 
     small = _small_tiles(m, n) if m <= (1024 if n * k < 2**24 else 128) else []

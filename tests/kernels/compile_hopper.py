@@ -170,6 +170,7 @@ CASES: dict[str, Callable[[], None]] = {
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
     "tiles of two accumulators": lambda: dense(MANY(320, 128, 0), torch.bfloat16, m=300),
     "shared tiles of two accumulators": lambda: dense(MANY(192, 128, 0, shares=4), torch.float16, m=300),
+    "shared tiles of two accumulators in FP8": lambda: fp8(MANY(192, 128, 0, shares=4), m=384),
     "tiles of few rows of the weight": lambda: dense(MANY(256, 64, 0), torch.bfloat16, m=1024),
     "many rows of experts": lambda: routed(MANY(128, 256, 0), activation="silu"),
     "many rows of experts, weighted": lambda: routed(MANY(128, 128, 0)),

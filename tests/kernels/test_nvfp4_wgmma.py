@@ -574,5 +574,6 @@ def test_batch_invariant_sums_have_no_parts() -> None:
     assert batch_invariant(few(16, 64, 128, programs=528)) == few(16, 64, 128, programs=0)
     assert batch_invariant(many(64, 256, 2, shares=4)) == many(64, 256, 0, shares=0)
     assert batch_invariant(many(256, 64, 0)) == many(256, 128, 0)
+    assert batch_invariant(many(256, 128, 0, shares=2, tail_m=128)) == many(256, 128, 0, tail_m=128)
     assert batch_invariant(nvfp4_wgmma_split_tiles.Config(32, 4)) == few(32, 64, 128, programs=0, stages=2)
     assert batch_invariant(nvfp4_wgmma_split_tiles.Config(96, 2)) == few(128, 64, 128, programs=0, stages=2)
