@@ -4,10 +4,11 @@ in FP8, and the norm of many wide rows.
 
     python -m tests.kernels.compile_hopper CASE
 
-prints how many bytes of registers spill, how many instructions of the innermost loops of products move them, whether
-ptxas says that it did not leave products in flight (C7510 and its neighbours), and what can be asked for before the
-kernel before is waited for: whether anything in the L2 cache, tiles of how many tensors, and whether one of these is
-the first argument, x. A case that says so is compiled for Blackwell. A process of its own, as Triton has one driver.
+prints how many bytes of registers spill, how many instructions of the innermost loops of products move them, how many
+permutations of bytes these have for each product at most, whether ptxas says that it did not leave products in flight
+(C7510 and its neighbours), and what can be asked for before the kernel before is waited for: whether anything in the L2
+cache, tiles of how many tensors, and whether one of these is the first argument, x. A case that says so is compiled for
+Blackwell. A process of its own, as Triton has one driver.
 """
 
 import re
@@ -233,7 +234,14 @@ def compiled(case: str) -> list[str]:
         said = output(ptxas, f"-arch={sm_arch_from_capability(capability)}", "-v", source, "-o", binary)
         sass = output(Path(ptxas).with_name("cuobjdump"), "-sass", binary)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    return [str(spilled), str(spills_in_loops(sass)), str("C75" in said), *map(str, early)]
+    loops = loops_of_products(sass)
+    in_loops = sum("LDL" in what or "STL" in what for loop in loops for what in loop)
+    permutations = max((count("PRMT", loop) / count("GMMA", loop) for loop in loops), default=0)
+    return [str(spilled), str(in_loops), str(permutations), str("C75" in said), *map(str, early)]
+
+
+def count(name: str, loop: list[str]) -> int:
+    return sum(name in what for what in loop)
 
 
 def output(*command: str | Path) -> str:
@@ -260,8 +268,8 @@ def before_wait(ptx: str) -> list[str]:
     return [lines[at] for at in sorted(reached)]
 
 
-def spills_in_loops(sass: str) -> int:
-    """How many instructions read or write local memory in loops with products that contain no other such loop.
+def loops_of_products(sass: str) -> list[list[str]]:
+    """The instructions of each loop with products that contains no other such loop.
 
     A loop ends with a branch back, but not with one right behind another branch: such ones come from waits that stand
     behind the kernel.
@@ -274,7 +282,7 @@ def spills_in_loops(sass: str) -> int:
     loops = [loop for loop in loops if any(at in loop for at in products)]
     inner = [loop for loop in loops if not any(o != loop and o[0] in loop and o[-1] in loop for o in loops)]
     assert inner or not products, "the loops of products are not recognized"
-    return sum("LDL" in what or "STL" in what for at, what in code if any(at in loop for loop in inner))
+    return [[what for at, what in code if at in loop] for loop in inner]
 
 
 if __name__ == "__main__":
