@@ -13,6 +13,11 @@ from typing import Any
 from llm_quant_rocm.json_files import json_object, parsed
 
 INDEX = "model.safetensors.index.json"
+# Of a value, by safetensors' name of its dtype; of those that are left out nothing is checked.
+BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
 
 _MISTRALS = "params.json"
 _CURE = "copy or download the file again"
@@ -34,8 +39,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
     A header is 8 bytes of length and a JSON text that gives the bytes of every tensor, counted from its end.
 
     Raises:
-        ValueError: the file is shorter or longer than its header says, or has none; the message names the file, and
-            the first tensor that is cut off.
+        ValueError: the file is shorter or longer than its header says, or has none, or a tensor's bytes are not as
+            many as its shape takes or not behind those of another; the message names the file, and the first such
+            tensor.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -62,6 +68,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
     whole = start + max((end for _, end in places.values()), default=0)
     if size > whole:  # which safetensors refuses
         raise ValueError(f"{file} is too long: it has {size} bytes, and its tensors end after {whole}: {_CURE}")
+    reached = 0
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+        tensor = tensors[name]
+        bits = BITS.get(tensor.dtype)
+        if not reached == begin <= end or (bits and tensor.nbytes * 8 != prod(tensor.shape) * bits):
+            raise ValueError(f"{file} is broken, the bytes of {name} are not where or as many as they must be: {_CURE}")
+        reached = end
     return tensors
 
 

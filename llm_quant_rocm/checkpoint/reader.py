@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from llm_quant_rocm.checkpoint.files import (
+    BITS,
     INDEX,
     files_without_index,
     read_config,
@@ -20,8 +21,6 @@ from llm_quant_rocm.checkpoint.files import (
     refuse_twice,
 )
 from llm_quant_rocm.checkpoint.survey import quantization_of
-
-_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16, "U16": 16}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * _BITS.get(self.dtype, 8) // 8
+        return prod(self.shape) * BITS.get(self.dtype, 8) // 8
 
 
 class Reader:

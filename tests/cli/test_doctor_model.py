@@ -449,6 +449,22 @@ def test_a_header_whose_shapes_are_none(tmp_path: Path, shape: str) -> None:
     assert fault(tmp_path)[0] == f"{file} is broken, its header is no JSON of tensors"
 
 
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [([3], [[0, 4], [4, 8]]), ([2], [[0, 4], [2, 6]]), ([2], [[0, 4], [6, 10]]), ([-2], [[0, 4], [4, 0]])],
+    ids=["more", "overlap", "gap", "negative"],
+)
+def test_a_header_whose_bytes_are_not_those_of_its_shapes(
+    tmp_path: Path, shape: list[int], offsets: list[list[int]]
+) -> None:
+    """Which safetensors refuses, when the model is loaded."""
+    a, b = (dict(dtype="BF16", data_offsets=place) for place in offsets)
+    header = json.dumps({"a.weight": a | {"shape": [2]}, "b.weight": b | {"shape": shape}})
+    file = write(tmp_path, llama(weight)) / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(max(map(max, offsets))))
+    assert fault(tmp_path)[0] == f"{file} is broken, the bytes of b.weight are not where or as many as they must be"
+
+
 def test_a_weight_of_one_value_is_on_every_rank(tmp_path: Path) -> None:
     tensors = llama(weight) | {"model.scale.weight": ("BF16", ())}
     assert problems(model.examine(write(tmp_path, tensors), 2)) == []
