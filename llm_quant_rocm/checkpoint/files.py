@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headers of a checkpoint's files: what tensors they hold, and whether the files are whole."""
+"""A checkpoint's files: which they are, what their headers say of tensors, and whether they are whole."""
 
 import json
 import operator

@@ -30,7 +30,6 @@ from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, declare_f
 from llm_quant_rocm.kernels.flags import flags_of
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
-    advance,
     allocate_ring,
     behind,
     cta_barrier,
@@ -55,9 +54,9 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_mainloop import (
     await_products,
     first_step,
     init_barriers,
+    look_ahead,
     multiply,
     producer,
-    take_words,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
     STEP_BYTES,
@@ -92,16 +91,15 @@ def _compute_tail(
 ):  # fmt: skip
     """A consumer's half of the program's tile of the tail, from its product to its result."""
     row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring = shared[0]
     ROWS: gl.constexpr = BLOCK_N // 2
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     layout: gl.constexpr = acc_layout_of(TAIL, FP8)
     acc = gl.zeros((ROWS, TAIL), gl.float32, layout=layout)
-    ahead, ahead_phase = advance(stage, phase, ready.shape[0])
-    words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, HALF, ROWS // 16)
+    words, scale_pairs, steps = look_ahead(stage, phase, steps, shared, HALF, ROWS // 16)
     rest = gl.to_tensor(0)  # not used
     acc = multiply(
-        acc, rest, decoded, words, scale_pairs, table, stage, phase, steps - 1, groups, shared, 0, UNROLL, 1, HALF,
+        acc, rest, decoded, words, scale_pairs, table, stage, phase, steps, groups, shared, 0, UNROLL, 1, HALF,
         True, FP16,
     )[0]  # fmt: skip
     scales = load_scales(global_scale, (tile_n * 2 + HALF) * ROWS, N, layout, ROWS)
@@ -112,8 +110,8 @@ def _compute_tail(
 @gluon.jit
 def _consumer(
     HALF: gl.constexpr, operands, routing, shared, table, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STORES: gl.constexpr, UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, FP16: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
+    STORES: gl.constexpr, UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr,
+    FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
     of them in every second step, and then has half of the rows of x."""
@@ -129,7 +127,6 @@ def _consumer(
     PART: gl.constexpr = HALF if APART == 1 else 0
     STAGES: gl.constexpr = ready.shape[0]
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
-    CUT: gl.constexpr = parts is not None and not TAIL
     acc_layout: gl.constexpr = acc_layout_of(MAIN, FP8)
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
@@ -257,6 +254,8 @@ def nvfp4_wgmma_large_kernel(
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
     else:
         staging = ring  # not used
+    # Whether tiles of all rows are. A tail's parts are of its own tiles.
+    CUT: gl.constexpr = parts is not None and not TAIL
     table = 0  # not used
     if x.dtype.primitive_bitwidth == 8:
         table = declare_fp8_table(M)
@@ -268,16 +267,15 @@ def nvfp4_wgmma_large_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                gl.constexpr(0), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES,
+                gl.constexpr(0), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, CUT, SHARES,
                 TAIL, FP16, UNSCALE, ACTIVATION,
             )),
             (_consumer, (
-                gl.constexpr(1), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, SHARES,
+                gl.constexpr(1), operands, routing, shared, table, sizes, BLOCK_M, BLOCK_N, STORES, UNROLL, CUT, SHARES,
                 TAIL, FP16, UNSCALE, ACTIVATION,
             )),
             (producer, (
-                x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL,
-                gl.constexpr(parts is not None and not TAIL), SHARES, TAIL, PDL,
+                x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL, CUT, SHARES, TAIL, PDL,
             )),
             (init_barriers, (shared, BLOCK_N)),
             (leave, (M,)),

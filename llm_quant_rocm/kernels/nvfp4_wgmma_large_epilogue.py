@@ -325,7 +325,9 @@ def store_tail(
     acc, scales, number, tile_m, tile_n, operands, M, N, FP8: gl.constexpr, HALF: gl.constexpr, BLOCK_M: gl.constexpr,
     SHARES: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a tile of the tail, rows of x from `number` on of a tile."""
+    """The epilogue of a tile of the tail, rows of x from `number` on of a tile. Of rows that are in two tiles, whose
+    bits differ where programs share one, the tile before stores its own; it comes first in the order of `place`, so
+    that no whole tile, which stores all it has, begins within a shared one."""
     row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
     ROWS: gl.constexpr = acc.shape[0]
     HEIGHT: gl.constexpr = acc.shape[1]

@@ -136,7 +136,7 @@ def producer(
 
 
 @gluon.jit
-def take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constexpr):
+def _take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constexpr):
     """A consumer's part of the codes and scales in a stage of the ring, once they are there."""
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     mbarrier.wait(ready.index(stage), phase, pred=wanted)
@@ -170,13 +170,20 @@ def first_step(
 ):  # fmt: skip
     """What `multiply` needs of a program's first step, and how many of its `steps` are then left to load."""
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
-    words, scale_pairs = take_words(stage, phase, wanted, shared, PART, NT)
+    words, scale_pairs = _take_words(stage, phase, wanted, shared, PART, NT)
     decoded = decode(words, scale_pairs, table, ring.dtype.primitive_bitwidth == 8, FP16)
     if EARLY:
-        ahead, ahead_phase = advance(stage, phase, ready.shape[0])
-        words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
-        steps -= 1
+        words, scale_pairs, steps = look_ahead(stage, phase, steps, shared, PART, NT)
     return decoded, words, scale_pairs, steps
+
+
+@gluon.jit
+def look_ahead(stage, phase, steps, shared, PART: gl.constexpr, NT: gl.constexpr):
+    """The words of the step behind the decoded one in `stage`, and how many of its `steps` are then left to load."""
+    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ahead, ahead_phase = advance(stage, phase, ready.shape[0])
+    words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
+    return words, scale_pairs, steps - 1
 
 
 @gluon.jit
@@ -227,7 +234,7 @@ def multiply(
             ahead, ahead_phase = stage, phase
             if EARLY:
                 ahead, ahead_phase = advance(stage, phase, STAGES)
-            words, scale_pairs = take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
+            words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
             if not EARLY:
                 decoded = decode(words, scale_pairs, table, FP8, FP16)
             steps -= 1

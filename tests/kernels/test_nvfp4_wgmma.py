@@ -183,7 +183,12 @@ def test_lower_tiles_take_every_row_and_step_of_the_last_wave_once(tail: int, sh
         mine = tail_of_program(tiles_m, tiles_n, whole, tile_groups, rows, tail, shares)
         tile_m, tile_n, number, first, last = mine
         taken += [(tile_m, tile_n, number, group) for group in range(first, last)]
-    tiles = [place(tile, tiles_m, tiles_n) for tile in range(whole, tiles_m * tiles_n)]
+    order = [place(tile, tiles_m, tiles_n) for tile in range(tiles_m * tiles_n)]
+    for column in range(tiles_n):
+        assert [m for m, n in order if n == column] == list(range(tiles_m)), (
+            "a whole tile would begin within a shared one"
+        )
+    tiles = order[whole:]
     parts = product(tiles, range(0, rows, tail), range(tile_groups))
     assert taken == [(*tile, number, group) for tile, number, group in parts]
 
