@@ -9,11 +9,15 @@ pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
 from llm_quant_rocm.kernels import nvfp4_hopper, ptpc_hopper, ptpc_moe_hopper
+from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
+from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import SHARES, STEP_BYTES, groups_of, shares_of, tail_of
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.kernels.pair_config import PairConfig
+from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
+from llm_quant_rocm.tune.nvfp4_gemm import compiled_rows
 from llm_quant_rocm.tune.routed import heights_for
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -170,3 +174,14 @@ def test_who_serves_a_shape_of_nvfp4(us: dict[str, float], winner: str) -> None:
     """bf16 is timed to compare with; "torch" is AMD's other way, and a backend's name."""
     assert tuner("nvfp4_gemm").backend(1024, us) == winner
     assert winner in {backend.name for backend in BACKENDS}
+
+
+@pytest.mark.parametrize("shares", [0, *SHARES])
+@pytest.mark.parametrize("tail", [64, 128])
+def test_what_compiles_a_tail_has_one(tail: int, shares: int) -> None:
+    """Else it would compile while it is timed."""
+    config = Large(256, 128, 0, shares, tail)
+    m = compiled_rows(config, 320)
+    tiles, groups = cdiv(m, 256) * cdiv(512, 128), groups_of(8192, STEP_BYTES)
+    assert (tail_of(config, m, tiles, SMS), shares_of(config, tiles, groups, SMS, tail)) == (tail, shares)
+    assert compiled_rows(Large(256, 128), 320) == 320
