@@ -19,9 +19,13 @@ WIDTHS = (4096, 5120, 16384, 28672, 65536)
 
 
 def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
+    """Few rows, which may stay in caches, and so many that they do not."""
     return {
-        f"{width} columns": lambda width=width: ops.per_token_quant_fp8(torch.empty(8, width, dtype=torch.bfloat16))
+        f"{width} columns, {rows} rows": lambda rows=rows, width=width: ops.per_token_quant_fp8(
+            torch.empty(rows, width, dtype=torch.bfloat16)
+        )
         for width in WIDTHS
+        for rows in (8, 8192)
     }
 
 
