@@ -16,22 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.kernels.hopper import acc_layout_of, declare_shared, run_ptx
-from llm_quant_rocm.kernels.wgmma_parts import columns_of
+from llm_quant_rocm.kernels.wgmma_parts import columns_of, piece_columns
 
 # The consumers' barriers come first. Triton's shared memory comes after the inbox, and tiles that the tensor memory
 # accelerator swizzles begin at multiples of so many bytes.
 _BARRIERS = gl.constexpr(1024)
 # Of the values that the 128 threads of a consumer have of eight columns of its 64 rows, 16 bytes each.
 _EIGHT_COLUMNS = gl.constexpr(2048)
-
-
-@gluon.constexpr_function
-def piece_columns(columns, programs):
-    """How many of a consumer's so many columns a program of a cluster adds; its first `columns` // that many do."""
-    piece = 8
-    while piece * programs < columns:
-        piece *= 2
-    return piece
 
 
 @gluon.constexpr_function

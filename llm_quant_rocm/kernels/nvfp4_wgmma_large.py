@@ -352,8 +352,6 @@ def _launch(
         whole = tiles // programs * programs
         if not whole:
             programs = tiles * shares
-            # One of two has half of the sum in registers: it adds the other's part.
-            shares = shares if shares > 2 or rest else 0
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
     parts = flags = None

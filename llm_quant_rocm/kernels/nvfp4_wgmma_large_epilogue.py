@@ -13,19 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier, main_rows, reinterpret, row_in_tile, store_through
 from llm_quant_rocm.kernels.nvfp4_wgmma import epilogue, gated
-from llm_quant_rocm.kernels.sizes import next_power_of_2
 from llm_quant_rocm.kernels.wgmma_parts import (
-    add_part,
+    await_all,
+    clear,
     columns_of,
     give_part,
+    give_pieces,
     load_shared_part,
+    piece_columns,
     share_part,
-    store_part,
     take_parts,
+    take_pieces,
 )
-
-# Not Triton's own: SGLang puts a function of the host in its place.
-_power_of_2 = gluon.constexpr_function(next_power_of_2)
 
 
 @gluon.jit
@@ -245,43 +244,35 @@ def _store_from_registers(
 
 
 @gluon.jit
-def _await_parts(arrived, SHARES: gl.constexpr):
-    """Tells the SHARES programs of a tile that this one's part is there, and waits for theirs. `arrived` and the number
-    after it count, and are zeros again when all have gone on."""
-    cta_barrier()
-    gl.atomic_add(arrived, 1, sem="release", scope="gpu")
-    while gl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < SHARES:
-        pass
-    if gl.atomic_add(arrived + 1, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
-        gl.store(arrived, 0)
-        gl.store(arrived + 1, 0)
-
-
-@gluon.jit
 def store_shares(
     acc, rest, scales, number, tile_m, tile_n, parts, flags, result, FP8: gl.constexpr, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, HEIGHT: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """The epilogue of HEIGHT rows of x, acc and perhaps `rest`, from `number` on of a tile, of which SHARES programs,
-    one behind the other, have a part each: they exchange these, and each adds and stores every SHARES-th slice of the
-    rows."""
+    one behind the other, have a part each: they exchange these, and each adds and stores some of the rows."""
     ROWS: gl.constexpr = acc.shape[0]
-    REST: gl.constexpr = HEIGHT - acc.shape[1]
-    SLICE: gl.constexpr = 32 if REST else HEIGHT // _power_of_2(SHARES)
-    layout: gl.constexpr = acc_layout_of(SLICE, FP8)
+    MAIN: gl.constexpr = acc.shape[1]
+    REST: gl.constexpr = HEIGHT - MAIN
+    PIECE: gl.constexpr = piece_columns(MAIN, SHARES)
+    SIZE: gl.constexpr = ROWS * HEIGHT
     program = gl.program_id(0)
-    own = parts + (program * 2 + HALF).to(gl.int64) * (ROWS * HEIGHT)
-    store_part(acc, own)
+    rank = program % SHARES
+    own = parts + (program * 2 + HALF).to(gl.int64) * SIZE
+    mine = give_pieces(acc, own, rank, SHARES, FP8)
     if REST:
-        store_part(rest, own + ROWS * acc.shape[1])
-    shared = program // SHARES
-    _await_parts(flags + (shared * 2 + HALF) * 2, SHARES)
-    for i in range(program % SHARES, HEIGHT // SLICE, SHARES):
-        total = gl.zeros((ROWS, SLICE), gl.float32, layout=layout)
-        for share in gl.static_range(SHARES):
-            source = (((shared * SHARES + share) * 2 + HALF).to(gl.int64) * HEIGHT + i * SLICE) * ROWS
-            total = add_part(total, parts + source, layout)
-        _store_columns(total, scales, number + i * SLICE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+        rest_mine = give_pieces(rest, own + ROWS * MAIN, rank, SHARES, FP8)
+    arrived = flags + (program // SHARES * 2 + HALF) * 2
+    await_all(arrived, SHARES)
+    if rank < MAIN // PIECE:
+        first = own - rank * (2 * SIZE)
+        total = take_pieces(mine, first, rank, 2 * SIZE, SHARES)
+        _store_columns(total, scales, number + rank * PIECE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+        if REST:
+            total = take_pieces(rest_mine, first + ROWS * MAIN, rank, 2 * SIZE, SHARES)
+            REST_PIECE: gl.constexpr = piece_columns(REST, SHARES)
+            place = MAIN + rank * REST_PIECE
+            _store_columns(total, scales, number + place, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+    clear(arrived, SHARES)
 
 
 @gluon.jit

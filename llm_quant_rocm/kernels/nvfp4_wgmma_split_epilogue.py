@@ -7,10 +7,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from llm_quant_rocm.kernels.cluster import add_parts, piece_columns, send_parts, wait_for_all
+from llm_quant_rocm.kernels.cluster import add_parts, send_parts, wait_for_all
 from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier, main_rows, row_in_tile
 from llm_quant_rocm.kernels.nvfp4_wgmma import epilogue
-from llm_quant_rocm.kernels.wgmma_parts import columns_of, give_part, load_shared_part, share_part, take_parts
+from llm_quant_rocm.kernels.wgmma_parts import (
+    columns_of,
+    give_part,
+    load_shared_part,
+    piece_columns,
+    share_part,
+    take_parts,
+)
 
 
 @gluon.constexpr_function

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a tile's sum on Hopper: from the programs that have the rest of the tile's steps to the one that has its
-beginning.
+beginning; or between programs that share a tile.
 
 The steps of all tiles are shared out evenly, each program a stretch (`begin_of`). A program gives away its part of the
 tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are there by
-then, and no two programs wait for each other. A part is one consumer's, four warps. Consumers of one program that take
-the steps of a tile in turns leave their parts to each other in shared memory (`share_part`).
+then, and no two programs wait for each other. Where the same number of programs share each tile, and run together, each
+adds a piece of it: it keeps its own part of that in registers, and gives away the rest (`give_pieces`). A part is one
+consumer's, four warps. Consumers of one program that take the steps of a tile in turns leave their parts to each other
+in shared memory (`share_part`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llm_quant_rocm.kernels.hopper import cta_barrier
+from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier
 
 
 @gluon.jit
@@ -73,6 +75,16 @@ def load_shared_part(part, acc_layout: gl.constexpr):
     return gl.convert_layout(values, acc_layout, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def piece_columns(columns, programs):
+    """How many of so many columns, a power of two, each of the programs of a tile adds; the first `columns` // that
+    many of them do."""
+    piece = 8
+    while piece * programs < columns:
+        piece *= 2
+    return piece
+
+
 @gluon.jit
 def columns_of(acc, SLICE: gl.constexpr, NUMBER: gl.constexpr, layout: gl.constexpr):
     """Columns NUMBER * SLICE and following of acc [N, M], SLICE of them: registers that each thread has."""
@@ -112,3 +124,50 @@ def take_parts(
         acc = add_part(acc, parts + slot.to(gl.int64) * (acc.shape[0] * acc.shape[1]), acc_layout)
         source += 1
     return acc
+
+
+@gluon.jit
+def await_all(arrived, PROGRAMS: gl.constexpr):
+    """Tells the PROGRAMS of a tile that this one's part is there, and waits for theirs. `arrived` and the number behind
+    it, zeros, count them (`clear`)."""
+    cta_barrier()
+    gl.atomic_add(arrived, 1, sem="release", scope="gpu")
+    while gl.atomic_add(arrived, 0, sem="acquire", scope="gpu") < PROGRAMS:
+        pass
+
+
+@gluon.jit
+def clear(arrived, PROGRAMS: gl.constexpr):
+    """Makes the numbers of `await_all` zeros again when all programs have gone on from there: at the end, where nothing
+    waits for it. A program is counted after its last look, an acquire."""
+    if gl.atomic_add(arrived + 1, 1, sem="relaxed", scope="gpu") == PROGRAMS - 1:
+        gl.store(arrived, 0)
+        gl.store(arrived + 1, 0)
+
+
+@gluon.jit
+def give_pieces(acc, part, rank, PROGRAMS: gl.constexpr, FP8: gl.constexpr):
+    """Stores in `part`, fp32 [N * M], what the other programs of a tile add of the program's acc [N, M], and returns
+    what number `rank` of the PROGRAMS itself adds of it, [N, `piece_columns`], of no use where that is nothing."""
+    PIECE: gl.constexpr = piece_columns(acc.shape[1], PROGRAMS)
+    layout: gl.constexpr = acc_layout_of(PIECE, FP8)
+    mine = columns_of(acc, PIECE, 0, layout)
+    for adder in gl.static_range(acc.shape[1] // PIECE):
+        columns = columns_of(acc, PIECE, adder, layout)
+        if rank == adder:
+            mine = columns
+        else:
+            store_part(columns, part + adder * (acc.shape[0] * PIECE))
+    return mine
+
+
+@gluon.jit
+def take_pieces(mine, parts, rank, apart, PROGRAMS: gl.constexpr):
+    """`mine` [N, PIECE] of program number `rank` plus what the other PROGRAMS of the tile have of it, in order. `parts`
+    is the first one's part, `apart` values before the second one's."""
+    SIZE: gl.constexpr = mine.shape[0] * mine.shape[1]
+    layout: gl.constexpr = mine.type.layout
+    for other in gl.static_range(PROGRAMS - 1):
+        source = other + gl.where(other >= rank, 1, 0)
+        mine = add_part(mine, parts + (source * apart + rank * SIZE), layout)
+    return mine

@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 
 def python(
     *functions: str, programs: int | tuple[int, ...] = 0, program: int | tuple[int, ...] = 0,
-    load: Callable[..., int] | None = None, prefetch: Callable[..., None] | None = None
+    load: Callable[..., int] | None = None, **stand_ins: Callable[..., Any]
 ) -> list[Callable[..., Any]]:  # fmt: skip
-    """Functions of the kernels, as one of so many programs runs them, in a grid of one dimension or of several."""
-    from llm_quant_rocm.kernels import cluster, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
+    """Functions of the kernels, as one of so many programs runs them, in a grid of one dimension or of several; with
+    `stand_ins` for what they call."""
+    from llm_quant_rocm.kernels import cluster, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, wgmma_parts
 
-    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma, cluster)
+    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma, cluster, wgmma_parts)
     grid, at = ((each,) if isinstance(each, int) else each for each in (programs, program))
     gl = SimpleNamespace(
         minimum=min,
@@ -36,7 +37,7 @@ def python(
         constexpr=int,
         static_range=range,
     )
-    names: dict[str, Any] = {"gl": gl, "prefetch": prefetch}
+    names: dict[str, Any] = {"gl": gl, **stand_ins}
     names |= {name: getattr(cluster, name).value for name in ("_BARRIERS", "_EIGHT_COLUMNS")}
     for name in functions:
         function = next(getattr(module, name) for module in modules if hasattr(module, name))
@@ -330,10 +331,48 @@ def test_the_programs_of_a_cluster_share_the_steps_of_their_tile(k: int, program
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+class Columns(list[int]):
+    """Stands for a tensor of 64 rows: a number for each of its columns."""
+
+    type = SimpleNamespace(layout=None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 64, len(self)
+
+
+@pytest.mark.parametrize("programs", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("columns", [64, 128, 256])
+def test_each_column_of_a_shared_tile_is_added_once_of_all_programs(columns: int, programs: int) -> None:
+    from llm_quant_rocm.kernels.wgmma_parts import piece_columns
+
+    memory: dict[int, int] = {}
+
+    def store(values: Columns, at: int) -> None:
+        for i, value in enumerate(values):
+            assert memory.setdefault(at + i * 64, value) == value, "parts do not overlap"
+
+    give, take = python(
+        "give_pieces", "take_pieces", piece_columns=piece_columns.fn, acc_layout_of=lambda columns, fp8: None,
+        columns_of=lambda acc, width, number, layout: Columns(acc[number * width :][:width]), store_part=store,
+        add_part=lambda acc, at, layout: Columns(value + memory[at + i * 64] for i, value in enumerate(acc)),
+    )  # fmt: skip
+    size, apart = 64 * columns, 3 * 64 * columns
+    # A digit of a number for each program, so that a sum says which programs' it has.
+    sums = [Columns(10**program for _ in range(columns)) for program in range(programs)]
+    mine = [give(sums[rank], rank * apart, rank, programs, False) for rank in range(programs)]
+    assert all(at % apart < size for at in memory), "a part has room for a consumer's sum"
+    piece = piece_columns(columns, programs)
+    assert columns // piece <= programs and piece * programs < 2 * columns, "as even as powers of two can be"
+    for rank in range(columns // piece):
+        assert take(mine[rank], 0, rank, apart, programs) == [int("1" * programs)] * piece
+
+
 @pytest.mark.parametrize("programs", [2, 3, 4])
 @pytest.mark.parametrize("columns", [8, 16, 32])
 def test_what_comes_to_an_inbox_has_room_of_its_own(columns: int, programs: int) -> None:
-    from llm_quant_rocm.kernels.cluster import inbox_bytes, piece_columns
+    from llm_quant_rocm.kernels.cluster import inbox_bytes
+    from llm_quant_rocm.kernels.wgmma_parts import piece_columns
 
     (slot,) = python("_slot")
     piece = piece_columns(columns, programs)
