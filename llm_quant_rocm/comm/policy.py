@@ -84,6 +84,14 @@ class Choice:
 
 ENGINE = Choice(Algorithm.ENGINE)
 
+
+class WrongVariables(ValueError):
+    """Variables of the environment that cannot be obeyed: `args` are a sentence each, with its cure."""
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
 # (first size in bytes, what serves from there), rising from 0.
 Steps = list[tuple[int, Choice]]
 
@@ -111,34 +119,40 @@ class Settings:
         """The settings of upstream's variables, of which the others are not read where no codec is set.
 
         Raises:
-            ValueError: an unknown codec, a size that is no number or negative, or a minimum above the maximum.
+            WrongVariables: an unknown codec, sizes that are no numbers or negative, or a minimum above the maximum.
         """
+        wrong: list[str] = []
 
         def size(name: str, unit: int, default: int | None) -> int | None:
             text = read(_PREFIX + name, environment)
             if not text:
                 return default
-            if not text.isdecimal():
-                raise ValueError(f"{_PREFIX}{name}={text}: it must be a whole number, 0 or more")
-            return int(text) * unit
+            if text.isdecimal():
+                return int(text) * unit
+            wrong.append(f"{_PREFIX}{name}={text}: it must be a whole number, 0 or more")
+            return None
 
         name = read(f"{_PREFIX}QUANTIZATION", environment) or "NONE"
-        if name != "NONE" and name not in CODECS:
-            raise ValueError(f"{_PREFIX}QUANTIZATION={name}: it must be one of {', '.join(CODECS)}, NONE")
         if name == "NONE":
             return cls()
+        if name not in CODECS:
+            wrong.append(f"{_PREFIX}QUANTIZATION={name}: it must be one of {', '.join(CODECS)}, NONE")
         min_bytes, max_bytes = size("MIN_SIZE_BYTES_MB", _MIB, None), size("MAX_SIZE_BYTES_MB", _MIB, cls.max_bytes)
-        assert max_bytes is not None
-        if min_bytes is not None and min_bytes > max_bytes:
-            raise ValueError(
+        quantization_min_bytes = size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0)
+        if min_bytes is not None and max_bytes is not None and min_bytes > max_bytes:
+            wrong.append(
                 f"{_PREFIX}MIN_SIZE_BYTES_MB is {min_bytes // _MIB}, above the maximum of {max_bytes // _MIB}: lower "
                 f"it, or raise {_PREFIX}MAX_SIZE_BYTES_MB"
             )
+        if wrong:
+            raise WrongVariables(*wrong)
+        assert max_bytes is not None
+        assert quantization_min_bytes is not None
         return cls(
             codec_named(name),
             min_bytes,
             max_bytes,
-            size("QUANTIZATION_MIN_SIZE_KB", _KIB, 0) or 0,
+            quantization_min_bytes,
             (read(f"{_PREFIX}CAST_BF16_TO_FP16", environment) or "").lower() in ("1", "true"),
         )
 
@@ -147,7 +161,7 @@ class Settings:
         """The settings of SGLang's variables (ROCM_QUICK_REDUCE_...), else of vLLM's (VLLM_ROCM_QUICK_REDUCE_...).
 
         Raises:
-            ValueError: as of `from_environment`, with the names that the user gave, else SGLang's.
+            WrongVariables: as of `from_environment`, with the names that the user gave, else SGLang's.
         """
         own = {
             f"VLLM_{name}": value
@@ -155,16 +169,15 @@ class Settings:
             if value and name.startswith(SGLANG_QUICK_REDUCE)  # an empty one is as good as unset
         }
         upstream = {name: value for name, value in environment.items() if name.startswith(_PREFIX)}
+        theirs = upstream.keys() - own.keys()
+
+        def given(name: re.Match[str]) -> str:
+            return name[0] if name[0] in theirs else name[0].removeprefix("VLLM_")
+
         try:
             return cls.from_environment({**upstream, **own})
-        except ValueError as error:
-            theirs = upstream.keys() - own.keys()
-            message = re.sub(
-                rf"{_PREFIX}\w+",
-                lambda name: name[0] if name[0] in theirs else name[0].removeprefix("VLLM_"),
-                str(error),
-            )
-            raise ValueError(message) from None
+        except WrongVariables as error:
+            raise WrongVariables(*(re.sub(rf"{_PREFIX}\w+", given, reason) for reason in error.args)) from None
 
 
 class Policy:

@@ -315,6 +315,21 @@ def test_the_all_reduce_is_judged_by_both_spellings(monkeypatch: pytest.MonkeyPa
     assert whats(operators.examine(CPU)) == whats(part)
 
 
+def test_each_wrong_variable_of_the_all_reduce_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once, though both engines read it, and the list of variables knows its values."""
+    wrong = {"QUANTIZATION": "FP5", "MIN_SIZE_BYTES_MB": "abc", "QUANTIZATION_MIN_SIZE_KB": "-1"}
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"VLLM_ROCM_QUICK_REDUCE_{name}", value)
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    problems = [problem for part in ("operators", "environment") for problem in report[part]["problems"]]
+    assert [problem["what"] for problem in problems] == [
+        f"VLLM_ROCM_QUICK_REDUCE_{name}={value}" for name, value in wrong.items()
+    ]
+    assert [problem["cure"].partition(" ")[0] for problem in problems] == ["it"] * 3
+
+
 # --- engines
 
 

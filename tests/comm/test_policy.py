@@ -91,6 +91,11 @@ def test_all_variables() -> None:
         ({"QUANTIZATION_MIN_SIZE_KB": "x"}, "QUANTIZATION_MIN_SIZE_KB=x: it must be a whole number"),
         ({"MIN_SIZE_BYTES_MB": "9", "MAX_SIZE_BYTES_MB": "8"}, "MIN_SIZE_BYTES_MB is 9, above the maximum of 8"),
         ({"MIN_SIZE_BYTES_MB": "4096"}, "above the maximum of 2048"),
+        ({"MIN_SIZE_BYTES_MB": "4096", "MAX_SIZE_BYTES_MB": "x"}, "^[^;]*MAX_SIZE_BYTES_MB=x: it must [^;]*$"),
+        (
+            {"QUANTIZATION": "FP3", "MIN_SIZE_BYTES_MB": "4096", "QUANTIZATION_MIN_SIZE_KB": "x"},
+            "QUANTIZATION=FP3: .*; .*MIN_SIZE_KB=x: .*; .*MIN_SIZE_BYTES_MB is 4096",
+        ),
     ],
 )
 def test_wrong_values_are_one_sentence(variables: dict[str, str], message: str) -> None:
@@ -136,8 +141,12 @@ def test_sglang_has_both_spellings(variables: dict[str, str], codec: str | None,
             },
             "ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB is 2, .* raise ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
         ),
+        (
+            {"ROCM_QUICK_REDUCE_QUANTIZATION": "INT5", "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB": "x"},
+            "ROCM_QUICK_REDUCE_QUANTIZATION=INT5: .*; VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB=x: ",
+        ),
     ],
-    ids=["sglang", "vllm", "vllm among sglang", "longer name", "two names"],
+    ids=["sglang", "vllm", "vllm among sglang", "longer name", "two names", "two errors"],
 )
 def test_an_error_in_sglang_names_the_variable_that_the_user_set(variables: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):

@@ -69,7 +69,9 @@ def examine(device: torch.device) -> Part:
     for engine, settings in (("vLLM", policy.Settings.from_environment), ("SGLang", policy.Settings.for_sglang)):
         try:
             engines.setdefault(_all_reduce(facts.arch, settings()), []).append(engine)
-        except ValueError as error:
+        except policy.WrongVariables as error:
+            problems += map(Problem.of, error.args)
+        except ValueError as error:  # a broken file of crossovers
             problems.append(Problem.of(str(error)))
     notes += [f"{' and '.join(names)}, {said}" for said, names in engines.items()]
     return Part("operators", f"Operators on {device}", rows, notes, list(dict.fromkeys(problems)))
