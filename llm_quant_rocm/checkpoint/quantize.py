@@ -17,13 +17,14 @@ in one of these layouts, which hold the same values:
 
 import hashlib
 import json
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -103,11 +104,11 @@ def quantize_checkpoint(
             checkpoint, is truncated or quantized already, a weight that cannot be quantized, an `ignore` that matches
             nothing or parts layers that engines fuse, an `input_amax` that lacks a module or is not positive, or none
             where the layout has no W4A16.
-        OSError: the disk is too small.
+        OSError: the disk is too small, or a file or folder of the source may not be read.
     """
     _check_options(scheme, layout, input_amax, search)
     reader = Reader(source)
-    modules = _modules_folders(source)
+    others = _others(source, target)
     chosen = _chosen(reader, source, scheme, layout, ignore)
     if input_amax is not None:
         _check_inputs(chosen, input_amax)
@@ -129,7 +130,7 @@ def quantize_checkpoint(
     with output.written():
         _write_weights(reader, chosen, method, output, device, on_progress)
         if not output.complete:
-            _write_others(source, target, reader, chosen, ignore, form, output, modules, input_amax is not None)
+            _write_others(source, target, others, reader, chosen, ignore, form, output, input_amax is not None)
     errors = {module: error for record in output.files.values() for module, error in record["errors"].items()}
     return Report(
         tuple(sorted(map(_module, chosen))),
@@ -231,24 +232,17 @@ def _quantized(reader: Reader, name: str, method: Scheme, device: str) -> tuple[
 def _write_others(
     source: Path,
     target: Path,
+    others: Sequence[Path],
     reader: Reader,
     chosen: set[str],
     ignore: Sequence[str],
     form: Layout,
     output: Output,
-    modules: set[str],
     w4a4: bool,
 ) -> None:
     """All that is no weight file, what describes the checkpoint last."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in ("config.json", REPORT) and not file.name.endswith(_OTHER_WEIGHTS):
-            output.copy(file, file.name)
-    for file in sorted(source.glob("[!.]*/**/*")):
-        place = file.relative_to(source)
-        wanted = place.parts[0] in modules or place.suffix in _SMALL
-        of_another_run = any((source / folder / REPORT).is_file() for folder in place.parents[:-1])
-        if file.is_file() and wanted and not of_another_run and not file.resolve().is_relative_to(target.resolve()):
-            output.copy(file, str(place))
+    for file in others:
+        output.copy(file, str(file.relative_to(source)))
     if (source / INDEX).exists():
         output.write_json(INDEX, _index(target, output))
     kept = {_module(name) for name in reader.weights if name not in chosen}
@@ -256,6 +250,31 @@ def _write_others(
     listed = sorted(kept | {"lm_head"}.intersection(ignore))
     for name, content in form.describe(reader.config, listed, w4a4).items():
         output.write_json(name, content)
+
+
+def _others(source: Path, target: Path) -> list[Path]:
+    """The files that are copied as they are.
+
+    Raises:
+        OSError: a folder may not be read, so that nobody knows what of it is wanted.
+    """
+    modules = _modules_folders(source)
+    found = []
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in ("config.json", REPORT) and not file.name.endswith(_OTHER_WEIGHTS):
+            found.append(file)
+    walks = (os.walk(folder, onerror=_raise) for folder in source.glob("[!.]*/"))
+    for file in sorted(Path(folder, name) for walk in walks for folder, _, names in walk for name in names):
+        place = file.relative_to(source)
+        wanted = place.parts[0] in modules or place.suffix in _SMALL
+        of_another_run = any((source / folder / REPORT).is_file() for folder in place.parents[:-1])
+        if file.is_file() and wanted and not of_another_run and not file.resolve().is_relative_to(target.resolve()):
+            found.append(file)
+    return found
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _modules_folders(source: Path) -> set[str]:

@@ -87,6 +87,28 @@ def test_a_file_of_the_checkpoint_that_may_not_be_read(
     assert result.stderr.startswith(f"quantize: FAILED. {file} cannot be used (Permission denied): name another")
 
 
+@pytest.mark.parametrize("name", ["1_Pooling", "1_Pooling/deeper"])
+def test_a_folder_of_the_checkpoint_that_may_not_be_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in it would be missing from the output: that is said before anything is written."""
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model")) / name
+    folder.mkdir(parents=True)
+    scandir = os.scandir
+
+    def closed(path: object) -> object:
+        if str(path) == str(folder):  # root may read whatever its mode is
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", closed)
+    target = tmp_path / "out"
+    result = CliRunner().invoke(app, ["quantize", str(tmp_path / "model"), str(target), "--scheme", "ptpc_fp8"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"quantize: FAILED. {folder} cannot be used (Permission denied): name another")
+    assert not target.exists()
+
+
 def test_what_the_system_says_of_a_target_is_in_its_words_alone() -> None:
     result = CliRunner().invoke(app, ["quantize", str(DEMO_MODEL), "/dev/null/target", "--scheme", "ptpc_fp8"])
     assert result.stderr.startswith("quantize: FAILED. /dev/null/target cannot be written (Not a directory): make room")
