@@ -114,9 +114,11 @@ def survey(folder: Path) -> Survey:
 
 def quantization_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """What the checkpoint says of its quantization, None where that is nothing; an empty description is none, as to
-    vLLM. Older ModelOpts say all of it, or of a mixed one the layers, in a file of its own."""
+    vLLM. Older ModelOpts say all of it, or of a mixed one the layers, in a file of its own. Older compressed-tensors
+    have another key, which engines read where the others are not there."""
     inside = config.get("text_config") or {}
-    found = config.get("quantization_config") or inside.get("quantization_config") or None
+    named = config.get("quantization_config") or inside.get("quantization_config")
+    found = named or config.get("compression_config") or None
     if not (folder / "hf_quant_config.json").is_file():
         return found
     older = json_object(folder / "hf_quant_config.json")

@@ -467,6 +467,10 @@ def remove_weights(folder: Path) -> None:
             write_text("config.json", '{"text_config": {"quantization_config": {"quant_method": "fp8"}}}'),
             "is quantized already",
         ),
+        (
+            write_text("config.json", '{"compression_config": {"quant_method": "compressed-tensors"}}'),
+            "is quantized already",
+        ),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "is quantized already"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json: name the folder"),
         (write_text("config.json", "{"), "config.json is no JSON .*: download the checkpoint again"),

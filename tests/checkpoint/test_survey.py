@@ -40,3 +40,13 @@ def test_a_checkpoint_that_says_nothing_of_quantization(tmp_path: Path, config: 
 def test_the_quantization_of_a_text_model_inside(tmp_path: Path) -> None:
     inside = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     assert survey(folder(tmp_path, {"text_config": {"quantization_config": inside}})).quantization == inside
+
+
+def test_older_compressed_tensors_describe_it_under_another_key(tmp_path: Path) -> None:
+    older = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    assert survey(folder(tmp_path, {"compression_config": older})).quantization == older
+    newer = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    for config in ({"quantization_config": newer}, {"text_config": {"quantization_config": newer}}):
+        assert survey(folder(tmp_path, config | {"compression_config": older})).quantization == newer
+    with pytest.raises(ValueError, match=r"compression_config in .* is no JSON object: download"):
+        survey(folder(tmp_path, {"compression_config": "nvfp4"}))

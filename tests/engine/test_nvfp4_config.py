@@ -172,6 +172,19 @@ def test_layers_that_an_older_modelopt_describes_elsewhere(
     assert EngineArgs(model=str(model)).create_model_config().quantization == "modelopt_mixed"
 
 
+def test_older_compressed_tensors_describe_it_under_another_key(
+    tmp_path: Path, nvfp4_dense: nvfp4_checkpoints.Quantized
+) -> None:
+    model = nvfp4_dense.write_compressed_tensors(tmp_path / "older", activations=False)
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    assert EngineArgs(model=str(model)).create_model_config().quantization == "nvfp4_triton"
+    with pytest.raises(ValueError, match=r"already quantized \(compressed-tensors\)"):
+        EngineArgs(model=str(model), quantization="ptpc_fp8").create_model_config()
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -82,6 +82,17 @@ def test_what_the_loader_makes_of_a_checkpoint(checkpoints_by_kind: dict[str, Pa
     assert found.get_min_capability() <= 90, "gfx90a and Hopper, as SGLang counts"
 
 
+def test_older_compressed_tensors_describe_it_under_another_key(
+    checkpoints_by_kind: dict[str, Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(checkpoints_by_kind["compressed-tensors"], tmp_path / "older"))
+    config = json.loads((model / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (model / "config.json").write_text(json.dumps(config))
+    assert method(model) == nvfp4.NAME
+    assert configuration(model).get_name() == "compressed_tensors"
+
+
 @pytest.mark.parametrize("missing", ["kv_cache_scheme", "quantized_layers"])
 def test_what_modelopt_says_of_a_mixed_checkpoint_elsewhere(
     missing: str, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
