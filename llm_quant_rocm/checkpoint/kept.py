@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a 16-bit checkpoint stay as they are, and which engines fuse, by their names."""
+"""Which modules of a 16-bit checkpoint stay as they are, which engines fuse, and which models stay altogether."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 # Output layers, embeddings, routers, what joins hidden states before a layer that predicts further tokens and reads
 # what it says, what picks tokens for sparse attention, and encoders of images and sounds with what joins them to the
@@ -12,6 +13,8 @@ IGNORE = (
     "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*", "*connector*", "*resampler*",
     "*aligner*", "mlp1.*",
 )  # fmt: skip
+# Models of transformers' Conv1D, whose weights are [K, N].
+TRANSPOSED = ("gpt2", "openai-gpt")
 # Layers that engines fuse into one. Upstream takes one global scale for all of a fused layer's rows.
 _FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -36,3 +39,10 @@ def in_mixers(modules: Iterable[str]) -> set[str]:
     """Those of Mamba's first kind, whose layers have a dt_proj: engines know no quantization of them."""
     names = set(modules)
     return {name for name in names if f"{name.rpartition('.')[0]}.dt_proj" in names}
+
+
+def holds_all_experts(module: str, shape: Sequence[int]) -> bool:
+    """Whether a weight is that of all experts of a layer: it would stay as it is, and nobody would read it so."""
+    # The last dimension of a convolution's weight is short, or it has one channel in each group.
+    stacked = len(shape) == 3 and shape[1] > 1 and shape[2] >= 16
+    return stacked and (".experts." in module or not any(fnmatchcase(module, entry) for entry in IGNORE))

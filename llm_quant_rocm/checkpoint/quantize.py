@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.checkpoint.files import INDEX
-from llm_quant_rocm.checkpoint.kept import IGNORE, fused_with, in_mixers
+from llm_quant_rocm.checkpoint.kept import IGNORE, TRANSPOSED, fused_with, holds_all_experts, in_mixers
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
@@ -39,9 +39,6 @@ from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
 from llm_quant_rocm.json_files import parsed
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
-
-# Models of transformers' Conv1D, whose weights are [K, N].
-_TRANSPOSED = ("gpt2", "openai-gpt")
 
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -155,7 +152,7 @@ def _check_options(scheme: str, layout: str, input_amax: Mapping[str, float] | N
 def _chosen(reader: Reader, source: Path, scheme: str, layout: str, ignore: Sequence[str]) -> set[str]:
     """The names of the weights to quantize."""
     _check_ignored(reader, ignore, source)
-    if reader.config.get("model_type") in _TRANSPOSED:
+    if reader.config.get("model_type") in TRANSPOSED:
         raise ValueError(
             f"{source} is a {reader.config['model_type']}, whose weights are transposed in the checkpoint: it cannot "
             "be quantized"
@@ -318,12 +315,9 @@ def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:
 
 
 def _check_experts(reader: Reader) -> None:
-    """One tensor that holds all experts would stay as it is, and nobody would read it so."""
     for name, tensor in reader.tensors.items():
-        # The last dimension of a convolution's weight is short, or it has one channel in each group.
-        stacked = len(tensor.shape) == 3 and tensor.shape[1] > 1 and tensor.shape[2] >= 16
-        of_experts = ".experts." in name or (name.endswith(".weight") and not _matches(_module(name), IGNORE))
-        if stacked and of_experts:
+        is_weight = ".experts." in name or name.endswith(".weight")
+        if is_weight and holds_all_experts(_module(name), tensor.shape):
             raise ValueError(
                 f"{name} holds all experts of a layer in one tensor {list(tensor.shape)}; experts are quantized from "
                 "one tensor for each of them: save the checkpoint so, or serve it with --quantization ptpc_fp8"

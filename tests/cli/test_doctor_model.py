@@ -372,6 +372,21 @@ def test_nvfp4_is_left_out_where_quantize_or_the_engine_would_refuse_it(
     assert parts[0].notes[1:] == ([] if what is None else [note])
 
 
+def test_nvfp4_is_offered_where_quantize_makes_it(tmp_path: Path) -> None:
+    """Its own rules: a convolution is no tensor of all experts, and a model of transposed weights is refused."""
+    linear: Tensors = {"model.layers.0.mixer.in_proj.weight": ("BF16", (128, 64))}
+    short: Tensors = {"model.layers.0.mixer.conv1d.weight": ("BF16", (128, 1, 4))}
+    experts: Tensors = {"model.layers.0.moe.input_linear.weight": ("BF16", (8, 128, 64))}
+    for name, tensors, config, why in (
+        ("convolution", short, {}, None),
+        ("experts", experts, {}, "takes experts that have a tensor each"),
+        ("gpt2", {}, {"model_type": "gpt2"}, "takes no gpt2, whose weights are transposed"),
+    ):
+        parts = model.examine(write(tmp_path / name, linear | tensors, config=config), 1)
+        assert list(plans(parts)) == ["16 bits", *([] if why else ["NVFP4"]), "PTPC FP8"], name
+        assert parts[0].notes[1:] == ([f"not in NVFP4: `quantize` {why}"] if why else []), name
+
+
 def test_experts_with_biases_are_served_in_16_bits(tmp_path: Path) -> None:
     """The engines' plugins refuse them."""
     parts = model.examine(write(tmp_path, gpt_oss(GPT_OSS_16_BITS), config=GPT_OSS), 1)

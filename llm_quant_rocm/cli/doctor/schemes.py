@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds, online_layers
-from llm_quant_rocm.checkpoint.kept import IGNORE, in_mixers
+from llm_quant_rocm.checkpoint.kept import IGNORE, TRANSPOSED, holds_all_experts, in_mixers
 from llm_quant_rocm.checkpoint.survey import FP8, MXFP4, NVFP4, OTHER, Module, Survey
 from llm_quant_rocm.cli.doctor.engines import HOSTS
 from llm_quant_rocm.versions import installed
@@ -70,7 +70,11 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
             return Ways(schemes, left_out=(f"not in NVFP4 or PTPC FP8: neither serves experts with {lack}",))
         if config is not None:
             left_out.append("not in NVFP4: `quantize` takes no checkpoint with a quantization_config in config.json")
-        elif any(len(module.shape) == 3 for module in found.modules):
+        elif found.config.get("model_type") in TRANSPOSED:
+            left_out.append(
+                f"not in NVFP4: `quantize` takes no {found.config['model_type']}, whose weights are transposed"
+            )
+        elif any(holds_all_experts(module.name, module.shape) for module in found.modules):
             left_out.append("not in NVFP4: `quantize` takes experts that have a tensor each")
         else:
             schemes.append(Scheme("NVFP4", f"{quantize}\n{_serve(Path(target), ranks)}", in_nvfp4))
