@@ -83,7 +83,8 @@ def refuse_broken_files(folder: Path) -> None:
     all where there is none. With none of them there, the weights come from elsewhere, or are not wanted.
 
     Raises:
-        ValueError: the index or a file is broken, as `read_header` says, or some files are missing.
+        ValueError: the index or a file is broken, as `read_header` says, or some files are missing, or gone behind a
+            link.
     """
     index = folder / INDEX
     if index.is_file():
@@ -94,6 +95,7 @@ def refuse_broken_files(folder: Path) -> None:
     absent = [file for file in files if not file.is_file()]
     if len(absent) == len(files):
         return
+    refuse_dead_links(absent)
     if absent:
         raise ValueError(f"{absent[0]} is missing, but {INDEX} names it: download it")
     for file in files:
@@ -143,13 +145,13 @@ def _of_mistral(folder: Path) -> str:
     )
 
 
-def refuse_dead_links(folder: Path) -> None:
+def refuse_dead_links(files: Iterable[Path]) -> None:
     """A download's cache holds links, to files that may be gone.
 
     Raises:
-        ValueError: a file of the checkpoint in `folder` is such a link.
+        ValueError: one of the files of a checkpoint is such a link.
     """
-    for file in sorted(folder.iterdir()):
+    for file in sorted(files):
         if file.is_symlink() and not file.exists():
             raise ValueError(
                 f"{file} is a link to {file.readlink()}, which is gone: download the checkpoint again, or remove it"

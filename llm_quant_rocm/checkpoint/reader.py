@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.config = read_config(folder)
-        refuse_dead_links(folder)
+        refuse_dead_links(folder.iterdir())
         if quantization_of(folder, self.config) is not None:
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
         expected = self._index()

@@ -103,7 +103,7 @@ def survey(folder: Path) -> Survey:
         raise ValueError(f"{folder} is no folder here: download the model first (hf download MODEL --local-dir FOLDER)")
     faults: list[str] = []
     config = read_config(folder)
-    refuse_dead_links(folder)
+    refuse_dead_links(folder.iterdir())
     tensors = _tensors(folder, faults)
     quantization = quantization_of(folder, config)
     biases = any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)

@@ -316,6 +316,18 @@ def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> No
         refuse_broken_files(tmp_path)
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_file_that_is_gone_behind_a_link_is_named_as_that(tmp_path: Path, indexed: bool) -> None:
+    """As in a download's cache; no index has named it where there is none."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "1.safetensors")
+    (tmp_path / "2.safetensors").symlink_to("../blobs/0123")
+    if indexed:
+        weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"2.safetensors is a link to ../blobs/0123, which is gone: download"):
+        refuse_broken_files(tmp_path)
+
+
 def test_files_are_those_of_the_index(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
