@@ -6,7 +6,6 @@ no flag: ModelOpt's (NVFP4, W4A16_NVFP4, and MIXED_PRECISION with NVFP4 layers) 
 `nvfp4-pack-quantized`. GPUs with NVFP4 units of their own are left to SGLang.
 """
 
-import json
 import logging
 from functools import cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
 )
 from llm_quant_rocm.environment import switched_on
+from llm_quant_rocm.json_files import json_object
 from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
@@ -182,6 +182,9 @@ def _description(model_config: Any) -> dict[str, Any] | None:
 
     What ModelOpt says of a mixed checkpoint in hf_quant_config.json alone, of its layers or its KV cache, is added to
     what config.json says, of which SGLang makes the configuration.
+
+    Raises:
+        ValueError: that file is broken.
     """
     config = model_config._parse_quant_hf_config()
     if config is None:
@@ -189,7 +192,7 @@ def _description(model_config: Any) -> dict[str, Any] | None:
     file = Path(model_config.model_path) / _MODELOPT_FILE
     settings = modelopt_settings(config)
     if settings is not None and str(settings["quant_algo"]).upper() == MIXED_PRECISION and file.is_file():
-        described = modelopt_settings(json.loads(file.read_text())) or {}
+        described = modelopt_settings(json_object(file)) or {}
         missing = {key: described[key] for key in _OFTEN_ELSEWHERE if key in described and not settings.get(key)}
         # Where config.json names no layers, SGLang calls the method w4afp8.
         known = {**settings, **missing, "quant_method": "modelopt"}

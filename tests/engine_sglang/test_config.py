@@ -110,6 +110,16 @@ def test_what_modelopt_says_of_a_mixed_checkpoint_elsewhere(
     assert found.quantized_layers == layers
 
 
+@pytest.mark.parametrize(("text", "what"), [("{", "is no JSON"), ("[]", "holds no JSON object")])
+def test_a_broken_file_of_modelopts_is_named(
+    text: str, what: str, nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
+) -> None:
+    model = nvfp4_moe.write_mixed(tmp_path / "mixed")
+    (model / "hf_quant_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"hf_quant_config\.json {what}.*: download the checkpoint again"):
+        method(model)
+
+
 def test_what_config_json_says_of_a_mixed_checkpoint_comes_first(
     nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path
 ) -> None:
