@@ -50,7 +50,8 @@ def evaluate(
     with reported("eval", messages):
         methods = methods_named(quantization)
         document = text or model / "heldout.txt"
-        _check(model, document, tasks)
+        named = _tasks_named(tasks, include, limit)
+        _check(model, document)
         refuse_unknown(methods, messages)
         tokens = context or min(CONTEXT, _longest(model))
         fraction = None if _vllm.on_cpu() else GPU_MEMORY
@@ -60,9 +61,9 @@ def evaluate(
             failures=failures,
         )  # fmt: skip
         scores: Tasks = {}
-        if tasks:
+        if named:
             job = {
-                "tasks": tasks.split(","), "include": include and str(include), "limit": limit, "context": tokens,
+                "tasks": named, "include": include and str(include), "limit": limit, "context": tokens,
                 "ranks": tp, "memory_fraction": fraction or _vllm.memory_fraction(),
             }  # fmt: skip
             measured = {name: methods[name] for name in results}
@@ -147,7 +148,27 @@ def figures(results: Mapping[str, Evaluation], scores: Tasks, model: Path, text:
     }
 
 
-def _check(model: Path, text: Path, tasks: str | None) -> None:
+def _tasks_named(tasks: str | None, include: Path | None, limit: int | None) -> list[str]:
+    """lm-eval's names; it would say what is wrong with them behind the engines of every method.
+
+    Raises:
+        CommandError: an empty list, options of tasks without any, no folder of one's own, or no lm-eval.
+    """
+    if tasks is None:
+        if include is not None or limit is not None:
+            raise CommandError("--include and --limit are for lm-eval's tasks: name some by --tasks.")
+        return []
+    named = [task for part in tasks.split(",") if (task := part.strip())]
+    if not named:
+        raise CommandError("--tasks names nothing: name some of lm-eval's, for example gsm8k.")
+    if include is not None and not include.is_dir():
+        raise CommandError(f"--include {include}: it must be a folder of lm-eval tasks.")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise CommandError("--tasks needs lm-eval: pip install 'llm-quant-rocm[tools]'")
+    return named
+
+
+def _check(model: Path, text: Path) -> None:
     _vllm.require()
     if not (model / "config.json").is_file():
         raise CommandError(f"{model} has no config.json: name the folder of a checkpoint.")
@@ -167,8 +188,6 @@ def _check(model: Path, text: Path, tasks: str | None) -> None:
             f"{text} has {words} words in {len(content)} characters, and perplexity is that of a word: name a text "
             "with blanks between words by --text."
         )
-    if tasks and importlib.util.find_spec("lm_eval") is None:
-        raise CommandError("--tasks needs lm-eval: pip install 'llm-quant-rocm[tools]'")
 
 
 def _longest(model: Path) -> int:

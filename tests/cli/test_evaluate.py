@@ -222,6 +222,38 @@ def test_tasks_that_fail_at_once_cost_no_perplexity(tmp_path: Path, monkeypatch:
     assert sum(what.startswith("lm-eval") for what in asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", " ,"], "--tasks names nothing: name some of lm-eval's, for example gsm8k."),
+        (["--tasks", "mine", "--include", "nowhere"], "--include nowhere: it must be a folder of lm-eval tasks."),
+        (["--limit", "9"], "--include and --limit are for lm-eval's tasks: name some by --tasks."),
+        (["--include", "."], "--include and --limit are for lm-eval's tasks: name some by --tasks."),
+    ],
+)
+def test_tasks_are_looked_at_before_an_engine_starts(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> Any:
+        raise AssertionError("an engine was started")
+
+    pretend(run, tmp_path, monkeypatch)
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--quantization", "bf16", *options])
+    assert (result.exit_code, result.stderr) == (1, f"eval: FAILED. {message}\n")
+
+
+def test_tasks_may_have_blanks_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(module: str, job: dict[str, Any], *_: object) -> Any:
+        if module.endswith("_tasks_worker"):
+            return {task: {"acc": 0.5} for task in job["tasks"]}
+        return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
+
+    pretend(run, tmp_path, monkeypatch)
+    options = ["--quantization", "bf16", "--tasks", "gsm8k, arc_easy,", "--json"]
+    answer = json.loads(CliRunner().invoke(app, ["eval", str(tmp_path), *options]).stdout)
+    assert list(answer["methods"]["bf16"]["tasks"]) == ["gsm8k", "arc_easy"]
+
+
 VLLMS = ["fp8", "fp8_per_tensor", "fp8_per_block", "awq", "ptpc_fp8"]
 
 
