@@ -76,7 +76,9 @@ def evaluate(
             print_json(output, {"environment": measured_on, **found, "failed": failures.reasons})
         else:
             first = next(iter(methods))
-            output.print(_evaluate.table(f"{model.name} over {document.name}", results, first, columns(scores)))
+            output.print(
+                _evaluate.table(f"{model.absolute().name} over {document.name}", results, first, columns(scores))
+            )
             output.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
         failures.report()
 

@@ -99,6 +99,17 @@ def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert options[options.index("--tensor-parallel-size") + 1] == "2"
 
 
+def test_a_model_that_is_the_current_folder_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(serve, "_measure", lambda *_: FOUND["bf16"])
+    model = tmp_path / "Llama"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    monkeypatch.chdir(model)
+    result = CliRunner().invoke(app, ["bench", "serve", ".", "--quantization", "bf16"])
+    assert "Llama, 1024 tokens in, 256 out" in result.stdout
+
+
 @pytest.mark.parametrize(("broken", "rows"), [("ptpc_fp8", ["bf16", "fp8"]), ("bf16", [])])
 def test_a_method_that_fails_costs_the_others_nothing(
     broken: str, rows: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

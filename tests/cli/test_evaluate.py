@@ -254,6 +254,15 @@ def test_tasks_may_have_blanks_between_them(tmp_path: Path, monkeypatch: pytest.
     assert list(answer["methods"]["bf16"]["tasks"]) == ["gsm8k", "arc_easy"]
 
 
+def test_a_model_that_is_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "Llama"
+    model.mkdir()
+    pretend(lambda *_: {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}, model, monkeypatch)
+    monkeypatch.chdir(model)
+    result = CliRunner().invoke(app, ["eval", ".", "--quantization", "bf16"])
+    assert "Llama over heldout.txt" in result.stdout
+
+
 VLLMS = ["fp8", "fp8_per_tensor", "fp8_per_block", "awq", "ptpc_fp8"]
 
 

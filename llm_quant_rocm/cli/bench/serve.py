@@ -93,7 +93,7 @@ def serve(
         from llm_quant_rocm import provenance
 
         environment = provenance.environment()
-        title = f"{model.name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
+        title = f"{model.absolute().name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
         if as_json:
             facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
             measured = {"methods": figures(found), "failed": failures.reasons}
