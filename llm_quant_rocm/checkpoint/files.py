@@ -4,7 +4,7 @@
 import json
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -185,11 +185,15 @@ def refuse_twice(files: Mapping[Path, Collection[str]]) -> None:
     again = [(name, file) for file, names in files.items() for name in names if first.setdefault(name, file) != file]
     if again:
         name, file = again[0]
-        others = f" and {len(again) - 1} more are" if len(again) > 1 else " is"
         raise ValueError(
-            f"{name}{others} in two files, {first[name]} and {file}: keep the right one, or download the checkpoint "
-            "again"
+            f"{several([name for name, _ in again])} in two files, {first[name]} and {file}: keep the right one, or "
+            "download the checkpoint again"
         )
+
+
+def several(names: Sequence[str]) -> str:
+    """The first name and how many more there are, with their verb."""
+    return f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
 
 
 def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from llm_quant_rocm.checkpoint.files import (
     refuse_dead_links,
     refuse_missing_parts,
     refuse_twice,
+    several,
 )
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
@@ -161,7 +162,7 @@ def _tensors(folder: Path, faults: list[str]) -> dict[str, Tensor]:
     tensors = {name: tensor for found in read.values() for name, tensor in found.items()}
     absent = sorted(tensor for tensor, file in promised.items() if folder / file in read and tensor not in tensors)
     if absent:
-        faults.append(f"{absent[0]} and {len(absent) - 1} more are in {INDEX} and in no file: {_FETCH}")
+        faults.append(f"{several(absent)} in {INDEX} and in no file: {_FETCH}")
     return tensors
 
 
@@ -202,8 +203,7 @@ def _find_signed_codes(parts: dict[str, dict[str, Tensor]], faults: list[str]) -
     """A fault where NVFP4's codes are int8, which `linear_tensors` and `expert_tensors` refuse as they arrive."""
     signed = [f"{name}.{codes}" for name in sorted(parts) for codes in _NVFP4_PARTS if _are_signed(parts[name], codes)]
     if signed:
-        others = f" and {len(signed) - 1} more are" if len(signed) > 1 else " is"
-        faults.append(f"{signed[0]}{others} int8 in the checkpoint, and NVFP4 codes are uint8: {_FETCH}")
+        faults.append(f"{several(signed)} int8 in the checkpoint, and NVFP4 codes are uint8: {_FETCH}")
 
 
 def _are_signed(parts: dict[str, Tensor], codes: str) -> bool:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llm_quant_rocm.checkpoint import nvfp4_kinds
+from llm_quant_rocm.checkpoint.files import several
 from llm_quant_rocm.checkpoint.kept import fused_with
 from llm_quant_rocm.checkpoint.survey import NVFP4, Module, Survey, one_of_each
 from llm_quant_rocm.cli.doctor.schemes import HALF
@@ -91,5 +92,4 @@ def _names(pattern: str, name: str) -> bool:
 
 
 def _several(modules: list[Module]) -> str:
-    more = len(modules) - 1
-    return f"{modules[0].name} and {more} more are" if more else f"{modules[0].name} is"
+    return several([module.name for module in modules])
