@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+_LOG_LINES = 25
+
 
 class CommandError(Exception):
     """A condition that the user can mend; its message says how."""
@@ -41,6 +43,11 @@ def sentence(error: Exception) -> str:
         return str(error)
     what = "the output" if error.filename is None else error.filename
     return f"{what} cannot be used ({error.strerror}): name another, make room there, or give this user the right to"
+
+
+def end_of(log: str) -> str:
+    """What an engine logged last, where its reason is."""
+    return "\n".join(log.splitlines()[-_LOG_LINES:])
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._errors import CommandError
+from llm_quant_rocm.cli._errors import CommandError, end_of
 
 _POLL_SECONDS = 0.5
-_LOG_LINES = 25
 
 
 @contextmanager
@@ -102,7 +101,7 @@ def _wait(
 
 def _end_of(log: IO[bytes]) -> str:
     log.seek(0)
-    return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_LINES:])
+    return end_of(log.read().decode(errors="replace"))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._errors import CommandError
-
-_LOG_LINES = 25
+from llm_quant_rocm.cli._errors import CommandError, end_of
 
 
 def run(module: str, job: Mapping[str, Any], what: str, environment: Mapping[str, str], timeout: float) -> Any:
@@ -49,8 +47,7 @@ def run(module: str, job: Mapping[str, Any], what: str, environment: Mapping[str
                 _end(process)
         if code != 0:
             how = f"ended with exit code {code}" if code is not None else f"was not done after {timeout:.0f} s"
-            end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            raise CommandError(f"{what} {how}:\n{end}")
+            raise CommandError(f"{what} {how}:\n{end_of(log.read_text(errors='replace'))}")
         return json.loads(result.read_text())
 
 

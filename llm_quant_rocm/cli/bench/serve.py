@@ -18,7 +18,7 @@ from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import numbers
-from llm_quant_rocm.cli._errors import CommandError, reported
+from llm_quant_rocm.cli._errors import CommandError, end_of, reported
 from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
@@ -26,7 +26,6 @@ from llm_quant_rocm.cli.bench._output import check_plot
 
 GPU_MEMORY = 0.85
 _WARMUPS = 4  # requests before the clock runs
-_LOG_LINES = 25
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def _ask(url: str, folder: Path, count: int, input_len: int, output_len: int, ti
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise CommandError(f"vllm bench serve was not done after {timeout:.0f} s: raise --timeout.") from None
-        end = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
+        end = end_of(done.stdout)
         if done.returncode:
             raise CommandError(f"vllm bench serve ended with exit code {done.returncode}:\n{end}")
         return load_of(json.loads(Path(results, "result.json").read_text()), count, end)
