@@ -113,9 +113,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         missing = f"{folder} has no config.json: name the folder of a Hugging Face checkpoint"
         raise ValueError(_of_mistral(folder) if (folder / _MISTRALS).is_file() else missing)
     config = json_object(file)
-    for key in ("text_config", "quantization_config", "compression_config"):
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"{key} in {file} is no JSON object: download the checkpoint again")
+    for part in (config, config.get("text_config") or {}):
+        for key in ("text_config", "quantization_config", "compression_config"):
+            if not isinstance(part.get(key) or {}, dict):
+                raise ValueError(f"{key} in {file} is no JSON object: download the checkpoint again")
     return config
 
 

@@ -477,6 +477,10 @@ def remove_weights(folder: Path) -> None:
         (write_text("config.json", '{"a": ' + 9999 * "["), "config.json is no JSON .*: download the checkpoint again"),
         (write_text("config.json", '{"text_config": [1]}'), "text_config in .*config.json is no JSON object: download"),
         (write_text("config.json", '{"quantization_config": "fp8"}'), "quantization_config in .* is no JSON object"),
+        (
+            write_text("config.json", '{"text_config": {"quantization_config": "fp8"}}'),
+            "quantization_config in .* is no JSON object",
+        ),
         (write_text("config.json", "[]"), "config.json holds no JSON object: download the checkpoint again"),
         (write_text("model.safetensors.index.json", 9999 * "["), "index.json has no weight_map: download it again"),
         (write_text("modules.json", 9999 * "["), "modules.json is no JSON .*: download the checkpoint"),
