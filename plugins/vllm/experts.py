@@ -73,6 +73,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
     Attributes:
         name: what users call the method.
         otherwise: how else they may serve what it lacks; "{prefix}" stands for the layer.
+        is_dummy: whether weights are random instead of a checkpoint's.
 
     Raises:
         NotImplementedError: the layer needs something that the operator has not.
@@ -89,6 +90,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )
         self.vllm_config = get_current_vllm_config()
+        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
         self._padding_is_to_find = padding.is_to_find(self.vllm_config)
 
     @abstractmethod

@@ -29,8 +29,7 @@ class NvFp4MoEMethod(ExpertsMethod):
     def __init__(self, config: "NvFp4Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix, "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None)
         self.config = config
-        is_dummy = self.vllm_config.load_config.load_format == "dummy"
-        self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=is_dummy)
+        self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=self.is_dummy)
         w4a4 = config.options.activations == "nvfp4"
         if w4a4 and not self.vllm_config.model_config.enforce_eager:
             raise ValueError(f"{prefix}: experts with activations in NVFP4 cannot be compiled: add --enforce-eager")

@@ -38,7 +38,6 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
         self.config = config
-        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
         # Of w2, where it is sharded.
         self.whole_rows: WholeRows | None = None
 
