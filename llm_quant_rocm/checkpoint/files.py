@@ -82,6 +82,9 @@ def refuse_broken_files(folder: Path) -> None:
     """Look at the safetensors files of the checkpoint in `folder`, which may not exist: those that its index names, or
     all where there is none. With none of them there, the weights come from elsewhere, or are not wanted.
 
+    A tensor may be in two of them (`refuse_twice`): engines take the last, which may be a copy, and files that each
+    rank has of its own (--load-format sharded_state) hold the same names.
+
     Raises:
         ValueError: the index or a file is broken, as `read_header` says, or some files are missing, or gone behind a
             link.
