@@ -260,7 +260,9 @@ def _others(source: Path, target: Path) -> list[Path]:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in ("config.json", REPORT) and not file.name.endswith(_OTHER_WEIGHTS):
             found.append(file)
-    walks = (os.walk(folder, onerror=_raise) for folder in source.glob("[!.]*/"))
+    # What only root may read at the root of a disk is none of the checkpoint's.
+    folders = [folder for folder in source.glob("[!.]*/") if folder.name != "lost+found"]
+    walks = (os.walk(folder, onerror=_raise) for folder in folders)
     for file in sorted(Path(folder, name) for walk in walks for folder, _, names in walk for name in names):
         place = file.relative_to(source)
         wanted = place.parts[0] in modules or place.suffix in _SMALL

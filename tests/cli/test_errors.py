@@ -92,12 +92,14 @@ def test_a_folder_of_the_checkpoint_that_may_not_be_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in it would be missing from the output: that is said before anything is written."""
-    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model")) / name
+    source = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    folder, of_the_disk = source / name, source / "lost+found"
     folder.mkdir(parents=True)
+    of_the_disk.mkdir()
     scandir = os.scandir
 
     def closed(path: object) -> object:
-        if str(path) == str(folder):  # root may read whatever its mode is
+        if str(path) in (str(folder), str(of_the_disk)):  # root may read whatever its mode is
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return scandir(path)  # type: ignore[call-overload]
 
@@ -107,6 +109,9 @@ def test_a_folder_of_the_checkpoint_that_may_not_be_read(
     assert result.exit_code == 1
     assert result.stderr.startswith(f"quantize: FAILED. {folder} cannot be used (Permission denied): name another")
     assert not target.exists()
+    shutil.rmtree(source / "1_Pooling")
+    result = CliRunner().invoke(app, ["quantize", str(source), str(target), "--scheme", "ptpc_fp8"])
+    assert (result.exit_code, target.exists()) == (0, True), result.stderr
 
 
 def test_what_the_system_says_of_a_target_is_in_its_words_alone() -> None:
