@@ -56,7 +56,7 @@ def checkpoint_kind(config: Mapping[str, Any]) -> str | None:
     ModelOpt's come in two shapes: {"quantization": {"quant_algo": ...}} and flat, with "quant_method" and "quant_algo".
     An algorithm that only sounds like NVFP4 counts as ModelOpt's, for `check` to name what is known.
     """
-    method = str(config.get("quant_method") or "").lower()
+    method = str(config.get("quant_method") or "").lower().replace("compressed_tensors", "compressed-tensors")
     if method == "compressed-tensors":
         groups = config.get("config_groups") or {}
         formats = {config.get("format"), *(group.get("format") for group in groups.values())}

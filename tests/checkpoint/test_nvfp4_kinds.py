@@ -19,6 +19,7 @@ def described(**groups: QuantizationScheme) -> dict[str, Any]:
 def test_what_compressed_tensors_dumps_is_taken(preset: dict[str, Any]) -> None:
     config = described(group_0=QuantizationScheme(targets=["Linear"], **preset))
     assert check(config) == checkpoint_kind(config) == "compressed-tensors"
+    assert checkpoint_kind(config | {"quant_method": "compressed_tensors"}) == "compressed-tensors"
 
 
 def test_a_group_without_weights_is_no_obstacle() -> None:

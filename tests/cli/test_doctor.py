@@ -118,6 +118,10 @@ def test_a_gpu_that_is_hidden_or_closed(tmp_path: Path, monkeypatch: pytest.Monk
     assert "HIP_VISIBLE_DEVICES" in machine.examine(drivers).problems[0].cure
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "`render`" in machine.examine(drivers).problems[0].cure
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (problem,) = machine.examine({driver: ("an NVIDIA GPU", "CUDA")}).problems
+    assert problem.cure == "join the group that owns it, or in a container pass --gpus all"
 
 
 def test_no_driver_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,12 @@ _COPY_BYTES, _LEAST_BYTES = 512 * 2**20, 128 * 2**20
 _COPIES = 10
 # What the kernel drivers of AMD's and NVIDIA's GPUs put there, and the vendor's build of torch.
 DRIVERS = {Path("/dev/kfd"): ("an AMD GPU", "ROCm"), Path("/dev/nvidia0"): ("an NVIDIA GPU", "CUDA")}
+# How to be let at them, by that build.
+_OPENED = {
+    "ROCm": "join the groups that own it, `render` and `video`, or in a container pass --device=/dev/kfd "
+    "--device=/dev/dri --group-add video",
+    "CUDA": "join the group that owns it, or in a container pass --gpus all",
+}
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,7 @@ def _unseen(drivers: dict[Path, tuple[str, str]]) -> list[Problem]:
                 )
             )
         elif not os.access(path, os.R_OK | os.W_OK):
-            problems.append(
-                Problem(
-                    f"torch sees no GPU: {path} may not be opened",
-                    "join the groups that own it (`render` and `video` for AMD), or in a container pass "
-                    "--device=/dev/kfd --device=/dev/dri --group-add video",
-                )
-            )
+            problems.append(Problem(f"torch sees no GPU: {path} may not be opened", _OPENED[wanted]))
         else:
             problems.append(
                 Problem(
