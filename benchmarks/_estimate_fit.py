@@ -62,29 +62,40 @@ def beside(row: Row) -> float:
 
 
 def fit(rows: Sequence[Row]) -> Times:
-    """(launch, step, tile, part) of each kind of tile, as `nvfp4_estimate.microseconds` adds them up."""
+    """(launch, step, tile, part) of each kind of tile, as `nvfp4_estimate.microseconds` adds them up.
+
+    Before a tail, tiles are whole: a step and a tile are those of where all are. Few were measured that have many."""
     loads, times = defaultdict(list), defaultdict(list)
     for row in rows:
         for config, us in measured(row):
             kind, *load_ = nvfp4_estimate.load_of(config, row["m"], row["n"], row["k"], row["fp8"])
             loads[kind].append([1, *load_])
             times[kind].append((us - beside(row)) ** (1 / nvfp4_estimate.SLOWING))
-    return {kind: _least_squares(np.array(loads[kind], float), np.array(times[kind])) for kind in sorted(loads)}
+    found: Times = {}
+    # Those with a tail after the whole ones, whose numbers they take.
+    for kind in sorted(loads, key=lambda kind: ("tail" in kind[3], kind)):
+        known = found[(*kind[:3], "whole")] if "tail" in kind[3] else None
+        found[kind] = _least_squares(np.array(loads[kind], float), np.array(times[kind]), known)
+    return dict(sorted(found.items()))
 
 
-def _least_squares(loads: np.ndarray, times: np.ndarray) -> tuple[float, ...]:
+def _least_squares(loads: np.ndarray, times: np.ndarray, known: tuple[float, ...] | None) -> tuple[float, ...]:
+    """The four numbers; where others are `known`, their step and tile with a launch and a part of its own."""
+    result = np.zeros(4)
+    if known is not None:
+        result[1:3] = known[1:3]
+    rest = times - loads @ result
     # A column that is the same everywhere has no time of its own, and none is negative.
-    used = [i for i in range(4) if i == 0 or np.ptp(loads[:, i]) > 0]
+    used = [i for i in range(4) if result[i] == 0 and (i == 0 or np.ptp(loads[:, i]) > 0)]
     while True:
         weight = 1 / times
         for _ in range(ROUNDS):
-            found, *_ = np.linalg.lstsq(loads[:, used] * weight[:, None], times * weight, rcond=None)
-            errors = np.abs(loads[:, used] @ found / times - 1)
+            found, *_ = np.linalg.lstsq(loads[:, used] * weight[:, None], rest * weight, rcond=None)
+            errors = np.abs((loads[:, used] @ found - rest) / times)
             weight = 1 / times / np.sqrt(np.maximum(NEAR, errors))
         if found.min() >= 0:
             break
         del used[int(found.argmin())]
-    result = np.zeros(4)
     result[used] = found
     return tuple(round(float(value), 3) for value in result)
 
