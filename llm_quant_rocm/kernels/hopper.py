@@ -125,6 +125,15 @@ def row_in_tile(tile_m, number, M, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def first_own_row(tile_m, number, M, BLOCK: gl.constexpr):
+    """The first row of the matrix that those from row `number` on of a tile are to store: what comes before is the tile
+    before's, or of a tile that is twice at the same rows the first part's."""
+    MAIN: gl.constexpr = main_rows(BLOCK)
+    SECOND: gl.constexpr = MAIN if MAIN < BLOCK else BLOCK // 2
+    return tile_m * BLOCK + gl.where((M < BLOCK) & (number >= SECOND), SECOND, 0)
+
+
+@gluon.jit
 def load_rows(x, row, column, ready, tile, pred=True):
     """Has the accelerator fill `tile` with a matrix's rows from `row` on, `first_row` of a tile, and its columns from
     `column` on; x is its `row_descriptor`, for as many rows as the tile has or a part of them."""

@@ -2,11 +2,11 @@
 """How long the NVFP4 GEMM takes on an H100 under a configuration: the choice for weights that nobody has measured.
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds, to the power
-of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31 weights,
-of tiles that programs share only where these are near the fastest (benchmarks/results/nvfp4_configs_sm_90.json and, in
-FP8, nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how much slower than the best the choice is for weights that are
-left out of the fit. What won at a weight of like size is a worse guide: whether tiles fill the multiprocessors' last
-wave decides, and a few more columns change that.
+of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31
+weights, of tiles that programs share only where these are near the fastest (benchmarks/results/nvfp4_configs_sm_90.json
+and, in FP8, nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how much slower
+than the best the choice is for weights that are left out of the fit. What won at a weight of like size is a worse
+guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
 """
 
 from collections.abc import Iterator, Sequence

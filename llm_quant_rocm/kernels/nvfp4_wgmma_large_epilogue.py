@@ -11,7 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier, main_rows, reinterpret, row_in_tile, store_through
+from llm_quant_rocm.kernels.hopper import (
+    acc_layout_of,
+    cta_barrier,
+    first_own_row,
+    main_rows,
+    reinterpret,
+    row_in_tile,
+    store_through,
+)
 from llm_quant_rocm.kernels.nvfp4_wgmma import epilogue, gated
 from llm_quant_rocm.kernels.wgmma_parts import (
     await_all,
@@ -213,7 +221,8 @@ def _times_columns(acc, scale, first, M):
 def _store_columns(
     acc, scales, number, tile_m, tile_n, result, HALF: gl.constexpr, BLOCK_M: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile."""
+    """The epilogue of acc [ROWS, columns], rows of x from `number` on of a tile. Of rows that are twice in it each is
+    stored once: programs that share the tile may add those in different orders."""
     row_scale, bias, out, M, N = result
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -222,8 +231,9 @@ def _store_columns(
     row = row_in_tile(tile_m, number, M, BLOCK_M)
     if row_scale is not None:
         acc = _times_columns(acc, row_scale, row, M)
+    least = first_own_row(tile_m, number, M, BLOCK_M)
     epilogue(
-        acc, scales, row, tile_m * BLOCK_M, tile_n * 2 + HALF, bias, out, None, None, M, N, COLUMNS, ROWS, dtype,
+        acc, scales, row, least, tile_n * 2 + HALF, bias, out, None, None, M, N, COLUMNS, ROWS, dtype,
         UNSCALE, None, layout, 4,
     )  # fmt: skip
 

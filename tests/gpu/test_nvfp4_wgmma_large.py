@@ -88,10 +88,24 @@ def test_exact_on_integers(config: tuple[Any, ...], shape: tuple[int, int, int],
     assert_same(product(config, x, weight, bias), (expected + bias.double()).float().to(dtype))
 
 
-@CONFIGS
-def test_the_same_bits_every_run_beside_another_and_in_a_graph(config: tuple[Any, ...]) -> None:
-    _, weight = on_gpu(*exact_operands(1, 7000, 4096, torch.bfloat16)[:2])
-    xs = [torch.randn(rows, 4096, device="cuda").bfloat16() for rows in (600, 200)]
+# Of the weight with fewer rows programs share every tile that has more rows than x.
+@pytest.mark.parametrize(
+    ("config", "n", "rows"),
+    [
+        *((config, 7000, (600, 200)) for config in CONFIGS.args[1]),
+        ((192, 128, 0, 4), 2048, (160, 129)),
+        ((256, 128, 2, 8), 2048, (200, 129)),
+        ((256, 128, 2, 4), 2048, (200, 129)),
+        ((320, 128, 0, 6), 2048, (300, 257)),
+        ((128, 256, 2, 8), 2048, (100, 65)),
+    ],
+    ids=str,
+)
+def test_the_same_bits_every_run_beside_another_and_in_a_graph(
+    config: tuple[Any, ...], n: int, rows: tuple[int, int]
+) -> None:
+    _, weight = on_gpu(*exact_operands(1, n, 4096, torch.bfloat16)[:2])
+    xs = [torch.randn(each, 4096, device="cuda").bfloat16() for each in rows]
     first = [product(config, x, weight) for x in xs]
     streams = [torch.cuda.Stream() for _ in xs]
     torch.cuda.synchronize()

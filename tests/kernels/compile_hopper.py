@@ -169,6 +169,7 @@ CASES: dict[str, Callable[[], None]] = {
     "whole tiles and a tail in FP8": lambda: fp8(MANY(256, 128, 0, tail_m=128), m=18000),
     "whole tiles and a shared tail in FP8": lambda: fp8(MANY(256, 128, 0, 3, tail_m=64), m=8704),
     "shared tiles": lambda: dense(MANY(64, 128, 2, shares=3), torch.bfloat16),
+    "tiles that two programs share": lambda: dense(MANY(256, 128, 2, shares=2), torch.bfloat16, m=256),
     "tiles of two accumulators": lambda: dense(MANY(320, 128, 0), torch.bfloat16, m=300),
     "shared tiles of two accumulators": lambda: dense(MANY(192, 128, 0, shares=4), torch.float16, m=300),
     "shared tiles of two accumulators in FP8": lambda: fp8(MANY(192, 128, 0, shares=4), m=384),

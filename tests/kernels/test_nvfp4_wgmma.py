@@ -19,9 +19,9 @@ def python(
 ) -> list[Callable[..., Any]]:  # fmt: skip
     """Functions of the kernels, as one of so many programs runs them, in a grid of one dimension or of several; with
     `stand_ins` for what they call."""
-    from llm_quant_rocm.kernels import cluster, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, wgmma_parts
+    from llm_quant_rocm.kernels import cluster, hopper, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split, wgmma_parts
 
-    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma, cluster, wgmma_parts)
+    modules = (nvfp4_wgmma_large, nvfp4_wgmma_split, nvfp4_wgmma, cluster, wgmma_parts, hopper)
     grid, at = ((each,) if isinstance(each, int) else each for each in (programs, program))
     gl = SimpleNamespace(
         minimum=min,
@@ -248,6 +248,33 @@ def test_the_last_wave_has_lower_tiles_where_they_run_together(
         assert tail_x.block_shape[0] * tail_x.block_shape[1] == tail
 
 
+@pytest.mark.parametrize(
+    ("tile", "m", "shares", "programs"),
+    [((256, 128), 256, 2, 80), ((256, 128), 512, 3, 80), ((320, 128), 300, 3, 120), ((128, 256), 128, 6, 120)],
+    ids=str,
+)
+def test_where_there_is_no_whole_wave_programs_share_all_tiles(
+    tile: tuple[int, int], m: int, shares: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as run together; else (80 tiles, three each) steps are shared out evenly."""
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_large, nvfp4_wgmma_large_tiles
+
+    launches = launches_of(nvfp4_wgmma_large, monkeypatch)
+    x = torch.zeros(m, 2048, dtype=torch.bfloat16)
+    weight = torch.zeros(32, 320, 128, dtype=torch.int32), torch.zeros(32, 320, 64, dtype=torch.uint8), x, None
+    config = nvfp4_wgmma_large_tiles.Config(*tile, 0, shares)
+    nvfp4_wgmma_large.gemm_large(x, *weight, 5120, hardware.nvidia(9, 0), config)
+    ((arguments, options),) = launches
+    fits = -(-m // tile[0]) * (5120 // tile[1]) * shares <= 132
+    assert (options["SHARES"], options["TAIL"]) == (shares if fits else 0, 0)
+    assert options["grid"] == ((programs if fits else 132),)
+    assert arguments[-1] == (0 if fits else 80)
+    assert (None if arguments[9] is None else arguments[9].shape) == ((programs, *tile[::-1]) if fits else None)
+
+
 @pytest.mark.parametrize("shares", [0, 2])
 def test_experts_have_whole_tiles_alone(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
@@ -366,6 +393,29 @@ def test_each_column_of_a_shared_tile_is_added_once_of_all_programs(columns: int
     assert columns // piece <= programs and piece * programs < 2 * columns, "as even as powers of two can be"
     for rank in range(columns // piece):
         assert take(mine[rank], 0, rank, apart, programs) == [int("1" * programs)] * piece
+
+
+@pytest.mark.parametrize("programs", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("block", [64, 128, 192, 256, 320])
+def test_each_row_of_shared_tiles_is_stored_once(block: int, programs: int) -> None:
+    """Whose sums, added by several programs, need not have the same bits."""
+    from llm_quant_rocm.kernels.hopper import main_part, tile_and_rest
+    from llm_quant_rocm.kernels.wgmma_parts import piece_columns
+
+    first_row, row_in_tile, first_own_row = python("first_row", "row_in_tile", "first_own_row", main_rows=main_part)
+    row_in_tile.__globals__["first_row"] = first_row
+    for m in range(1, 3 * block):
+        height, rest = tile_and_rest(block, m)
+        main = height - rest
+        parts = [(0, main), (main, rest)] if rest else [(0, main)]
+        stored = []
+        for tile_m in range(-(-m // height)):
+            for begin, columns in parts:
+                piece = piece_columns(columns, programs)
+                for number in range(begin, begin + columns, piece):
+                    row, least = (of(tile_m, number, m, height) for of in (row_in_tile, first_own_row))
+                    stored += [each for each in range(row, row + piece) if least <= each < m]
+        assert stored == list(range(m))
 
 
 @pytest.mark.parametrize("programs", [2, 3, 4])
