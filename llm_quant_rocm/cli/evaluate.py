@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
+from llm_quant_rocm.cli._arguments import name_of
 from llm_quant_rocm.cli._errors import CommandError, reported, understood
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._json import print_json
@@ -76,9 +77,7 @@ def evaluate(
             print_json(output, {"environment": measured_on, **found, "failed": failures.reasons})
         else:
             first = next(iter(methods))
-            output.print(
-                _evaluate.table(f"{model.absolute().name} over {document.name}", results, first, columns(scores))
-            )
+            output.print(_evaluate.table(f"{name_of(model)} over {document.name}", results, first, columns(scores)))
             output.print(provenance.line(measured_on), style="dim", highlight=False, soft_wrap=True)
         failures.report()
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from llm_quant_rocm.cli._arguments import name_of
 from llm_quant_rocm.cli._errors import CommandError, reported, sentence
 from llm_quant_rocm.cli._json import print_json
 
@@ -63,7 +64,7 @@ def quantize(
     output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("quantize", messages, goes_on=True):
         report = _run(model, out, scheme, format, ignore or [], block_scales, global_scales, device, messages)
-        plot = _plot(report, out, f"{model.absolute().name}: {scheme}, {format}", messages)
+        plot = _plot(report, out, f"{name_of(model)}: {scheme}, {format}", messages)
         if as_json:
             print_json(output, figures(report, out))
             return
@@ -99,7 +100,7 @@ def _run(
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
     try:
         with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
-            task = progress.add_task(f"quantizing {model.absolute().name}", total=None)
+            task = progress.add_task(f"quantizing {name_of(model)}", total=None)
             return quantize_checkpoint(
                 model,
                 out,

@@ -259,7 +259,8 @@ def store_shares(
     BLOCK_M: gl.constexpr, HEIGHT: gl.constexpr, SHARES: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """The epilogue of HEIGHT rows of x, acc and perhaps `rest`, from `number` on of a tile, of which SHARES programs,
-    one behind the other, have a part each: they exchange these, and each adds and stores some of the rows."""
+    one behind the other, have a part each: they exchange these, and each, as far as pieces go, adds and stores some of
+    the rows."""
     ROWS: gl.constexpr = acc.shape[0]
     MAIN: gl.constexpr = acc.shape[1]
     REST: gl.constexpr = HEIGHT - MAIN

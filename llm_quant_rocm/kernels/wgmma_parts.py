@@ -5,9 +5,9 @@ beginning; or between programs that share a tile.
 The steps of all tiles are shared out evenly, each program a stretch (`begin_of`). A program gives away its part of the
 tile in whose midst its stretch begins as soon as it has it, and waits for others only at its end: parts are there by
 then, and no two programs wait for each other. Where the same number of programs share each tile, and run together, each
-adds a piece of it: it keeps its own part of that in registers, and gives away the rest (`give_pieces`). A part is one
-consumer's, four warps. Consumers of one program that take the steps of a tile in turns leave their parts to each other
-in shared memory (`share_part`).
+adds a piece of it, as far as pieces go: it keeps its own part of that in registers, and gives away the rest
+(`give_pieces`). A part is one consumer's, four warps. Consumers of one program that take the steps of a tile in turns
+leave their parts to each other in shared memory (`share_part`).
 """
 
 from triton.experimental import gluon

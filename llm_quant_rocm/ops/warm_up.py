@@ -60,4 +60,4 @@ def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device,
 
 def _row_counts(most: int) -> list[int]:
     """Numbers of rows, but for 1, among which is one of each kind that is served differently."""
-    return [*range(2, min(_FEW, most) + 1), *range(_FEW + 1, most + 1, _STEP)]
+    return sorted({*range(2, min(_FEW, most) + 1), *range(_FEW + 1, most + 1, _STEP), most} - {1})

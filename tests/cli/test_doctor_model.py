@@ -659,7 +659,7 @@ def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
-    config = COMPRESSED | {"ignore": ["lm_head", "re:.*down_proj"]}
+    config = COMPRESSED | {"quant_method": "compressed_tensors", "ignore": ["lm_head", "re:.*down_proj"]}
     what, _ = fault(write(tmp_path, llama(compressed), config))
     assert what == "model.layers.0.mlp.down_proj and 1 more are NVFP4 in the checkpoint, and its ignore list names it"
 

@@ -319,8 +319,10 @@ def test_a_truncated_file_names_the_tensor_that_is_cut_off(tmp_path: Path) -> No
 @pytest.mark.parametrize("indexed", [False, True])
 def test_a_file_that_is_gone_behind_a_link_is_named_as_that(tmp_path: Path, indexed: bool) -> None:
     """As in a download's cache; no index has named it where there is none."""
-    save_file({"a": torch.zeros(1)}, tmp_path / "1.safetensors")
     (tmp_path / "2.safetensors").symlink_to("../blobs/0123")
+    with pytest.raises(ValueError, match=r"2.safetensors is a link"):
+        refuse_broken_files(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "1.safetensors")
     if indexed:
         weight_map = {"a": "1.safetensors", "b": "2.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

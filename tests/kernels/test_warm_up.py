@@ -90,7 +90,7 @@ def test_no_more_memory_is_kept_than_the_most_rows_took(calls: list[int], monkey
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
     monkeypatch.setattr(compile_ahead, "compile_ahead", lambda: nullcontext(compile_ahead.Ahead(launches=1, kernels=3)))
     warm_up(call, 100, torch.device("cpu"), "kind", "layer")
-    assert max(most) < 2 * 97
+    assert max(most) < 2 * 100
     assert kept[0] == 0  # what is loaded next finds it all
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
-from llm_quant_rocm.cli._arguments import numbers
+from llm_quant_rocm.cli._arguments import name_of, numbers
 from llm_quant_rocm.cli._errors import CommandError, end_of, reported
 from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
@@ -92,7 +92,7 @@ def serve(
         from llm_quant_rocm import provenance
 
         environment = provenance.environment()
-        title = f"{model.absolute().name}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
+        title = f"{name_of(model)}, {input_len} tokens in, {output_len} out" + (f", {tp} GPUs" if tp > 1 else "")
         if as_json:
             facts = {"model": str(model), "input_len": input_len, "output_len": output_len, "tp": tp, "serve": options}
             measured = {"methods": figures(found), "failed": failures.reasons}

@@ -68,7 +68,7 @@ def _looks_unquantized(module: Module) -> bool:
 
 def _keeps(config: dict[str, Any]) -> Callable[[str], bool] | None:
     """Whether the ignore list names a module; None where the description is of another form than one for all."""
-    if config.get("quant_method") == "compressed-tensors":
+    if nvfp4_kinds.checkpoint_kind(config) == "compressed-tensors":
         groups = config.get("config_groups") or {}
         if any(group.get("targets") != ["Linear"] for group in groups.values()) or len(groups) != 1:
             return None
