@@ -126,8 +126,8 @@ def row_in_tile(tile_m, number, M, BLOCK: gl.constexpr):
 
 @gluon.jit
 def first_own_row(tile_m, number, M, BLOCK: gl.constexpr):
-    """The first row of the matrix that those from row `number` on of a tile are to store: what comes before is the tile
-    before's, or of a tile that is twice at the same rows the first part's."""
+    """Of the rows from `number` on of a tile, the first one of the matrix that is theirs to store: those before it are
+    the tile before's too, or, where a tile has more rows than the matrix, its first part's."""
     MAIN: gl.constexpr = main_rows(BLOCK)
     SECOND: gl.constexpr = MAIN if MAIN < BLOCK else BLOCK // 2
     return tile_m * BLOCK + gl.where((M < BLOCK) & (number >= SECOND), SECOND, 0)
