@@ -81,12 +81,12 @@ def fit(rows: Sequence[Row]) -> Times:
 
 def _least_squares(loads: np.ndarray, times: np.ndarray, known: tuple[float, ...] | None) -> tuple[float, ...]:
     """The four numbers; where others are `known`, their step and tile with a launch and a part of its own."""
-    result = np.zeros(4)
+    result, own = np.zeros(4), [0, 1, 2, 3]
     if known is not None:
-        result[1:3] = known[1:3]
+        result[1:3], own = known[1:3], [0, 3]
     rest = times - loads @ result
     # A column that is the same everywhere has no time of its own, and none is negative.
-    used = [i for i in range(4) if result[i] == 0 and (i == 0 or np.ptp(loads[:, i]) > 0)]
+    used = [i for i in own if i == 0 or np.ptp(loads[:, i]) > 0]
     while True:
         weight = 1 / times
         for _ in range(ROUNDS):

@@ -28,6 +28,11 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+def listed(text: str) -> list[str]:
+    """The names of a list with commas, in order, without blanks around them."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
 def name_of(folder: Path) -> str:
     """What a folder is called that may be given as `.` or `..`."""
     return os.path.basename(os.path.abspath(folder))

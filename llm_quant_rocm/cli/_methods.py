@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from llm_quant_rocm.cli import _vllm, _worker
+from llm_quant_rocm.cli._arguments import listed
 from llm_quant_rocm.cli._errors import CommandError, sentence
 
 _SECONDS = 300  # importing vLLM for the first time may compile
@@ -68,7 +69,7 @@ def methods_named(names: str) -> dict[str, Method]:
         CommandError: an empty list, a name given twice, or the folder of no checkpoint.
     """
     methods: dict[str, Method] = {}
-    for name in filter(None, (part.strip() for part in names.split(","))):
+    for name in listed(names):
         if name in methods:
             raise CommandError(f"--quantization names {name} twice.")
         if "/" in name:

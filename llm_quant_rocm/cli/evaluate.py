@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
-from llm_quant_rocm.cli._arguments import name_of
+from llm_quant_rocm.cli._arguments import listed, name_of
 from llm_quant_rocm.cli._errors import CommandError, reported, understood
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._json import print_json
@@ -159,7 +159,7 @@ def _tasks_named(tasks: str | None, include: Path | None, limit: int | None) -> 
         if include is not None or limit is not None:
             raise CommandError("--include and --limit are for lm-eval's tasks: name some by --tasks.")
         return []
-    named = [task for part in tasks.split(",") if (task := part.strip())]
+    named = listed(tasks)
     if not named:
         raise CommandError("--tasks names nothing: name some of lm-eval's, for example gsm8k.")
     if include is not None and not include.is_dir():

@@ -28,7 +28,6 @@ from llm_quant_rocm.kernels.wgmma_parts import (
     give_part,
     give_pieces,
     load_shared_part,
-    piece_columns,
     share_part,
     take_parts,
     take_pieces,
@@ -264,7 +263,6 @@ def store_shares(
     ROWS: gl.constexpr = acc.shape[0]
     MAIN: gl.constexpr = acc.shape[1]
     REST: gl.constexpr = HEIGHT - MAIN
-    PIECE: gl.constexpr = piece_columns(MAIN, SHARES)
     SIZE: gl.constexpr = ROWS * HEIGHT
     program = gl.program_id(0)
     rank = program % SHARES
@@ -274,14 +272,14 @@ def store_shares(
         rest_mine = give_pieces(rest, own + ROWS * MAIN, rank, SHARES, FP8)
     arrived = flags + (program // SHARES * 2 + HALF) * 2
     await_all(arrived, SHARES)
+    PIECE: gl.constexpr = mine.shape[1]
     if rank < MAIN // PIECE:
         first = own - rank * (2 * SIZE)
         total = take_pieces(mine, first, rank, 2 * SIZE, SHARES)
         _store_columns(total, scales, number + rank * PIECE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
         if REST:
             total = take_pieces(rest_mine, first + ROWS * MAIN, rank, 2 * SIZE, SHARES)
-            REST_PIECE: gl.constexpr = piece_columns(REST, SHARES)
-            place = MAIN + rank * REST_PIECE
+            place = MAIN + rank * total.shape[1]
             _store_columns(total, scales, number + place, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
     clear(arrived, SHARES)
 
