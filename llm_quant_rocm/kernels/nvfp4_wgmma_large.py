@@ -46,6 +46,8 @@ from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.nvfp4_wgmma import DENSE, Routed, ask_for_scales, lines_of_16_bytes, load_scales
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_epilogue import (
     add_and_store,
+    keep_row_scales,
+    kept_shape,
     load_row_scales,
     store_tail,
     store_with_tma,
@@ -72,7 +74,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
     whole_tiles,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 RING_BYTES = 220 * 1024
 # What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
@@ -90,7 +92,7 @@ def _compute_tail(
     FP16: gl.constexpr, UNSCALE: gl.constexpr
 ):  # fmt: skip
     """A consumer's half of the program's tile of the tail, from its product to its result."""
-    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
+    row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags = operands
     ring = shared[0]
     ROWS: gl.constexpr = BLOCK_N // 2
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
@@ -115,7 +117,7 @@ def _consumer(
 ):  # fmt: skip
     """Multiplies half of each tile's rows of the weight, the lower (0) or the upper ones (1), with its rows of x; or 64
     of them in every second step, and then has half of the rows of x."""
-    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
+    row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags = operands
     tile_expert, tile_rows, tile_count = routing
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
@@ -132,10 +134,13 @@ def _consumer(
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
     EARLY: gl.constexpr = BLOCK_M <= 128
-    # Scales are asked for before the epilogue, which would wait for them: of a dense weight when a tile begins, of
-    # experts, whose number comes from memory first, while the last step is multiplied. With 320 rows there are no
-    # registers for them then, nor for where the tile is.
+    # Scales are asked for before the epilogue, which would wait for them: of a dense weight and its x when a tile
+    # begins, of experts, whose number comes from memory first, while the last step is multiplied. With 320 rows there
+    # are no registers for them then, nor for where the tile is.
     EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
+    # Whether the scales of rows are left in shared memory: for what is stored slice by slice.
+    KEEPS: gl.constexpr = STORES > 0 and row_scale is not None
+    SLICE: gl.constexpr = staging.shape[1]
 
     program = gl.program_id(0)
     tiles_m, tiles_n, whole = count_tiles(tile_count, M, N, whole, BLOCK_M, BLOCK_N)
@@ -172,6 +177,8 @@ def _consumer(
         if EARLY_SCALES:
             if tile_expert is None:
                 scales = load_scales(scale, column, N, acc_layout, ROWS)
+                if KEEPS:
+                    main_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, SLICE, HALF, APART)
             elif HALF == 0:
                 ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
@@ -184,21 +191,24 @@ def _consumer(
         )  # fmt: skip
         if EARLY_SCALES and tile_expert is not None:
             scales = load_scales(scale, column, N, acc_layout, ROWS)
-        # Those of x, too, whose are so many that only what is stored slice by slice has registers for them.
-        row_scales, rest_scales = row_scale, row_scale  # None, where rows have none
-        if STORES and row_scale is not None:
-            row_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, staging.shape[1], HALF, APART)
+        row_scales = row_scale  # None, where rows have none
+        if KEEPS:
+            row_scales = kept_scales.index(HALF)
+            if not EARLY_SCALES or tile_expert is not None:
+                main_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, SLICE, HALF, APART)
+            keep_row_scales(main_scales, rest_scales, row_scales, BLOCK_M)
         acc, rest = await_products(acc, rest, 0, REST)
         if not EARLY_SCALES:
             tile_m, tile_n = place(tile, tiles_m, tiles_n)
             column = tile_n * BLOCK_N + PART * ROWS
             scales = load_scales(scale, column, N, acc_layout, ROWS)
-        mbarrier.arrive(empty.index(behind(stage, STAGES, APART)), count=APART)
+        if APART == 1:  # else once they have exchanged sums by way of it
+            mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1)
 
         if STORES:
             store_with_tma(
-                acc, rest, scales, row_scales, rest_scales, rows, column, tile_m, (bias, out, staging, M, N, tile_rows),
-                exchanged, HALF, BLOCK_M, APART, UNSCALE, ACTIVATION,
+                acc, rest, scales, row_scales, rows, column, tile_m, (bias, out, staging, M, N, tile_rows),
+                (ring, empty, exchanged, stage, index), HALF, BLOCK_M, APART, UNSCALE, ACTIVATION,
             )  # fmt: skip
         else:
             add_and_store(
@@ -248,18 +258,22 @@ def nvfp4_wgmma_large_kernel(
     started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     exchanged = ready  # not used
     if BLOCK_N == 64:
-        exchanged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        exchanged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(started, count=2)
     if STORES:  # noqa: SIM108  # constants decide what is compiled
         staging = gl.allocate_shared_memory(out.dtype, [2 * STORES] + out.block_shape, out.layout)
     else:
         staging = ring  # not used
+    kept_scales = ring  # not used
+    if STORES and row_scale is not None:
+        kept_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        kept_scales = gl.allocate_shared_memory(gl.float32, kept_shape(BLOCK_M, BLOCK_N, staging.shape[1]), kept_layout)
     # Whether tiles of all rows are. A tail's parts are of its own tiles.
     CUT: gl.constexpr = parts is not None and not TAIL
     table = 0  # not used
     if x.dtype.primitive_bitwidth == 8:
         table = declare_fp8_table(M)
-    operands = (row_scale, global_scale, bias, out, shared_out, staging, parts, flags)
+    operands = (row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags)
     routing = (tile_expert, tile_rows, tile_count)
     shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
@@ -367,6 +381,8 @@ def _launch(
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
         stores, target = STORES, tile_descriptor(out, rows, columns)
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
+        if row_scale is not None:
+            ring_bytes -= 2 * next_power_of_2(block_m) * row_scale.element_size()
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
     assert routed.activation is None or block_n > 64, "what two consumers add up is stored as it is"

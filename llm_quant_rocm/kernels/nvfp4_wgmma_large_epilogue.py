@@ -9,10 +9,11 @@ those that share it, some of the rows (`store_shares`, also of a tail).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
+    behind,
     cta_barrier,
     first_own_row,
     main_rows,
@@ -48,15 +49,32 @@ def _load_row_scales(scale, tile_m, number, M, BLOCK_M: gl.constexpr, ROWS: gl.c
 def load_row_scales(
     scale, tile_m, M, BLOCK_M: gl.constexpr, SLICE: gl.constexpr, HALF: gl.constexpr, APART: gl.constexpr
 ):  # fmt: skip
-    """What `store_with_tma` needs of `scale` [M] for a tile's main part and for its rest (the same where it has none).
-    Of consumers that exchange sums each stores half of the rows."""
+    """Of `scale` [M], the scales of a tile's main part and of its rest (the same where it has none). Of consumers that
+    exchange sums each stores half of the rows."""
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     FIRST: gl.constexpr = HALF * MAIN // 2 if APART == 2 else 0
-    row_scales = _load_row_scales(scale, tile_m, FIRST, M, BLOCK_M, MAIN // APART, SLICE)
-    rest_scales = row_scales
+    main = _load_row_scales(scale, tile_m, FIRST, M, BLOCK_M, MAIN // APART, SLICE)
+    rest = main
     if MAIN < BLOCK_M:
-        rest_scales = _load_row_scales(scale, tile_m, MAIN, M, BLOCK_M, BLOCK_M - MAIN, SLICE)
-    return row_scales, rest_scales
+        rest = _load_row_scales(scale, tile_m, MAIN, M, BLOCK_M, BLOCK_M - MAIN, SLICE)
+    return main, rest
+
+
+@gluon.constexpr_function
+def kept_shape(block_m, block_n, slice_rows):
+    """Of room for `keep_row_scales`: consumers, slices of rows, a power of two of them, and rows of a slice."""
+    slices = block_m // slice_rows // (2 if block_n == 64 else 1)
+    return [2, 2 * main_rows(slices - 1), slice_rows]
+
+
+@gluon.jit
+def keep_row_scales(main, rest, kept, BLOCK_M: gl.constexpr):
+    """Leaves what `load_row_scales` returned in `kept`, a consumer's room in shared memory: slices that came from other
+    threads' registers one by one were waited for one by one."""
+    MAIN: gl.constexpr = main_rows(BLOCK_M)
+    kept.slice(0, main.shape[0]).store(main)
+    if MAIN < BLOCK_M:
+        kept.slice(main.shape[0], rest.shape[0]).store(rest)
 
 
 @gluon.jit
@@ -85,7 +103,7 @@ def _store_slice(
     layout: gl.constexpr = acc_layout_of(SLICE)
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     if row_scales is not None:
-        acc *= gl.convert_layout(row_scales.reshape(SLICE), gl.SliceLayout(0, layout))[None, :]
+        acc *= row_scales.load(layout)
     acc *= gl.convert_layout(scales * UNSCALE, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
     if bias is not None:
         columns = column + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -121,7 +139,7 @@ def store_slices(
         TURNS: gl.constexpr = SLICES * (ROWS // (WIDTH if ACTIVATION is None else 2 * WIDTH))
         low, high = row_scales, row_scales
         if row_scales is not None:
-            low, high = row_scales.reshape(2, SLICES, SLICE).permute(1, 2, 0).split()
+            low, high = row_scales.slice(0, SLICES), row_scales.slice(SLICES, SLICES)
         store_slices(left, scales, low, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN)
         number += COLUMNS // 2
         store_slices(
@@ -136,64 +154,56 @@ def store_slices(
 
 
 @gluon.jit
-def _exchange(acc, staging, exchanged, HALF: gl.constexpr, TURN: gl.constexpr):
-    """The sum of both consumers' acc [64, columns] in slice number TURN of this one's half of the columns. TURN is even
-    at every second call."""
-    SLICE: gl.constexpr = staging.shape[1]
-    SLICES: gl.constexpr = acc.shape[1] // SLICE
-    layout: gl.constexpr = acc_layout_of(SLICE)
-    # Where a consumer's results wait to be stored there is room for as much in fp32.
-    sums = reinterpret(staging, gl.float32, [2, SLICE // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    tma.store_wait(0)
+def _exchange(acc, ring, empty, exchanged, stage, turn, HALF: gl.constexpr):
+    """The sum of both consumers' acc [64, columns] in this one's half of the columns. What it gives the other goes by
+    way of the stage of the ring that it multiplied last, whose x nobody needs any more, and which is free behind that.
+    `stage` is the one that it multiplies next, and `turn` the number of tiles before."""
+    STAGES: gl.constexpr = empty.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1] // 2
+    layout: gl.constexpr = acc_layout_of(COLUMNS)
+    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    own = behind(stage, STAGES, 2)
+    other = behind(stage, STAGES, 1 if HALF == 0 else 3)
+    mine = reinterpret(ring.index(own), gl.float32, [COLUMNS // 8, 128, 4], sums_layout)
+    theirs = reinterpret(ring.index(other), gl.float32, [COLUMNS // 8, 128, 4], sums_layout)
+    # A warp that has its product does not know whether others still read x.
     cta_barrier()
-    share_part(columns_of(acc, SLICE, (1 - HALF) * (SLICES // 2) + TURN, layout), sums.index(HALF))
+    share_part(columns_of(acc, COLUMNS, 1 - HALF, layout), mine)
     cta_barrier()
-    mbarrier.arrive(exchanged.index(0), count=1)
-    mbarrier.wait(exchanged.index(0), TURN % 2)
-    theirs = load_shared_part(sums.index(1 - HALF), layout)
+    mbarrier.arrive(exchanged, count=1)
+    mbarrier.wait(exchanged, turn % 2)
+    total = columns_of(acc, COLUMNS, HALF, layout) + load_shared_part(theirs, layout)
+    # The accelerator writes there next.
+    fence_async_shared()
     cta_barrier()
-    mbarrier.arrive(exchanged.index(1), count=1)
-    mbarrier.wait(exchanged.index(1), TURN % 2)
-    return columns_of(acc, SLICE, HALF * (SLICES // 2) + TURN, layout) + theirs
-
-
-@gluon.jit
-def _store_sums(
-    acc, scales, row_scales, column, tile_m, result, exchanged, HALF: gl.constexpr, UNSCALE: gl.constexpr
-):  # fmt: skip
-    """The epilogue of half of a tile's rows of x, the sums of both consumers' acc [64, BLOCK_M]."""
-    bias, out, staging, M, N, tile_rows = result
-    BLOCK_M: gl.constexpr = acc.shape[1]
-    SLICE: gl.constexpr = staging.shape[1]
-    low, high = row_scales, row_scales
-    if row_scales is not None:
-        low, high = row_scales.reshape(2, 1, SLICE).permute(1, 2, 0).split()
-    for i in gl.static_range(2):
-        total = _exchange(acc, staging, exchanged, HALF, i)
-        number = (HALF * 2 + i) * SLICE
-        own_scales = low if i == 0 else high
-        store_slices(
-            total, scales, own_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0
-        )  # fmt: skip
+    mbarrier.arrive(empty.index(own), count=1)
+    mbarrier.arrive(empty.index(other), count=1)
+    return total
 
 
 @gluon.jit
 def store_with_tma(
-    acc, rest, scales, row_scales, rest_scales, rows, column, tile_m, result, exchanged, HALF: gl.constexpr,
+    acc, rest, scales, row_scales, rows, column, tile_m, result, exchange, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, APART: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a whole tile, or of half of its `rows` where two consumers exchange sums. Rows that are in two
-    tiles, or twice in one, are stored twice, with the same bits."""
+    """The epilogue of a whole tile, or of half of its rows where two consumers exchange sums, by `exchange`, what
+    `_exchange` needs for that. Rows that are in two tiles, or twice in one, are stored twice, with the same bits."""
     bias, out, staging, M, N, tile_rows = result
     MAIN: gl.constexpr = main_rows(BLOCK_M)
+    TURN: gl.constexpr = MAIN // staging.shape[1]
+    main_scales, rest_scales = row_scales, row_scales
+    if row_scales is not None and MAIN < BLOCK_M:
+        main_scales = row_scales.slice(0, TURN)
+        rest_scales = row_scales.slice(TURN, (BLOCK_M - MAIN) // staging.shape[1])
+    number = 0
     if APART == 2:
-        _store_sums(acc, scales, row_scales, column, tile_m, result, exchanged, HALF, UNSCALE)
-    else:
-        store_slices(
-            acc, scales, row_scales, 0, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, 0
-        )  # fmt: skip
+        ring, empty, exchanged, stage, turn = exchange
+        acc = _exchange(acc, ring, empty, exchanged, stage, turn, HALF)
+        number = HALF * (BLOCK_M // 2)
+    store_slices(
+        acc, scales, main_scales, number, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, 0
+    )  # fmt: skip
     if MAIN < BLOCK_M:
-        TURN: gl.constexpr = MAIN // staging.shape[1]
         store_slices(
             rest, scales, rest_scales, MAIN, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN
         )  # fmt: skip
@@ -328,7 +338,7 @@ def store_tail(
     """The epilogue of a tile of the tail, rows of x from `number` on of a tile. Of rows that are in two tiles, whose
     bits differ where programs share one, the tile before stores its own; it comes first in the order of `place`, so
     that no whole tile, which stores all it has, begins within a shared one."""
-    row_scale, global_scale, bias, out, shared_out, staging, parts, flags = operands
+    row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags = operands
     ROWS: gl.constexpr = acc.shape[0]
     HEIGHT: gl.constexpr = acc.shape[1]
     if SHARES:
@@ -337,9 +347,11 @@ def store_tail(
             acc, acc, scales, number, tile_m, tile_n, parts, flags, result, FP8, HALF, BLOCK_M, HEIGHT, SHARES, UNSCALE
         )  # fmt: skip
     else:
+        SLICE: gl.constexpr = staging.shape[1]
         row_scales = row_scale  # None, where rows have none
         if row_scale is not None:
-            row_scales = _load_row_scales(row_scale, tile_m, number, M, BLOCK_M, HEIGHT, staging.shape[1])
+            row_scales = kept_scales.index(HALF).slice(0, HEIGHT // SLICE)
+            row_scales.store(_load_row_scales(row_scale, tile_m, number, M, BLOCK_M, HEIGHT, SLICE))
         column = (tile_n * 2 + HALF) * ROWS
         result = (bias, out, staging, M, N, None)
         store_slices(acc, scales, row_scales, number, BLOCK_M, column, tile_m, result, HALF, BLOCK_M, UNSCALE, None, 0)

@@ -3,8 +3,8 @@
 codes, scales and x, and consumers decode the weight on its way to the matrix units.
 
 `shared` is that ring and its barriers: stages of x, of the rest of its rows, of codes and of scale pairs; whether a
-stage is filled (`ready`) and whether it is free (`empty`); whether all of these are initialized (`started`), and those
-with which consumers exchange sums (`exchanged`).
+stage is filled (`ready`) and whether it is free (`empty`); whether all of these are initialized (`started`), and
+whether consumers may take each other's sums (`exchanged`).
 """
 
 from triton.experimental import gluon
@@ -47,8 +47,7 @@ def init_barriers(shared, BLOCK_N: gl.constexpr):
     about as long as memory does to answer."""
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     if BLOCK_N == 64:
-        for i in gl.static_range(2):
-            mbarrier.init(exchanged.index(i), count=2)
+        mbarrier.init(exchanged, count=2)
     init_ring(ready, empty, started, 2, 1)
     leave(0)
 
