@@ -89,13 +89,14 @@ def _parts(tiles: int, k: int, rows: int, units: int) -> int:
     waves to a compute unit, two programs, 304 units wait for 11 MB, twice what 5 TB/s bring in a microsecond. Sums are
     cut until there are so many programs, but not into parts shorter than four steps of 128 columns, nor so that writing
     and reading the parts (8 bytes an element of the result, in the cache) comes to more than half of the weight (9/16
-    byte an element).
+    byte an element). Of numbers of parts the longest of which is the same the least serves: it has most of the same
+    length, and adds less.
     """
-    most = min(2 * units // tiles, k // (2 * PAD_K), 9 * k // (256 * rows), 16)
-    parts = 1
-    while 2 * parts <= most:
-        parts *= 2
-    return parts
+    # Few numbers of rows have parts of their own: those that add them are compiled for each.
+    rows = next_power_of_2(rows)
+    pairs = cdiv(k, PAD_K)
+    most = max(min(2 * units // tiles, pairs // 2, 9 * k // (256 * rows), 16), 1)
+    return cdiv(pairs, cdiv(pairs, most))
 
 
 def config_of(fields: Mapping[str, Any]) -> Config:
@@ -223,15 +224,22 @@ def _store_tile(
     gl.store(out + m.to(gl.int64)[None, :] * N + n[:, None], acc.to(dtype), mask=inside[None, :] & (n < N)[:, None])
 
 
+@gluon.jit
+def _first_step(part, steps):
+    """Where part number `part` of a sum of so many steps begins: two at a time are shared out evenly."""
+    pairs, parts = steps // 2, gl.num_programs(1)
+    return 2 * (part * (pairs // parts) + gl.minimum(part, pairs % parts))
+
+
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_kernel(
     x, words, scales, global_scale, bias, out, partial, tile_expert, tile_rows, row_map, row_weight, M, N, K, stride_x,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT_K: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr,
-    UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, SLOTS_PER_ROW: gl.constexpr, XCDS: gl.constexpr,
-    num_warps: gl.constexpr
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr, UNSCALE: gl.constexpr,
+    ACTIVATION: gl.constexpr, SLOTS_PER_ROW: gl.constexpr, XCDS: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """One tile of out, or one part of the sum of one; a grid of [tiles, SPLIT_K].
+    """One tile of out; or with `partial` fp32 [tiles, parts, BLOCK_M, BLOCK_N] one part of its sum. A grid of [tiles,
+    parts]: however many these are, the kernel is the same.
 
     x is [M, K] with rows `stride_x` apart, N the number of rows of the weight; the packed weight has N and K padded.
     `scales` are the scale bytes, four to a word. With ACTIVATION the weight's rows alternate, 16 of the gate and 16 of
@@ -269,8 +277,11 @@ def nvfp4_mfma_kernel(
         scales += pieces * 64
         global_scale += expert * N
         M = tile_m * BLOCK_M + gl.load(tile_rows + tile_m)
-    first = steps // 2 * gl.program_id(1) // SPLIT_K * 2
-    end = steps // 2 * (gl.program_id(1) + 1) // SPLIT_K * 2
+    # Of a whole sum 0, which the compiler is not to know: Triton 3.6 moved sums between registers in each turn then.
+    first, end = gl.program_id(1), steps
+    if partial is not None:
+        first = _first_step(gl.program_id(1), steps)
+        end = _first_step(gl.program_id(1) + 1, steps)
 
     row_tile = gl.arange(0, NT, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 256, layout=gl.SliceLayout(0, word_layout))
@@ -318,10 +329,10 @@ def nvfp4_mfma_kernel(
         acc = _multiply(a, b, acc)
         _store_x(shared_0, x_0, BLOCK_M)
 
-    if SPLIT_K > 1:
+    if partial is not None:
         n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, acc_layout))
         m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
-        part = (tile * SPLIT_K + gl.program_id(1)).to(gl.int64) * (BLOCK_M * BLOCK_N)
+        part = (tile * gl.num_programs(1) + gl.program_id(1)).to(gl.int64) * (BLOCK_M * BLOCK_N)
         place = m[None, :] * BLOCK_N + n[:, None]
         gl.store(partial + part + place, acc, mask=(m < M - tile_m * BLOCK_M)[None, :])
     else:
@@ -406,8 +417,8 @@ def gemm(
     launch(
         nvfp4_mfma_kernel, (tiles, split_k),
         x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_map,
-        row_weight, m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, EVEN_K=k % PAD_K == 0,
-        ARCH=hardware.arch, UNSCALE=unscale, ACTIVATION=activation, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds,
+        row_weight, m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, EVEN_K=k % PAD_K == 0, ARCH=hardware.arch,
+        UNSCALE=unscale, ACTIVATION=activation, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds,
         num_warps=config.warps,
     )  # fmt: skip
     if split_k > 1:

@@ -82,7 +82,7 @@ def _cdna(m: int, k: int) -> list[Any]:
         for block_m in (16, 32, 64, 128)
         if covering // 4 <= block_m <= covering
         for block_n, warps in ((64, 2), (128, 2), (128, 4))
-        for split_k in (1, 2, 4, 8, 16)
+        for split_k in (1, 2, 3, 4, 6, 8, 12, 16)
         if split_k == 1 or (m <= 256 and k >= split_k * 512)
     ]
 

@@ -30,9 +30,28 @@ def test_a_sum_is_cut_before_a_tile_is() -> None:
     assert default_config(256, 5120, 2048, 304) == Config(64)
 
 
+@pytest.mark.parametrize("units", [104, 256, 304])
+@pytest.mark.parametrize(("n", "k"), [*WEIGHTS, (8192, 8192), (5120, 8192), (7168, 8192), (8192, 3584), (24576, 1536)])
+def test_parts_are_no_more_than_shorten_the_longest(n: int, k: int, units: int) -> None:
+    tiles, pairs = cdiv(n, 128), cdiv(k, 256)
+    found = {m: default_config(m, n, k, units).split_k for m in range(1, 65)}
+    for m, parts in found.items():
+        assert parts == 1 or tiles * parts <= 2 * units and 2 * parts <= pairs, m
+        assert parts == 1 or cdiv(pairs, parts) < cdiv(pairs, parts - 1), f"{m}: one part less would be as long"
+        assert parts == 1 or 8 * parts * m * n <= 9 / 16 * n * k / 2, f"{m}: parts are more than half of the weight"
+    assert len(set(found.values())) <= 7, "each is compiled"
+
+
+def test_two_programs_a_unit_read_a_weight() -> None:
+    """Llama-3-70B's qkv is 80 tiles, of which seven parts are 560 programs for the 608 that run at once; its o is 64,
+    of which nine would be no shorter than eight."""
+    assert default_config(1, 10240, 8192, 304) == Config(16, split_k=7)
+    assert default_config(1, 8192, 8192, 304) == Config(16, split_k=8)
+
+
 def test_long_sums_of_few_experts_are_cut() -> None:
     """At one token DeepSeek-V3's w13, an eighth of it, is 32 tiles of 56 steps for an MI300X's 304 units."""
-    assert default_moe_config(8, 256, 512, 7168, 304) == Config(16, split_k=8)
+    assert default_moe_config(8, 256, 512, 7168, 304) == Config(16, split_k=14)
     assert default_moe_config(32, 256, 512, 7168, 304) == Config(16, split_k=4)
     assert default_moe_config(8, 256, 7168, 256, 304) == Config(16), "two steps are not"
     assert default_moe_config(8, 128, 1536, 2048, 304) == Config(16, split_k=4)
