@@ -92,8 +92,7 @@ def _parts(tiles: int, k: int, rows: int, units: int) -> int:
     byte an element). Of numbers of parts the longest of which is the same the least serves: it has most of the same
     length, and adds less.
     """
-    # Few numbers of rows have parts of their own: those that add them are compiled for each.
-    rows = next_power_of_2(rows)
+    rows = next_power_of_2(rows)  # for few numbers of parts: a kernel that adds them is compiled for each
     pairs = cdiv(k, PAD_K)
     most = max(min(2 * units // tiles, pairs // 2, 9 * k // (256 * rows), 16), 1)
     return cdiv(pairs, cdiv(pairs, most))
@@ -238,8 +237,8 @@ def nvfp4_mfma_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EVEN_K: gl.constexpr, ARCH: gl.constexpr, UNSCALE: gl.constexpr,
     ACTIVATION: gl.constexpr, SLOTS_PER_ROW: gl.constexpr, XCDS: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """One tile of out; or with `partial` fp32 [tiles, parts, BLOCK_M, BLOCK_N] one part of its sum. A grid of [tiles,
-    parts]: however many these are, the kernel is the same.
+    """One tile of out, with a grid of [tiles, 1]; or one part of its sum, stored in `partial` fp32 [tiles, parts,
+    BLOCK_M, BLOCK_N], with one of [tiles, parts]: however many these are, the kernel is the same.
 
     x is [M, K] with rows `stride_x` apart, N the number of rows of the weight; the packed weight has N and K padded.
     `scales` are the scale bytes, four to a word. With ACTIVATION the weight's rows alternate, 16 of the gate and 16 of

@@ -74,8 +74,9 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
     whole_tiles,
 )
 from llm_quant_rocm.kernels.pdl import pdl_option
-from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.sizes import cdiv
 
+# Of a multiprocessor's 227 KiB. The rest has room for barriers, scales of rows and a table of E4M3.
 RING_BYTES = 220 * 1024
 # What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
 # of these may be on their way.
@@ -191,7 +192,7 @@ def _consumer(
         )  # fmt: skip
         if EARLY_SCALES and tile_expert is not None:
             scales = load_scales(scale, column, N, acc_layout, ROWS)
-        row_scales = row_scale  # None, where rows have none
+        row_scales = row_scale  # None, where rows have none; else not used unless they are kept
         if KEEPS:
             row_scales = kept_scales.index(HALF)
             if not EARLY_SCALES or tile_expert is not None:
@@ -381,8 +382,7 @@ def _launch(
         columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
         stores, target = STORES, tile_descriptor(out, rows, columns)
         ring_bytes -= 2 * stores * rows * columns * out.element_size()
-        if row_scale is not None:
-            ring_bytes -= 2 * next_power_of_2(block_m) * row_scale.element_size()
+    assert stores or block_n > 64, "two consumers exchange sums where the accelerator stores them"
     assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
     assert routed.row_map is None, "tiles are stored whole"
     assert routed.activation is None or block_n > 64, "what two consumers add up is stored as it is"

@@ -62,9 +62,11 @@ def load_row_scales(
 
 @gluon.constexpr_function
 def kept_shape(block_m, block_n, slice_rows):
-    """Of room for `keep_row_scales`: consumers, slices of rows, a power of two of them, and rows of a slice."""
+    """Of room for `keep_row_scales`: consumers, slices of a consumer's rows, as many as a power of two, and rows of a
+    slice."""
     slices = block_m // slice_rows // (2 if block_n == 64 else 1)
-    return [2, 2 * main_rows(slices - 1), slice_rows]
+    main = main_rows(slices)
+    return [2, main if main == slices else 2 * main, slice_rows]
 
 
 @gluon.jit
@@ -156,9 +158,12 @@ def store_slices(
 @gluon.jit
 def _exchange(acc, ring, empty, exchanged, stage, turn, HALF: gl.constexpr):
     """The sum of both consumers' acc [64, columns] in this one's half of the columns. What it gives the other goes by
-    way of the stage of the ring that it multiplied last, whose x nobody needs any more, and which is free behind that.
-    `stage` is the one that it multiplies next, and `turn` the number of tiles before."""
+    way of the stage of the ring that it multiplied last, whose x nobody needs any more: a stage is filled anew when the
+    one has written and the other read. `stage` is the one that it multiplies next, and `turn` the number of tiles
+    before."""
     STAGES: gl.constexpr = empty.shape[0]
+    # The other consumer looks one stage ahead of its last one before it comes here.
+    gl.static_assert(STAGES >= 4)
     COLUMNS: gl.constexpr = acc.shape[1] // 2
     layout: gl.constexpr = acc_layout_of(COLUMNS)
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -186,15 +191,16 @@ def store_with_tma(
     acc, rest, scales, row_scales, rows, column, tile_m, result, exchange, HALF: gl.constexpr,
     BLOCK_M: gl.constexpr, APART: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a whole tile, or of half of its rows where two consumers exchange sums, by `exchange`, what
-    `_exchange` needs for that. Rows that are in two tiles, or twice in one, are stored twice, with the same bits."""
+    """The epilogue of a whole tile, of whose rows the first `rows` count; or of half of it where two consumers exchange
+    sums, with `exchange`, what `_exchange` is called with. Rows that are in two tiles, or twice in one, are stored
+    twice, with the same bits."""
     bias, out, staging, M, N, tile_rows = result
     MAIN: gl.constexpr = main_rows(BLOCK_M)
-    TURN: gl.constexpr = MAIN // staging.shape[1]
+    SLICES: gl.constexpr = MAIN // staging.shape[1]
     main_scales, rest_scales = row_scales, row_scales
     if row_scales is not None and MAIN < BLOCK_M:
-        main_scales = row_scales.slice(0, TURN)
-        rest_scales = row_scales.slice(TURN, (BLOCK_M - MAIN) // staging.shape[1])
+        main_scales = row_scales.slice(0, SLICES)
+        rest_scales = row_scales.slice(SLICES, (BLOCK_M - MAIN) // staging.shape[1])
     number = 0
     if APART == 2:
         ring, empty, exchanged, stage, turn = exchange
@@ -205,7 +211,7 @@ def store_with_tma(
     )  # fmt: skip
     if MAIN < BLOCK_M:
         store_slices(
-            rest, scales, rest_scales, MAIN, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, TURN
+            rest, scales, rest_scales, MAIN, rows, column, tile_m, result, HALF, BLOCK_M, UNSCALE, ACTIVATION, SLICES
         )  # fmt: skip
 
 

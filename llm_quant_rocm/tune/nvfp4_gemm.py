@@ -72,7 +72,7 @@ def _shares(tiles: int, together: int) -> list[int]:
 
 
 def _cdna(m: int, k: int) -> list[Any]:
-    """Every tile that the kernel has, with K split as far as parts stay longer than four steps of 128 columns. By
+    """Every tile that the kernel has, with K split as far as parts have four steps of 128 columns or more. By
     reasoning; never measured on an AMD GPU."""
     from llm_quant_rocm.kernels.nvfp4_mfma import Config
 

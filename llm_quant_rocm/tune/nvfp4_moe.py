@@ -25,10 +25,10 @@ def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidde
     heights = heights_for(slots, experts)
     default = kernels_of(device.arch).moe_config(slots, experts, hidden, inner, device)
     if device.arch != "sm_90":
-        # Of many slots there are tiles enough; and parts stay longer than four steps of 128 columns.
+        # Of many slots there are tiles enough; and parts have four steps of 128 columns or more.
         of_w13, of_w2 = (
-            [parts for parts in (1, 2, 4, 8) if parts == 1 or (slots <= 4 * experts and k >= parts * 512)]
-            for k in (hidden, inner)
+            {1, usual.split_k, *(parts for parts in (2, 4, 8) if slots <= 4 * experts and k >= parts * 512)}
+            for usual, k in ((default.w13, hidden), (default.w2, inner))
         )
         found = [
             PairConfig(replace(config, split_k=first), replace(config, split_k=second))

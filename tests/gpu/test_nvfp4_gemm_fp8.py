@@ -67,11 +67,13 @@ def tolerance(k: int, dtype: torch.dtype) -> float:
 
 def exact_operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, NvFp4Weight, torch.Tensor]:
     """x, weight and bias whose product is exact: x is its own E4M3, -256, 0 or 256 beside a 448 in each row that meets
-    a zero, the weight's E4M3 are powers of two, and sums over K stay within the accumulator's 14 bits."""
+    a zero, times a power of two that is the row's scale, the weight's E4M3 are powers of two, and sums over K stay
+    within the accumulator's 14 bits. Neighbouring rows have different scales, five of them: no tile is a multiple."""
     generator = torch.Generator().manual_seed(m + n + k)
     x = 256.0 * torch.randint(-1, 2, (m, k), generator=generator)
     codes = torch.tensor([0, 3, 5, 7, 8, 11, 13, 15], dtype=torch.uint8)[torch.randint(8, (n, k), generator=generator)]
     x[:, 0], codes[:, 0] = 448.0, 0
+    x *= 2.0 ** -(torch.arange(m) % 5)[:, None]
     scales = torch.full((n, k // 16), 4.0).to(torch.float8_e4m3fn)
     weight = NvFp4Weight(nvfp4.pack(codes), scales, 2.0 ** -torch.randint(14, 17, (n,), generator=generator).float())
     return x.to(dtype), weight, torch.randint(-8, 9, (n,), generator=generator).float() / 8
@@ -95,10 +97,11 @@ def test_x_is_quantized_in_the_order_of_the_operand(width: int, dtype: torch.dty
     assert_same(in_order.contiguous().view(found.dtype), expected)
 
 
-# The last three have tiles that are cut, one into as many parts as there are programs, one with 10 beyond a wave.
+# The last three have tiles that are cut, one into as many parts as there are programs, one with 10 beyond a wave. Of
+# (2000, 4608, 512) several tiles of four steps each are a program's.
 SHAPES = [
-    (1, 1, 16), (3, 5, 48), (20, 67, 528), (300, 130, 272), (70, 320, 2064), (130, 16, 16384), (500, 9000, 2064),
-    (600, 10240, 1024),
+    (1, 1, 16), (3, 5, 48), (20, 67, 528), (300, 130, 272), (70, 320, 2064), (2000, 4608, 512), (130, 16, 16384),
+    (500, 9000, 2064), (600, 10240, 1024),
 ]  # fmt: skip
 
 

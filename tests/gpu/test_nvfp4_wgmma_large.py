@@ -63,13 +63,14 @@ def on_gpu(x: torch.Tensor, weight: NvFp4Weight) -> tuple[torch.Tensor, NvFp4Wei
 
 # Of the last three one is cut into as many parts as there are programs, one into stretches of more than a tile, and the
 # last has 10 tiles beyond a wave, of 256 rows and of 320; before them a tile is several programs' where `shares` has it
-# so, and they do not divide its steps or rows evenly.
+# so, and they do not divide its steps or rows evenly. Of the third several tiles of four steps each are a program's.
 @HALF
 @pytest.mark.parametrize(
     "shape",
     [
         (1, 5, 48),
         (65, 67, 528),
+        (2000, 4608, 256),
         (300, 130, 272),
         (129, 320, 2064),
         (256, 640, 8192),

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("triton")
 
 from llm_quant_rocm.kernels.nvfp4_mfma import Config, default_config, default_moe_config
-from llm_quant_rocm.kernels.sizes import cdiv
+from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
 WEIGHTS = [(5120, 2048), (2048, 4096), (10240, 8192), (8192, 28672), (57344, 8192), (128, 128), (2112, 7168)]
 
@@ -33,13 +33,20 @@ def test_a_sum_is_cut_before_a_tile_is() -> None:
 @pytest.mark.parametrize("units", [104, 256, 304])
 @pytest.mark.parametrize(("n", "k"), [*WEIGHTS, (8192, 8192), (5120, 8192), (7168, 8192), (8192, 3584), (24576, 1536)])
 def test_parts_are_no_more_than_shorten_the_longest(n: int, k: int, units: int) -> None:
-    tiles, pairs = cdiv(n, 128), cdiv(k, 256)
-    found = {m: default_config(m, n, k, units).split_k for m in range(1, 65)}
-    for m, parts in found.items():
-        assert parts == 1 or tiles * parts <= 2 * units and 2 * parts <= pairs, m
-        assert parts == 1 or cdiv(pairs, parts) < cdiv(pairs, parts - 1), f"{m}: one part less would be as long"
-        assert parts == 1 or 8 * parts * m * n <= 9 / 16 * n * k / 2, f"{m}: parts are more than half of the weight"
-    assert len(set(found.values())) <= 7, "each is compiled"
+    pairs = cdiv(k, 256)
+    found = {m: default_config(m, n, k, units) for m in range(1, 65)}
+
+    def may_be(parts: int, m: int) -> bool:
+        tiles = cdiv(m, min(64, max(16, next_power_of_2(m)))) * cdiv(n, 128)
+        enough, long_enough = tiles * parts <= 2 * units, 2 * parts <= pairs
+        return enough and long_enough and parts <= 16 and 8 * parts * next_power_of_2(m) <= 9 / 16 * k / 2
+
+    for m, config in found.items():
+        parts, longest = config.split_k, cdiv(pairs, config.split_k)
+        assert parts == 1 or may_be(parts, m), m
+        assert parts == 1 or longest < cdiv(pairs, parts - 1), f"{m}: one part less would be as long"
+        assert longest == 1 or not may_be(cdiv(pairs, longest - 1), m), f"{m}: more parts would be shorter"
+    assert len({config.split_k for config in found.values()}) <= 4, "each is compiled"
 
 
 def test_two_programs_a_unit_read_a_weight() -> None:
