@@ -15,7 +15,7 @@ from llm_quant_rocm.hardware import detect
 _MODULES = ("pdl", "fp8_row", "norm_row", "wire_units", "quick_reduce", "reduce_norm_quant", "rms_norm_quant")
 # On Hopper these as well.
 _HOPPER = (
-    "hopper", "cluster", "decode_hopper", "wgmma_parts", "activate", "nvfp4_wgmma",
+    "hopper", "cluster", "decode_hopper", "stretches", "wgmma_parts", "activate", "nvfp4_wgmma",
     "nvfp4_wgmma_split_tiles", "nvfp4_wgmma_split_epilogue", "nvfp4_wgmma_split",
     "nvfp4_wgmma_large_tiles", "nvfp4_wgmma_large_mainloop", "nvfp4_wgmma_large_epilogue", "nvfp4_wgmma_large",
     "nvfp4_expand", "per_token_quant", "act_and_mul_quant", "ptpc_gemm", "ptpc_wgmma", "ptpc_wgmma_few",

@@ -34,6 +34,7 @@ from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_wor
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
+from llm_quant_rocm.kernels.stretches import begin_of
 from llm_quant_rocm.kernels.xcd import neighbours_gluon
 
 # Later Tritons than 3.6 let the caller choose the registers of sums; 3.6 takes accumulation registers by itself.
@@ -223,13 +224,6 @@ def _store_tile(
     gl.store(out + m.to(gl.int64)[None, :] * N + n[:, None], acc.to(dtype), mask=inside[None, :] & (n < N)[:, None])
 
 
-@gluon.jit
-def _first_step(part, steps):
-    """Where part number `part` of a sum of so many steps begins: two at a time are shared out evenly."""
-    pairs, parts = steps // 2, gl.num_programs(1)
-    return 2 * (part * (pairs // parts) + gl.minimum(part, pairs % parts))
-
-
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_mfma_kernel(
@@ -279,8 +273,8 @@ def nvfp4_mfma_kernel(
     # Of a whole sum 0, which the compiler is not to know: Triton 3.6 moved sums between registers in each turn then.
     first, end = gl.program_id(1), steps
     if partial is not None:
-        first = _first_step(gl.program_id(1), steps)
-        end = _first_step(gl.program_id(1) + 1, steps)
+        first = begin_of(gl.program_id(1), steps // 2, gl.num_programs(1)) * 2
+        end = begin_of(gl.program_id(1) + 1, steps // 2, gl.num_programs(1)) * 2
 
     row_tile = gl.arange(0, NT, layout=gl.SliceLayout(1, word_layout))
     word = gl.arange(0, 256, layout=gl.SliceLayout(0, word_layout))

@@ -48,7 +48,7 @@ from llm_quant_rocm.kernels.hopper import (
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
-from llm_quant_rocm.kernels.wgmma_parts import begin_of
+from llm_quant_rocm.kernels.stretches import begin_of
 
 
 @dataclass(frozen=True)

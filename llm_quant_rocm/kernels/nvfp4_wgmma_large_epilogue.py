@@ -22,6 +22,7 @@ from llm_quant_rocm.kernels.hopper import (
     store_through,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma import epilogue, gated
+from llm_quant_rocm.kernels.sizes import next_power_of_2
 from llm_quant_rocm.kernels.wgmma_parts import (
     await_all,
     clear,
@@ -60,13 +61,15 @@ def load_row_scales(
     return main, rest
 
 
+_power_of_2 = gluon.constexpr_function(next_power_of_2)
+
+
 @gluon.constexpr_function
 def kept_shape(block_m, block_n, slice_rows):
     """Of room for `keep_row_scales`: consumers, slices of a consumer's rows, as many as a power of two, and rows of a
     slice."""
     slices = block_m // slice_rows // (2 if block_n == 64 else 1)
-    main = main_rows(slices)
-    return [2, main if main == slices else 2 * main, slice_rows]
+    return [2, _power_of_2(slices), slice_rows]
 
 
 @gluon.jit

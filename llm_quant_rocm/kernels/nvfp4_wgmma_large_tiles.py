@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from llm_quant_rocm.kernels.hopper import SMS, main_part, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import tiles_of_rows
 from llm_quant_rocm.kernels.sizes import cdiv
-from llm_quant_rocm.kernels.wgmma_parts import begin_of
+from llm_quant_rocm.kernels.stretches import begin_of
 
 # Bytes of a row of x in one step.
 STEP_BYTES = 128

@@ -17,7 +17,7 @@ from llm_quant_rocm.kernels.cluster import inbox_bytes
 from llm_quant_rocm.kernels.hopper import main_part, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import expert_of, first_piece_of
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
-from llm_quant_rocm.kernels.wgmma_parts import begin_of
+from llm_quant_rocm.kernels.stretches import begin_of
 
 # Programs of a cluster, and how many clusters run together, a program a multiprocessor, as CUDA said of the H100 that
 # was measured: those of one come to the same part of the GPU (GPC), whose size is no multiple of three or four.

@@ -14,14 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.kernels.hopper import acc_layout_of, cta_barrier
-
-
-@gluon.jit
-def begin_of(program, groups, programs=None):
-    """Where the program's stretch of `groups` begins; it ends where the next one's begins."""
-    if programs is None:
-        programs = gl.num_programs(0)
-    return program * (groups // programs) + gl.minimum(program, groups % programs)
+from llm_quant_rocm.kernels.stretches import begin_of
 
 
 @gluon.jit
