@@ -4,10 +4,10 @@
 As in `nvfp4_wgmma`, out^T = W . x^T, and a weight goes through registers, where its codes are decoded, into the matrix
 units. Here a multiprocessor has one program all the time. Four warps each, two consumers multiply one half of a tile's
 rows of the weight with the same rows of x; a producer, one warp, has the tensor memory accelerator fill a ring of
-codes, scales and x. The consumers do not wait for each other, and each has a step queued while it decodes the next, so
-that the matrix units run meanwhile. Where every tile is one program's, the accelerator stores it from shared memory,
-while the next one is multiplied. Of a tile with 64 rows of the weight, what one wgmma takes, each consumer multiplies
-every second step, and then they exchange sums.
+codes, scales and x. The consumers do not wait for each other, and each decodes the next step while one of its steps is
+multiplied, so that the matrix units run meanwhile. Where every tile is one program's, the accelerator stores it from
+shared memory, while the next one is multiplied. Of a tile with 64 rows of the weight, what one wgmma takes, each
+consumer multiplies every second step, and then they exchange sums.
 
 Here is what a consumer does with a tile, the kernel and its launch. `nvfp4_wgmma_large_tiles` says how the product is
 cut, and which tiles, or parts of one, are a program's; `nvfp4_wgmma_large_mainloop` fills the ring and multiplies, and

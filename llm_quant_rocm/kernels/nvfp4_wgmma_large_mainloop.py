@@ -201,7 +201,8 @@ def multiply(
     UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr
 ):  # fmt: skip
     """acc [rows of the weight, rows of x], and `rest` if it is another, plus the product of as many groups of steps as
-    there are, the last of them perhaps still on its way, and what the next step needs.
+    there are, the last of them perhaps still on its way, and what the next step needs. The last step's stage is the
+    caller's to free.
 
     Whether the words of a step come to registers before the step before is decoded, EARLY says: then `decoded` is of
     this step and `words` are of the next one.
@@ -213,6 +214,11 @@ def multiply(
     NT: gl.constexpr = acc.shape[0] // 16
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4 if FP8 else 2)
+    # Whether a consumer's next product is queued behind one before it waits for that. If not, it waits as soon as the
+    # next step is decoded, and the stage is free so much earlier: more of the ring is on its way. The matrix units have
+    # the other consumer's product meanwhile. Both were compared for every kind of tile.
+    QUEUED: gl.constexpr = APART == 1 and not FP8
+    LAST: gl.constexpr = UNROLL // APART - 1
     # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
     for turn in range(0, gl.maximum(groups, 1)):
         for i in gl.static_range(UNROLL // APART):
@@ -223,10 +229,10 @@ def multiply(
             acc = warpgroup_mma(operand, tile.permute((1, 0)), acc, is_async=True)
             if REST:
                 rest = multiply_rest(operand, rest_ring.index(stage), rest)
-            # Then the step before is finished, and its stage free.
-            acc, rest = await_products(acc, rest, 1, REST)
-            free = behind(stage, STAGES, APART)
-            mbarrier.arrive(empty.index(free), count=APART, pred=turn > 0 if i == 0 else True)
+            if QUEUED:
+                acc, rest = await_products(acc, rest, 1, REST)
+                mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1, pred=turn > 0 if i == 0 else True)
+            own = stage
             stage, phase = advance(stage, phase, STAGES, APART)
             if EARLY:
                 decoded = decode(words, scale_pairs, table, FP8, FP16)
@@ -237,4 +243,7 @@ def multiply(
             if not EARLY:
                 decoded = decode(words, scale_pairs, table, FP8, FP16)
             steps -= 1
+            if not QUEUED:
+                acc, rest = await_products(acc, rest, 0, REST)
+                mbarrier.arrive(empty.index(own), count=APART, pred=turn < groups - 1 if i == LAST else True)
     return acc, rest, decoded, words, scale_pairs, stage, phase, steps
