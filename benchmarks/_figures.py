@@ -355,7 +355,7 @@ def overview() -> str:
         add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
             f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
     ms = (1, 16, 64, 256, 1024, 4096)
-    for name, result in results("nvfp4_gemm_sm_90"):
+    for name, result in (*results("nvfp4_gemm_sm_90"), *results("nvfp4_gemm_h200_sm_90")):
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
         title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
