@@ -91,8 +91,7 @@ def _program_at(group, groups):
 
 @gluon.jit
 def decode_operand(words, scale_pairs, FP16: gl.constexpr, DEPTH: gl.constexpr, layout: gl.constexpr):
-    """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, times 2^SCALE_EXPONENT or so
-    (`decode_words`)."""
+    """The weight [NT * 16, DEPTH * 64] in the registers where wgmma reads it, divided by `UNSCALE`."""
     return operand_of(decode_words(words, scale_pairs, FP16), FP16, DEPTH, layout)
 
 
@@ -552,7 +551,7 @@ def gemm(
         *packed_descriptors(words, scale_bytes, pieces, tile_rows),
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation,
+        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=routed.activation,
         PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),
     )  # fmt: skip
     return out

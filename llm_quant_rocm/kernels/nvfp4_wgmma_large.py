@@ -395,7 +395,7 @@ def _launch(
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
         STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
         UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE[fp16] if x.element_size() == 2 else UNSCALE_FP8,
+        UNSCALE=UNSCALE if x.element_size() == 2 else UNSCALE_FP8,
         ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
     )  # fmt: skip
     return out

@@ -444,7 +444,7 @@ def gemm_split(
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
         EAGER=min(_eager(block_m), stages), CLUSTER=config.cluster, REGISTERS=room.registers,
-        FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE[fp16], ACTIVATION=routed.activation,
+        FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=routed.activation,
         PDL=hardware.pdl, num_warps=4, cluster=config.cluster, **room.options, **pdl_option(hardware),
     )  # fmt: skip
     return out

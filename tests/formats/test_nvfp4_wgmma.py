@@ -68,6 +68,12 @@ def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Te
             first, second, address = re.findall(r"[\w$]+", operands)
             place = registers[address] // 4
             registers[first], registers[second] = memory[place], memory[place + 1]
+        elif name == "mov.b32":
+            first, second, third = re.findall(r"[\w$]+", operands)
+            if operands.startswith("{"):
+                registers[first], registers[second] = registers[third] & 0xFFFF, registers[third] >> 16
+            else:
+                registers[first] = registers[second] | registers[third] << 16
         elif name and name != ".reg":
             target, *sources = re.findall(r"[\w$]+", operands)
             registers[target] = steps[name](*map(value, sources)) & 0xFFFFFFFF
@@ -78,14 +84,22 @@ def assembly(name: str) -> str:
     return getattr(pytest.importorskip("llm_quant_rocm.kernels.decode_hopper"), name).value
 
 
+def two_words(words: torch.Tensor, scale_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two words of a lane at a time, those of its steps 0 and 1, or 2 and 3, and their scale bytes, two each: [K/64,
+    N/16, 8, 4, 2] in int64."""
+    first, second = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 2, 2).unbind(-1)
+    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 2, 4).expand(-1, -1, -1, 4, -1, -1).long()
+    return first, second, (scales << BYTES).sum(-1)
+
+
 def decode(words: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values [N, K] in fp32 of packed words [K/64, N/16, 128] and scale bytes, by the text of `decode_words`."""
     # Word lane * 4 + step belongs to rows lane / 4 and lane / 4 + 8; a scale byte stands at [row % 8][step][row / 8].
-    word = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 4)
-    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 4, 2).expand(-1, -1, -1, 4, -1, -1).long()
+    first, second, scales = two_words(words, scale_bytes)
     text = assembly("_WORDS_TO_FP16" if dtype == torch.float16 else "_WORDS_TO_BF16")
-    found = executed(text, {"$4": word, "$5": (scales << BYTES[:2]).sum(-1)}, torch.empty(0))
-    values = [halves(found[f"${pair}"], dtype) * (2.0**7 if dtype == torch.float16 else 2.0**8) for pair in range(4)]
+    found = executed(text, {"$8": first, "$9": second, "$10": scales}, torch.empty(0))
+    pairs = (torch.stack([found[f"${2 * pair}"], found[f"${2 * pair + 1}"]], -1).flatten(4) for pair in range(4))
+    values = [halves(pair, dtype) * 2.0**7 for pair in pairs]
     # [piece, tile, row, lane % 4, step, column] of each (row half, column half)
     stacked = torch.stack([torch.stack(values[:2], -2), torch.stack(values[2:], -2)], -3)
     # piece, tile, row, quarter, step, row half, column half, column
@@ -94,12 +108,10 @@ def decode(words: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -
 
 def decode_fp8(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
     """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by the text of `decode_words_fp8`."""
-    # Two words of a lane at a time, those of its steps 0 and 1, or 2 and 3, with two scale bytes each.
-    a, b = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 2, 2).unbind(-1)
-    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 1, 2, 4).expand(-1, -1, -1, 4, -1, -1).long()
+    a, b, scales = two_words(words, scale_bytes)
     # An entry of the table is six words, of which two are used.
     memory = torch.nn.functional.pad((fp8_table().view(-1, 2, 4) << BYTES).sum(-1), (0, 4)).flatten()
-    start = {"$4": a, "$5": b, "$6": (scales << BYTES).sum(-1), "$7": torch.zeros_like(a)}
+    start = {"$4": a, "$5": b, "$6": scales, "$7": torch.zeros_like(a)}
     found = executed(assembly("_WORDS_TO_FP8"), start, memory)
     rows = torch.stack([torch.stack([found["$0"], found["$1"]], -1), torch.stack([found["$2"], found["$3"]], -1)], -1)
     values = (rows.unsqueeze(-1) >> BYTES & 255).flatten(4, 5)
@@ -131,9 +143,9 @@ def test_the_kernels_steps_find_every_value(n: int, k: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_codes_times_all_scales(dtype: torch.dtype) -> None:
-    codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(127, 1))
-    scales = torch.arange(127, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)
-    values = decode(*nvfp4_wgmma.pack(codes, scales), dtype)[:127, :16]
+    codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(128, 1))
+    scales = torch.arange(128, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)  # the last one is NaN
+    values = decode(*nvfp4_wgmma.pack(codes, scales), dtype)[:128, :16]
     assert_same(values + 0.0, nvfp4.block_values(codes, scales) + 0.0)
 
 
