@@ -19,10 +19,11 @@ import torch
 
 from llm_quant_rocm import hardware
 
-# Rows are quantized this many elements at a time, in one buffer of 12 MiB however large the weight. Smaller ones would
-# cost more: vLLM has torch's allocator cut no piece of 20 MiB while weights load, and torch takes such a piece for any
-# request of 1 to 10 MiB. Once that is freed, only a request for as much gets it again.
-_CHUNK_ELEMENTS = 3 * 1024 * 1024
+# Rows are quantized this many elements at a time, in one buffer however large the weight: of 2 MiB, on a GPU of 12 MiB.
+# Smaller ones would cost more there: vLLM has torch's allocator cut no piece of 20 MiB while weights load, and torch
+# takes such a piece for any request of 1 to 10 MiB. Once that is freed, only a request for as much gets it again.
+_CHUNK_ELEMENTS = 512 * 1024
+_CHUNK_ELEMENTS_ON_GPU = 3 * 1024 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,8 @@ def quantize_rows(
     codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     count, width = prod(x.shape[:-1]), x.shape[-1]
     rows, row_codes, row_scale = x.reshape(count, width), codes.view(count, width), scale.reshape(count, 1)
-    step = max(1, _CHUNK_ELEMENTS // max(1, width))
+    chunk_elements = _CHUNK_ELEMENTS_ON_GPU if x.is_cuda else _CHUNK_ELEMENTS
+    step = max(1, chunk_elements // max(1, width))
     buffer = torch.empty((step, width), dtype=torch.float32, device=x.device)
     for start in range(0, count, step):
         chunk = slice(start, start + step)
