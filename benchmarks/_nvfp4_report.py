@@ -44,7 +44,7 @@ def gemm(name: str, result: dict[str, Any]) -> str:
         for row in rows
     ]
     means_table = table(["M", *names, "limit"], means)
-    title = "NVFP4 GEMM" + (", layers that nothing was tuned for" if untuned else ", H200" if "h200" in name else "")
+    title = f"NVFP4 GEMM{', layers that nothing was tuned for' if untuned else ''}{', H200' if 'h200' in name else ''}"
     averaged = "all" if untuned else "Llama-3-70B's"
     return (
         f"## {title}\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"

@@ -21,7 +21,8 @@ from llm_quant_rocm import hardware
 
 # Rows are quantized this many elements at a time, in one buffer however large the weight: of 2 MiB, on a GPU of 12 MiB.
 # Smaller ones would cost more there: vLLM has torch's allocator cut no piece of 20 MiB while weights load, and torch
-# takes such a piece for any request of 1 to 10 MiB. Once that is freed, only a request for as much gets it again.
+# takes such a piece for any request of 1 to 10 MiB. Once that is freed, only a request for as much gets it again. On a
+# CPU 12 MiB would only raise a load's peak.
 _CHUNK_ELEMENTS = 512 * 1024
 _CHUNK_ELEMENTS_ON_GPU = 3 * 1024 * 1024
 

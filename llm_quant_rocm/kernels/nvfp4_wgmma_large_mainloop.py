@@ -216,7 +216,7 @@ def multiply(
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4 if FP8 else 2)
     # Whether a consumer's next product is queued behind one before it waits for that. If not, it waits as soon as the
     # next step is decoded, and the stage is free so much earlier: more of the ring is on its way. The matrix units have
-    # the other consumer's product meanwhile. Both were compared for every kind of tile.
+    # the other consumer's product meanwhile. Both were compared by hand for every kind of tile.
     QUEUED: gl.constexpr = APART == 1 and not FP8
     LAST: gl.constexpr = UNROLL // APART - 1
     # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.

@@ -192,8 +192,9 @@ def test_chunks_change_nothing(fmt: Fp8Format, chunk: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("with_amax", [False, True])
 @pytest.mark.parametrize(("chunk", "mib"), [("_CHUNK_ELEMENTS", 2), ("_CHUNK_ELEMENTS_ON_GPU", 12)])
 def test_temporaries_stay_small(chunk: str, mib: int, with_amax: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight of 16 MiB in bf16: beyond it and its codes, one buffer of 2 MiB, on a GPU 12, and nothing else above
-    1 MiB, for which torch's allocator would take 20 MiB of a GPU each time while vLLM loads."""
+    """A weight of 16 MiB in bf16: beyond it and its codes, one buffer of 2 MiB, or with a GPU's chunks, here on a CPU,
+    of 12, and nothing else above 1 MiB, for which torch's allocator would take 20 MiB of a GPU each time while vLLM
+    loads."""
     monkeypatch.setattr(fp8, "_CHUNK_ELEMENTS", getattr(fp8, chunk))
     w = torch.ones(1024, 8192, dtype=torch.bfloat16)
     amax = torch.ones(1024, 1) if with_amax else None

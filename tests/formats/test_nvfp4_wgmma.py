@@ -59,7 +59,7 @@ def executed(assembly: str, registers: dict[str, torch.Tensor], memory: torch.Te
     steps: dict[str, Callable[..., Any]] = {
         "prmt.b32": prmt, "lop3.b32": lop3, "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b,
         "shl.b32": lambda a, b: a << b, "shf.r.wrap.b32": lambda low, high, by: (high << 32 | low) >> by,
-        "mad.lo.u32": lambda a, b, c: a * b + c, "mul.lo.u32": lambda a, b: a * b,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
         "mul.bf16x2": product_in(torch.bfloat16), "mul.f16x2": product_in(torch.float16),
     }  # fmt: skip
     for statement in assembly.strip(" {}\n").split(";"):
@@ -143,9 +143,9 @@ def test_the_kernels_steps_find_every_value(n: int, k: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_codes_times_all_scales(dtype: torch.dtype) -> None:
-    codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(128, 1))
-    scales = torch.arange(128, dtype=torch.uint8)[:, None].view(torch.float8_e4m3fn)  # the last one is NaN
-    values = decode(*nvfp4_wgmma.pack(codes, scales), dtype)[:128, :16]
+    codes = nvfp4.pack(torch.arange(16, dtype=torch.uint8).repeat(128, 2))
+    scales = torch.arange(128, dtype=torch.uint8)[:, None].repeat(1, 2).view(torch.float8_e4m3fn)  # the last is NaN
+    values = decode(*nvfp4_wgmma.pack(codes, scales), dtype)[:128, :32]
     assert_same(values + 0.0, nvfp4.block_values(codes, scales) + 0.0)
 
 

@@ -26,8 +26,8 @@ EARLY = {
 # 320 rows leave no room for what is needed then.
 SPILLS = {"tiles of two accumulators": 56}
 # Permutations of bytes for a product, at most: of each word of eight codes, one or in FP8 two in a lane, decoding has
-# 3.5 or 7. LLVM adds more where it takes decoded words apart.
-PERMUTATIONS = {False: 3.5, True: 14}
+# 1 or 7. LLVM adds more where it takes decoded words apart.
+PERMUTATIONS = {False: 1, True: 14}
 
 
 @pytest.mark.parametrize("case", CASES)
