@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the NVFP4 GEMM takes on an H100 under a configuration: the choice for weights that nobody has measured.
+"""How long the NVFP4 GEMM takes on Hopper under a configuration: the choice for weights that nobody has measured.
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds, to the power
 of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31
-weights, of tiles that programs share only where these are near the fastest (benchmarks/results/nvfp4_configs_sm_90.json
-and, in FP8, nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how much slower
-than the best the choice is for weights that are left out of the fit. What won at a weight of like size is a worse
-guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
+weights, on an H100 and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90.json, without
+tiles that programs share where these are far from the fastest, and nvfp4_configs_fp8_sm_90.json), by `python -m
+benchmarks._estimate_fit`, which also says how much slower than the best the choice is for weights that are left out of
+the fit. What won at a weight of like size is a worse guide: whether tiles fill the multiprocessors' last wave decides,
+and a few more columns change that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,19 +36,19 @@ SLOWING = 1.05
 
 # Microseconds (launch, step, tile, part) by kernel, tile and how tiles are shared out.
 _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
-    ("expanded", 0, 0, "whole"): (4.713, 0.272, 0.488, 0.543),
-    ("fp8", 192, 128, "shares"): (0.0, 1.962, 2.526, 3.619),
-    ("fp8", 192, 128, "whole"): (0.799, 1.895, 1.565, 0.0),
-    ("fp8", 256, 64, "whole"): (0.752, 1.31, 1.823, 0.0),
-    ("fp8", 256, 128, "cut"): (6.873, 2.576, 0.403, 1.15),
-    ("fp8", 256, 128, "shared tail of 128"): (4.782, 2.213, 1.906, 1.981),
-    ("fp8", 256, 128, "shared tail of 64"): (4.666, 2.213, 1.906, 1.632),
-    ("fp8", 256, 128, "shares"): (0.0, 2.362, 3.168, 4.0),
-    ("fp8", 256, 128, "tail of 128"): (2.606, 2.213, 1.906, 1.843),
-    ("fp8", 256, 128, "tail of 64"): (0.585, 2.213, 1.906, 1.78),
-    ("fp8", 256, 128, "whole"): (1.142, 2.213, 1.906, 0.0),
-    ("fp8", 320, 128, "shares"): (0.0, 3.027, 6.391, 2.597),
-    ("fp8", 320, 128, "whole"): (0.0, 2.89, 2.715, 0.0),
+    ("expanded", 0, 0, "whole"): (5.116, 0.271, 0.461, 0.414),
+    ("fp8", 192, 128, "shares"): (0.0, 1.943, 2.728, 3.095),
+    ("fp8", 192, 128, "whole"): (1.074, 1.896, 1.523, 0.0),
+    ("fp8", 256, 64, "whole"): (1.22, 1.177, 1.845, 0.0),
+    ("fp8", 256, 128, "cut"): (6.103, 2.425, 1.505, 1.109),
+    ("fp8", 256, 128, "shared tail of 128"): (3.825, 2.187, 1.847, 1.626),
+    ("fp8", 256, 128, "shared tail of 64"): (8.413, 2.187, 1.847, 0.212),
+    ("fp8", 256, 128, "shares"): (0.0, 2.247, 3.42, 3.388),
+    ("fp8", 256, 128, "tail of 128"): (2.687, 2.187, 1.847, 1.552),
+    ("fp8", 256, 128, "tail of 64"): (1.108, 2.187, 1.847, 1.405),
+    ("fp8", 256, 128, "whole"): (1.431, 2.187, 1.847, 0.0),
+    ("fp8", 320, 128, "shares"): (0.0, 2.932, 5.349, 2.42),
+    ("fp8", 320, 128, "whole"): (0.238, 2.543, 2.779, 0.0),
     ("half", 8, 64, "cluster"): (2.172, 0.164, 0.051, 0.0),
     ("half", 8, 64, "whole"): (2.795, 0.147, 0.0, 0.0),
     ("half", 16, 64, "cluster"): (1.951, 0.162, 0.317, 0.0),
