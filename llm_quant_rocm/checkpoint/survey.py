@@ -177,7 +177,7 @@ def _modules(tensors: dict[str, Tensor], promised: bool, faults: list[str]) -> l
             module, part = name[: scale.start()], scale[1]
         elif tensor.dtype == "U8" and len(tensor.shape) > 2 and part.endswith(_MXFP4_PARTS):
             module, _, part = name.rpartition("_")
-        elif len(tensor.shape) == 3 and not part.startswith("weight"):
+        elif len(tensor.shape) == 3 and ".experts." in name and not part.startswith("weight"):
             module, part = name, "weight"
         parts[module][part] = tensor
     if promised:

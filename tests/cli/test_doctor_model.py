@@ -278,6 +278,15 @@ def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
     assert plans(parts)["PTPC FP8"].memory * 2**30 == 8 * 1024 * 512 + 4 * 8 * 1024
 
 
+def test_a_token_of_a_vision_model_is_no_layer(tmp_path: Path) -> None:
+    tensors: Tensors = {"visual.cls_token": ("BF16", (1, 1, 1280)), "visual.head.probe": ("BF16", (1, 1, 1280))}
+    with_tokens = plans(model.examine(write(tmp_path, llama(weight) | tensors), 2))
+    without = plans(model.examine(write(tmp_path / "without", llama(weight)), 2))
+    assert [(plan.quantized, plan.kept) for plan in with_tokens.values()] == [
+        (plan.quantized, plan.kept) for plan in without.values()
+    ]
+
+
 def test_layers_named_by_ignored_layers_stay(tmp_path: Path) -> None:
     config = {"quant_method": "ptpc_fp8", "ignored_layers": ["o_proj"]}
     parts = model.examine(write(tmp_path, llama(weight), config), 1)
