@@ -25,6 +25,10 @@ _BARRIERS = gl.constexpr(1024)
 _EIGHT_COLUMNS = gl.constexpr(2048)
 
 
+# That PTX declares.
+MOST_INBOX_BYTES = 48 * 1024
+
+
 @gluon.constexpr_function
 def _piece_bytes(columns, programs):
     return piece_columns(columns, programs) // 8 * _EIGHT_COLUMNS.value
@@ -32,7 +36,7 @@ def _piece_bytes(columns, programs):
 
 @gluon.constexpr_function
 def inbox_bytes(consumers, columns, programs):
-    """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each. PTX declares up to 48 KB."""
+    """Bytes of an inbox for so many consumers with 64 rows and `columns` columns each."""
     return _BARRIERS.value + consumers * (programs - 1) * _piece_bytes(columns, programs)
 
 

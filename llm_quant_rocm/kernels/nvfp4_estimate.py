@@ -106,6 +106,7 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("split", 128, 64, "cluster"): (2.49, 0.289, 2.184, 0.0),
     ("split", 128, 64, "shared"): (1.202, 0.477, 1.597, 0.63),
     ("split", 128, 64, "whole"): (1.06, 0.308, 2.139, 0.0),
+    ("split", 128, 128, "cluster"): (2.49, 0.53, 2.184, 0.0),
     ("split", 128, 128, "shared"): (1.945, 0.605, 1.845, 0.811),
     ("split", 128, 128, "whole"): (0.0, 0.542, 3.113, 0.0),
 }

@@ -13,7 +13,7 @@ from functools import cached_property
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llm_quant_rocm.kernels.cluster import inbox_bytes
+from llm_quant_rocm.kernels.cluster import MOST_INBOX_BYTES, inbox_bytes
 from llm_quant_rocm.kernels.hopper import main_part, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import expert_of, first_piece_of
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
@@ -35,7 +35,7 @@ class Config:
             and never with routed experts.
         consumers: of a program: 4, or 2, with which two programs fit on a multiprocessor: then `split_k` is 2, tiles
             have up to 64 rows of x, and there is a program for each tile or each of its cluster.
-        cluster: programs that share the steps of one tile of 64 rows of the weight; 1: none do.
+        cluster: programs that share the steps of one tile, of which they send each other parts; 1: none do.
     """
 
     block_m: int
@@ -53,8 +53,9 @@ class Config:
             raise ValueError("programs that share the steps of all tiles have four consumers and are in no cluster")
         if self.consumers < 4 and (self.split_k, self.block_m > 64) != (2, False):
             raise ValueError("two consumers share the steps of a tile of up to 64 rows")
-        if self.cluster > 1 and self.block_n > 64:
-            raise ValueError(f"programs of a cluster share a tile of 64 rows of the weight, not {self.block_n}")
+        if self.inbox_bytes > MOST_INBOX_BYTES:
+            tile = f"a tile of {self.block_m} x {self.block_n}"
+            raise ValueError(f"{self.cluster} programs send each other more of {tile} than they have room for")
 
     @cached_property
     def inbox_bytes(self) -> int:
@@ -89,9 +90,11 @@ def configs(m: int) -> list[Config]:
 
 
 def cluster_configs(m: int) -> list[Config]:
-    """Those in which the programs of a cluster share a tile."""
+    """Those in which the programs of a cluster share a tile. Of 128 rows of the weight that pays, by hand, with as many
+    rows of x, of which two programs have room for each other's parts."""
     whole = [config for config in configs(m) if config.block_n == 64 and config.block_m != 96]
-    return [replace(config, cluster=cluster) for config in whole for cluster in CLUSTERS]
+    clusters = [replace(config, cluster=cluster) for config in whole for cluster in CLUSTERS]
+    return clusters + [Config(128, 2, cluster=2)] * (_covering(m) == 128)
 
 
 def shared_configs(m: int, n: int) -> list[Config]:

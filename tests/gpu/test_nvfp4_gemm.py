@@ -71,6 +71,8 @@ CONFIGS = [
     Split(64, 4, cluster=3),
     Split(128, 4, cluster=2),
     Split(128, 4, cluster=4),
+    Split(64, 2, cluster=4),
+    Split(128, 2, cluster=2),
     Split(8, 2, consumers=2, cluster=3),
     Split(32, 2, consumers=2, cluster=2),
     Split(64, 2, consumers=2, cluster=4),

@@ -23,8 +23,9 @@ EARLY = {
 
 
 # Bytes of registers, at most, that a kernel saves before and restores after a tile's products. The two accumulators of
-# 320 rows leave no room for what is needed then.
-SPILLS = {"tiles of two accumulators": 56}
+# 320 rows leave no room for what is needed then, and those of 128 by 128 none for a few addresses of what a cluster
+# exchanges.
+SPILLS = {"tiles of two accumulators": 56, "K split, a cluster, tiles of 128 x 128": 16}
 # Permutations of bytes for a product, at most: of each word of eight codes, one or in FP8 two in a lane, decoding has
 # 1 or 7. LLVM adds more where it takes decoded words apart.
 PERMUTATIONS = {False: 1, True: 14}
