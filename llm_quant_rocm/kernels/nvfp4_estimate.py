@@ -3,11 +3,10 @@
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds, to the power
 of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31
-weights, on an H100 and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90.json, without
-tiles that programs share where these are far from the fastest, and nvfp4_configs_fp8_sm_90.json), by `python -m
-benchmarks._estimate_fit`, which also says how much slower than the best the choice is for weights that are left out of
-the fit. What won at a weight of like size is a worse guide: whether tiles fill the multiprocessors' last wave decides,
-and a few more columns change that.
+weights, on an H100 and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90.json and
+nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how much slower than the best
+the choice is for weights that are left out of the fit. What won at a weight of like size is a worse guide: whether
+tiles fill the multiprocessors' last wave decides, and a few more columns change that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,66 +48,66 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("fp8", 256, 128, "whole"): (1.431, 2.187, 1.847, 0.0),
     ("fp8", 320, 128, "shares"): (0.0, 2.932, 5.349, 2.42),
     ("fp8", 320, 128, "whole"): (0.238, 2.543, 2.779, 0.0),
-    ("half", 8, 64, "cluster"): (2.172, 0.164, 0.051, 0.0),
-    ("half", 8, 64, "whole"): (2.795, 0.147, 0.0, 0.0),
-    ("half", 16, 64, "cluster"): (1.951, 0.162, 0.317, 0.0),
-    ("half", 16, 64, "whole"): (2.605, 0.15, 0.168, 0.0),
-    ("half", 32, 64, "cluster"): (1.748, 0.176, 0.415, 0.0),
-    ("half", 32, 64, "whole"): (2.406, 0.161, 0.206, 0.0),
-    ("half", 64, 64, "cluster"): (2.28, 0.219, 0.304, 0.0),
-    ("half", 64, 64, "whole"): (2.323, 0.216, 0.0, 0.0),
-    ("large", 64, 128, "cut"): (4.319, 0.998, 0.0, 0.481),
-    ("large", 64, 128, "shares"): (1.471, 0.873, 2.587, 3.081),
-    ("large", 64, 128, "whole"): (1.614, 0.891, 1.352, 0.0),
-    ("large", 64, 256, "cut"): (4.703, 1.836, 0.0, 0.775),
-    ("large", 64, 256, "shares"): (0.0, 1.476, 6.081, 3.121),
-    ("large", 64, 256, "whole"): (0.0, 1.46, 4.598, 0.0),
-    ("large", 128, 128, "cut"): (4.83, 1.249, 0.117, 0.707),
-    ("large", 128, 128, "shares"): (0.653, 1.183, 1.877, 3.545),
-    ("large", 128, 128, "whole"): (2.141, 1.134, 1.064, 0.0),
-    ("large", 128, 256, "cut"): (7.147, 2.338, 0.0, 2.812),
-    ("large", 128, 256, "shares"): (0.0, 2.039, 4.456, 4.572),
-    ("large", 128, 256, "whole"): (1.856, 1.934, 2.468, 0.0),
-    ("large", 192, 128, "shares"): (0.0, 1.576, 3.169, 3.31),
-    ("large", 192, 128, "whole"): (1.111, 1.528, 1.59, 0.0),
-    ("large", 256, 64, "whole"): (1.076, 1.156, 1.984, 0.0),
-    ("large", 256, 128, "cut"): (5.916, 2.16, 0.725, 1.25),
-    ("large", 256, 128, "shared tail of 128"): (5.938, 2.019, 1.542, 1.308),
-    ("large", 256, 128, "shared tail of 64"): (7.704, 2.019, 1.542, 0.976),
-    ("large", 256, 128, "shares"): (0.131, 2.045, 3.148, 4.161),
-    ("large", 256, 128, "tail of 128"): (3.953, 2.019, 1.542, 1.171),
-    ("large", 256, 128, "tail of 64"): (2.605, 2.019, 1.542, 1.122),
-    ("large", 256, 128, "whole"): (1.605, 2.019, 1.542, 0.0),
-    ("large", 320, 128, "shares"): (0.0, 2.558, 4.904, 5.187),
-    ("large", 320, 128, "whole"): (1.182, 2.542, 2.226, 0.0),
-    ("split", 8, 64, "cluster"): (1.432, 0.148, 1.159, 0.0),
-    ("split", 8, 64, "shared"): (1.729, 0.185, 0.439, 0.417),
-    ("split", 8, 64, "whole"): (1.296, 0.145, 1.117, 0.0),
-    ("split", 8, 128, "shared"): (1.74, 0.37, 0.847, 0.459),
-    ("split", 8, 128, "whole"): (0.895, 0.258, 1.787, 0.0),
-    ("split", 16, 64, "cluster"): (1.616, 0.141, 1.273, 0.0),
-    ("split", 16, 64, "shared"): (1.735, 0.179, 0.626, 0.454),
-    ("split", 16, 64, "whole"): (0.95, 0.152, 1.45, 0.0),
-    ("split", 16, 128, "shared"): (1.638, 0.37, 1.426, 0.408),
-    ("split", 16, 128, "whole"): (0.949, 0.271, 2.023, 0.0),
-    ("split", 32, 64, "cluster"): (1.829, 0.155, 1.44, 0.0),
-    ("split", 32, 64, "shared"): (2.409, 0.188, 0.88, 0.387),
-    ("split", 32, 64, "whole"): (0.714, 0.162, 1.762, 0.0),
-    ("split", 32, 128, "shared"): (1.63, 0.368, 1.575, 0.403),
-    ("split", 32, 128, "whole"): (0.973, 0.29, 1.813, 0.0),
-    ("split", 64, 64, "cluster"): (2.421, 0.186, 1.587, 0.0),
-    ("split", 64, 64, "shared"): (1.643, 0.24, 1.136, 0.545),
-    ("split", 64, 64, "whole"): (0.855, 0.198, 2.009, 0.0),
-    ("split", 64, 128, "shared"): (2.234, 0.426, 1.159, 0.537),
-    ("split", 64, 128, "whole"): (0.676, 0.369, 2.116, 0.0),
-    ("split", 96, 64, "whole"): (0.822, 0.283, 2.217, 0.0),
-    ("split", 96, 128, "whole"): (0.664, 0.501, 2.498, 0.0),
-    ("split", 128, 64, "cluster"): (2.49, 0.289, 2.184, 0.0),
-    ("split", 128, 64, "shared"): (1.202, 0.477, 1.597, 0.63),
-    ("split", 128, 64, "whole"): (1.06, 0.308, 2.139, 0.0),
-    ("split", 128, 128, "cluster"): (2.49, 0.53, 2.184, 0.0),
-    ("split", 128, 128, "shared"): (1.945, 0.605, 1.845, 0.811),
-    ("split", 128, 128, "whole"): (0.0, 0.542, 3.113, 0.0),
+    ("half", 8, 64, "cluster"): (1.485, 0.098, 0.542, 0.076),
+    ("half", 8, 64, "whole"): (1.697, 0.11, 0.369, 0.059),
+    ("half", 16, 64, "cluster"): (1.542, 0.101, 0.608, 0.065),
+    ("half", 16, 64, "whole"): (1.717, 0.119, 0.425, 0.051),
+    ("half", 32, 64, "cluster"): (1.449, 0.12, 0.679, 0.052),
+    ("half", 32, 64, "whole"): (1.668, 0.135, 0.432, 0.048),
+    ("half", 64, 64, "cluster"): (2.261, 0.172, 0.444, 0.042),
+    ("half", 64, 64, "whole"): (1.927, 0.193, 0.007, 0.047),
+    ("large", 64, 128, "cut"): (4.489, 0.926, 0.0, 0.481),
+    ("large", 64, 128, "shares"): (1.405, 0.864, 1.414, 2.457),
+    ("large", 64, 128, "whole"): (1.218, 0.84, 1.454, 0.0),
+    ("large", 64, 256, "cut"): (4.871, 1.745, 0.0, 0.771),
+    ("large", 64, 256, "shares"): (0.0, 1.41, 4.046, 3.169),
+    ("large", 64, 256, "whole"): (0.0, 1.302, 4.736, 0.0),
+    ("large", 128, 128, "cut"): (4.909, 1.177, 0.0, 0.682),
+    ("large", 128, 128, "shares"): (1.66, 1.117, 1.432, 2.719),
+    ("large", 128, 128, "whole"): (2.14, 1.056, 0.946, 0.0),
+    ("large", 128, 256, "cut"): (7.231, 2.257, 0.0, 2.774),
+    ("large", 128, 256, "shares"): (0.563, 1.967, 3.903, 4.465),
+    ("large", 128, 256, "whole"): (2.007, 1.893, 2.371, 0.0),
+    ("large", 192, 128, "shares"): (0.237, 1.563, 2.495, 3.567),
+    ("large", 192, 128, "whole"): (1.114, 1.53, 1.52, 0.0),
+    ("large", 256, 64, "whole"): (1.398, 1.061, 2.036, 0.0),
+    ("large", 256, 128, "cut"): (5.78, 2.151, 1.054, 1.255),
+    ("large", 256, 128, "shared tail of 128"): (5.078, 2.027, 1.563, 1.309),
+    ("large", 256, 128, "shared tail of 64"): (1.646, 2.027, 1.563, 1.562),
+    ("large", 256, 128, "shares"): (0.076, 2.038, 2.976, 4.534),
+    ("large", 256, 128, "tail of 128"): (3.373, 2.027, 1.563, 1.152),
+    ("large", 256, 128, "tail of 64"): (1.45, 2.027, 1.563, 1.101),
+    ("large", 256, 128, "whole"): (1.631, 2.027, 1.563, 0.0),
+    ("large", 320, 128, "shares"): (0.0, 2.577, 4.61, 5.028),
+    ("large", 320, 128, "whole"): (1.04, 2.54, 2.22, 0.0),
+    ("split", 8, 64, "cluster"): (0.252, 0.088, 1.698, 0.11),
+    ("split", 8, 64, "shared"): (1.456, 0.182, 0.442, 0.462),
+    ("split", 8, 64, "whole"): (0.365, 0.109, 1.591, 0.055),
+    ("split", 8, 128, "shared"): (0.592, 0.367, 1.018, 0.653),
+    ("split", 8, 128, "whole"): (0.156, 0.211, 2.066, 0.038),
+    ("split", 16, 64, "cluster"): (0.586, 0.075, 1.787, 0.108),
+    ("split", 16, 64, "shared"): (1.447, 0.18, 0.635, 0.476),
+    ("split", 16, 64, "whole"): (0.356, 0.12, 1.808, 0.038),
+    ("split", 16, 128, "shared"): (1.387, 0.368, 1.24, 0.43),
+    ("split", 16, 128, "whole"): (0.04, 0.231, 2.294, 0.028),
+    ("split", 32, 64, "cluster"): (0.6, 0.079, 2.066, 0.122),
+    ("split", 32, 64, "shared"): (2.201, 0.184, 0.888, 0.391),
+    ("split", 32, 64, "whole"): (0.244, 0.134, 1.966, 0.035),
+    ("split", 32, 128, "shared"): (1.227, 0.366, 1.569, 0.421),
+    ("split", 32, 128, "whole"): (0.084, 0.256, 2.186, 0.027),
+    ("split", 64, 64, "cluster"): (1.199, 0.131, 2.244, 0.096),
+    ("split", 64, 64, "shared"): (1.368, 0.231, 1.276, 0.545),
+    ("split", 64, 64, "whole"): (0.0, 0.17, 2.471, 0.04),
+    ("split", 64, 128, "shared"): (2.097, 0.4, 1.282, 0.504),
+    ("split", 64, 128, "whole"): (0.353, 0.33, 2.286, 0.029),
+    ("split", 96, 64, "whole"): (0.332, 0.247, 2.599, 0.039),
+    ("split", 96, 128, "whole"): (0.528, 0.478, 2.418, 0.019),
+    ("split", 128, 64, "cluster"): (1.031, 0.19, 3.151, 0.147),
+    ("split", 128, 64, "shared"): (0.889, 0.47, 1.774, 0.607),
+    ("split", 128, 64, "whole"): (0.188, 0.265, 2.717, 0.056),
+    ("split", 128, 128, "cluster"): (4.603, 0.409, 0.0, 0.074),
+    ("split", 128, 128, "shared"): (2.13, 0.576, 1.932, 0.744),
+    ("split", 128, 128, "whole"): (0.0, 0.496, 3.42, 0.01),
 }
 
 # Bytes a microsecond of quantizing x, and microseconds of a launch more.
@@ -125,8 +124,9 @@ class Load(NamedTuple):
         tiles: tiles of which it computes something, or with two consumers its multiprocessor; for cuBLAS millions of
             results, which it stores after a tile's steps, not meanwhile.
         parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
-            which the L2 cache limits; of a tail, groups of steps that one program has of it; for cuBLAS millions of the
-            weight's values, which are expanded before. Else 0.
+            which the L2 cache limits; of a tail, groups of steps that one program has of it; for cuBLAS, which expands
+            the weight before, and the split kernel with a tile a program, which may wait for memory, millions of the
+            weight's values. Else 0.
     """
 
     kind: tuple[str, int, int, str]
@@ -149,9 +149,9 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
         kernel = "split" if config.consumers == 4 else "half"
         if config.cluster > 1:
             waves = cdiv(tiles, nvfp4_wgmma_split_tiles.CLUSTERS[config.cluster])
-            return Load(_kind(kernel, config, "cluster"), waves * cdiv(steps, config.cluster), waves, 0)
+            return Load(_kind(kernel, config, "cluster"), waves * cdiv(steps, config.cluster), waves, n * k / 1e6)
         waves = cdiv(tiles, SMS)
-        return Load(_kind(kernel, config, "whole"), waves * steps, waves, 0)
+        return Load(_kind(kernel, config, "whole"), waves * steps, waves, n * k / 1e6)
     kernel, value_bytes = ("fp8", 1) if fp8 else ("large", 2)
     tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     groups = nvfp4_wgmma_large_tiles.groups_of(k, nvfp4_wgmma_large_tiles.STEP_BYTES // value_bytes)

@@ -49,16 +49,16 @@ def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[A
 @pytest.mark.parametrize(
     ("config", "shape", "load"),
     [
-        # 64 rows of the weight and one of x in a tile: 128 tiles, all at once, of 64 steps.
-        (Split(8, 4), (1, 8192, 8192), (64, 1, 0)),
+        # 64 rows of the weight and one of x in a tile: 128 tiles, all at once, of 64 steps, and 67 million values.
+        (Split(8, 4), (1, 8192, 8192), (64, 1, 67.108864)),
         # 160 of them are two waves.
-        (Split(8, 4), (1, 10240, 8192), (128, 2, 0)),
+        (Split(8, 4), (1, 10240, 8192), (128, 2, 83.88608)),
         # 33 tiles of 56 steps, three programs each, and 66 of them, four each, of which 120 run together.
-        (Split(64, 4, cluster=3), (64, 2112, 7168), (19, 1, 0)),
-        (Split(32, 4, cluster=4), (64, 2112, 7168), (3 * 14, 3, 0)),
+        (Split(64, 4, cluster=3), (64, 2112, 7168), (19, 1, 15.138816)),
+        (Split(32, 4, cluster=4), (64, 2112, 7168), (3 * 14, 3, 15.138816)),
         # With two consumers a multiprocessor has two of 160 tiles, or of 80 tiles two programs each.
-        (Split(32, 2, consumers=2), (64, 5120, 2048), (2 * 16, 2, 0)),
-        (Split(64, 2, consumers=2, cluster=2), (64, 5120, 2048), (2 * 8, 2, 0)),
+        (Split(32, 2, consumers=2), (64, 5120, 2048), (2 * 16, 2, 10.48576)),
+        (Split(64, 2, consumers=2, cluster=2), (64, 5120, 2048), (2 * 8, 2, 10.48576)),
         # 80 tiles of 128 rows and 64 steps among 132 programs: up to 39 steps, of two tiles.
         (Split(64, 2, programs=132), (64, 10240, 8192), (39, 2, 132 / 80)),
         # 128 programs for 160 tiles: a tile and a quarter each, and never of three.
