@@ -55,9 +55,14 @@ class Step:
 
 
 STEPS = (
-    Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=240),
-    Step("nvfp4_gemm_untuned_{arch}", "nvfp4_gemm.py", ("--untuned", "--vllm-ops", VLLM), seconds=100),
-    Step("nvfp4_configs_{arch}", "nvfp4_configs.py", seconds=150),
+    Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=290),
+    Step(
+        "nvfp4_gemm_untuned_{arch}",
+        "nvfp4_gemm.py",
+        ("--untuned", "--vllm-ops", VLLM, "--humming", HUMMING),
+        seconds=240,
+    ),
+    Step("nvfp4_configs_{arch}", "nvfp4_configs.py", seconds=110),
     Step("nvfp4_configs_fp8_{arch}", "nvfp4_configs.py", ("--fp8",), seconds=75),
     Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
     Step("nvfp4_moe_untuned_{arch}", "nvfp4_moe.py", ("--untuned", "--vllm", VLLM), seconds=150),
