@@ -94,7 +94,9 @@ def cluster_configs(m: int) -> list[Config]:
     rows of x, of which two programs have room for each other's parts."""
     whole = [config for config in configs(m) if config.block_n == 64 and config.block_m != 96]
     clusters = [replace(config, cluster=cluster) for config in whole for cluster in CLUSTERS]
-    return clusters + [Config(128, 2, cluster=2)] * (_covering(m) == 128)
+    if _covering(m) == 128:
+        clusters.append(Config(128, 2, cluster=2))
+    return clusters
 
 
 def shared_configs(m: int, n: int) -> list[Config]:
