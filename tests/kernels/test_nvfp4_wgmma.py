@@ -435,7 +435,7 @@ def test_what_comes_to_an_inbox_has_room_of_its_own(columns: int, programs: int)
         assert begins[0] >= 1000 + 4 * 8, "the barriers come first"
         assert all(there - here >= piece * 64 * 4 for here, there in pairwise(begins))
         assert begins[-1] + piece * 64 * 4 <= 1000 + inbox_bytes(4, columns, programs)
-        assert columns == 64 or inbox_bytes(4, columns, programs) <= MOST_INBOX_BYTES
+        assert columns == 64 or inbox_bytes(4, columns, programs) <= 48 * 1024 == MOST_INBOX_BYTES
         assert inbox_bytes(4, columns, programs) % 1024 == 0, "swizzled tiles come after it"
         # What is read where the program's own is, and not used, is the inbox, too.
         assert slot(1000, adder, adder, 3, piece, programs) in begins
