@@ -198,14 +198,16 @@ def await_products(acc, rest, PENDING: gl.constexpr, REST: gl.constexpr):
 @gluon.jit
 def multiply(
     acc, rest, decoded, words, scale_pairs, table, stage, phase, steps, groups, shared, REST: gl.constexpr,
-    UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, EARLY: gl.constexpr, FP16: gl.constexpr
+    UNROLL: gl.constexpr, APART: gl.constexpr, PART: gl.constexpr, QUEUED: gl.constexpr, EARLY: gl.constexpr,
+    FP16: gl.constexpr
 ):  # fmt: skip
     """acc [rows of the weight, rows of x], and `rest` if it is another, plus the product of as many groups of steps as
     there are, the last of them perhaps still on its way, and what the next step needs. The last step's stage is the
     caller's to free.
 
-    Whether the words of a step come to registers before the step before is decoded, EARLY says: then `decoded` is of
-    this step and `words` are of the next one.
+    Whether a product is queued behind one before that is waited for, QUEUED says, and EARLY, whether the words of a
+    step come to registers before the step before is decoded: then `decoded` is of this step and `words` are of the next
+    one.
     """
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     ROWS: gl.constexpr = acc.shape[1]
@@ -214,32 +216,34 @@ def multiply(
     NT: gl.constexpr = acc.shape[0] // 16
     FP8: gl.constexpr = ring.dtype.primitive_bitwidth == 8
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4 if FP8 else 2)
-    # Whether a consumer's next product is queued behind one before it waits for that. If not, it waits as soon as the
-    # next step is decoded, and the stage is free so much earlier: more of the ring is on its way. The matrix units have
-    # the other consumer's product meanwhile. Both were compared by hand for every kind of tile.
-    QUEUED: gl.constexpr = APART == 1 and not FP8
+    # E4M3 takes longest to decode, and much of that is waiting: for the stage, for words and scales, and then for what
+    # the table has of them. With products queued, words are asked for before this step's product, not behind it; with
+    # two accumulators that took longer, compared by hand.
+    FIRST: gl.constexpr = QUEUED and FP8 and not REST
     LAST: gl.constexpr = UNROLL // APART - 1
     # A loop that may have no turn would cost copies of acc, with products in flight: there is always one.
     for turn in range(0, gl.maximum(groups, 1)):
         for i in gl.static_range(UNROLL // APART):
-            tile = ring.index(stage)
+            own = stage
+            stage, phase = advance(stage, phase, STAGES, APART)
+            if FIRST:
+                words, scale_pairs = _take_words(stage, phase, steps > 0, shared, PART, NT)
+            tile = ring.index(own)
             if tile.shape[0] > ROWS:
                 tile = tile.slice(0, ROWS)
             operand = _operand(decoded, FP8, FP16, DEPTH, layout)
             acc = warpgroup_mma(operand, tile.permute((1, 0)), acc, is_async=True)
             if REST:
-                rest = multiply_rest(operand, rest_ring.index(stage), rest)
+                rest = multiply_rest(operand, rest_ring.index(own), rest)
             if QUEUED:
                 acc, rest = await_products(acc, rest, 1, REST)
-                mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1, pred=turn > 0 if i == 0 else True)
-            own = stage
-            stage, phase = advance(stage, phase, STAGES, APART)
-            if EARLY:
-                decoded = decode(words, scale_pairs, table, FP8, FP16)
+                mbarrier.arrive(empty.index(behind(own, STAGES)), count=1, pred=turn > 0 if i == 0 else True)
             ahead, ahead_phase = stage, phase
             if EARLY:
+                decoded = decode(words, scale_pairs, table, FP8, FP16)
                 ahead, ahead_phase = advance(stage, phase, STAGES)
-            words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
+            if not FIRST:
+                words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
             if not EARLY:
                 decoded = decode(words, scale_pairs, table, FP8, FP16)
             steps -= 1
