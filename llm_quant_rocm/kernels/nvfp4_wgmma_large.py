@@ -134,8 +134,7 @@ def _consumer(
     # Whether a consumer's next product is queued behind one before it waits for that. If not, it waits as soon as the
     # next step is decoded, and the stage is free so much earlier: more of the ring is on its way. The matrix units have
     # the other consumer's product meanwhile. Compared by hand for every kind of tile, and where there is a tail.
-    IN_FP8: gl.constexpr = (BLOCK_M == 192 or BLOCK_M == 256) and not TAIL
-    QUEUED: gl.constexpr = APART == 1 and (IN_FP8 or not FP8)
+    QUEUED: gl.constexpr = APART == 1 and (not FP8 or (not TAIL and (BLOCK_M == 192 or BLOCK_M == 256)))
     # Whether a step's codes come to registers before the step before is decoded. A wgmma holds its warps until it has
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
