@@ -64,7 +64,8 @@ def beside(row: Row) -> float:
 def fit(rows: Sequence[Row]) -> Times:
     """(launch, step, tile, part) of each kind of tile, as `nvfp4_estimate.microseconds` adds them up.
 
-    Before a tail, tiles are whole: a step and a tile are those of where all are. Few were measured that have many."""
+    Before a tail, tiles are whole: a tile takes as long as where all are. Not a step: kernels with a tail are compiled
+    otherwise, and in FP8 their products are not queued. Few were measured that have many tiles."""
     loads, times = defaultdict(list), defaultdict(list)
     for row in rows:
         for config, us in measured(row):
@@ -72,18 +73,19 @@ def fit(rows: Sequence[Row]) -> Times:
             loads[kind].append([1, *load_])
             times[kind].append((us - beside(row)) ** (1 / nvfp4_estimate.SLOWING))
     found: Times = {}
-    # Those with a tail after the whole ones, whose numbers they take.
+    # Those with a tail after the whole ones, of which they take the time of a tile.
     for kind in sorted(loads, key=lambda kind: ("tail" in kind[3], kind)):
-        known = found[(*kind[:3], "whole")] if "tail" in kind[3] else None
-        found[kind] = _least_squares(np.array(loads[kind], float), np.array(times[kind]), known)
+        tile = found[(*kind[:3], "whole")][2] if "tail" in kind[3] else None
+        found[kind] = _least_squares(np.array(loads[kind], float), np.array(times[kind]), tile)
     return dict(sorted(found.items()))
 
 
-def _least_squares(loads: np.ndarray, times: np.ndarray, known: tuple[float, ...] | None) -> tuple[float, ...]:
-    """The four numbers; where others are `known`, their step and tile with a launch and a part of its own."""
+def _least_squares(loads: np.ndarray, times: np.ndarray, tile: float | None) -> tuple[float, ...]:
+    """The four numbers; where the time of a `tile` is known, the other three."""
     result, own = np.zeros(4), [0, 1, 2, 3]
-    if known is not None:
-        result[1:3], own = known[1:3], [0, 3]
+    if tile is not None:
+        result[2] = tile
+        own.remove(2)
     rest = times - loads @ result
     # A column that is the same everywhere has no time of its own, and none is negative.
     used = [i for i in own if i == 0 or np.ptp(loads[:, i]) > 0]
