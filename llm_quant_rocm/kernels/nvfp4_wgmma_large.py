@@ -171,6 +171,10 @@ def _consumer(
     decoded, words, scale_pairs, steps = first_step(
         stage, phase, steps, pieces > 0, shared, table, PART, ROWS // 16, EARLY, FP16
     )
+    if APART == 2:
+        # From then on each waits for the steps of both in order.
+        mbarrier.arrive(exchanged, count=1)
+        mbarrier.wait(exchanged, 0)
     for index in range(0, pieces):
         tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)

@@ -179,7 +179,8 @@ def _exchange(acc, ring, empty, exchanged, stage, turn, HALF: gl.constexpr):
     share_part(columns_of(acc, COLUMNS, 1 - HALF, layout), mine)
     cta_barrier()
     mbarrier.arrive(exchanged, count=1)
-    mbarrier.wait(exchanged, turn % 2)
+    # After the one turn when both had their first steps.
+    mbarrier.wait(exchanged, (turn + 1) % 2)
     total = columns_of(acc, COLUMNS, HALF, layout) + load_shared_part(theirs, layout)
     # The accelerator writes there next.
     fence_async_shared()

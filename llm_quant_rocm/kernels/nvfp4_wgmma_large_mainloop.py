@@ -4,7 +4,7 @@ codes, scales and x, and consumers decode the weight on its way to the matrix un
 
 `shared` is that ring and its barriers: stages of x, of the rest of its rows, of codes and of scale pairs; whether a
 stage is filled (`ready`) and whether it is free (`empty`); whether all of these are initialized (`started`), and
-whether consumers may take each other's sums (`exchanged`).
+whether both consumers have their first steps, and then whether they may take each other's sums (`exchanged`).
 """
 
 from triton.experimental import gluon
@@ -242,6 +242,11 @@ def multiply(
             if EARLY:
                 decoded = decode(words, scale_pairs, table, FP8, FP16)
                 ahead, ahead_phase = advance(stage, phase, STAGES)
+            if STAGES % APART:
+                # A stage is both consumers' in turn, and a barrier tells a turn only from the next: one that is not
+                # filled yet for the other would seem to be filled for this one. So it waits for the other's steps, too.
+                before = gl.where(stage == 0, phase ^ 1, phase)
+                mbarrier.wait(ready.index(behind(stage, STAGES)), before, pred=steps > 0)
             if not FIRST:
                 words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
             if not EARLY:

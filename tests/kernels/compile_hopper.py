@@ -5,10 +5,10 @@ in FP8, and the norm of many wide rows.
     python -m tests.kernels.compile_hopper CASE
 
 prints how many bytes of registers spill, how many instructions of the innermost loops of products move them, how many
-permutations of bytes these have for each product at most, whether ptxas says that it did not leave products in flight
-(C7510 and its neighbours), and what can be asked for before the kernel before is waited for: whether anything in the L2
-cache, tiles of how many tensors, and whether one of these is the first argument, x. A case that says so is compiled for
-Blackwell. A process of its own, as Triton has one driver.
+permutations of bytes these have for each product at most and how many waits at least, whether ptxas says that it did
+not leave products in flight (C7510 and its neighbours), and what can be asked for before the kernel before is waited
+for: whether anything in the L2 cache, tiles of how many tensors, and whether one of these is the first argument, x. A
+case that says so is compiled for Blackwell. A process of its own, as Triton has one driver.
 """
 
 import re
@@ -239,7 +239,8 @@ def compiled(case: str) -> list[str]:
     loops = loops_of_products(sass)
     in_loops = sum("LDL" in what or "STL" in what for loop in loops for what in loop)
     permutations = max((count("PRMT", loop) / count("GMMA", loop) for loop in loops), default=0)
-    return [str(spilled), str(in_loops), str(permutations), str("C75" in said), *map(str, early)]
+    waits = min((count("PHASECHK", loop) / count("GMMA", loop) for loop in loops), default=0)
+    return [str(spilled), str(in_loops), str(permutations), str(waits), str("C75" in said), *map(str, early)]
 
 
 def count(name: str, loop: list[str]) -> int:

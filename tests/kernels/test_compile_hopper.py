@@ -34,9 +34,12 @@ PERMUTATIONS = {False: 1, True: 14}
 @pytest.mark.parametrize("case", CASES)
 def test_products_stay_in_flight_and_the_weight_alone_is_asked_for_early(case: str) -> None:
     # No registers spill among products. With the oldest supported Triton, that of the engines that GPUs have today.
-    spilled, in_loops, permutations, serialized, *early = isolated.call(tritons.OLDEST, compiled, case)
+    spilled, in_loops, permutations, waits, serialized, *early = isolated.call(tritons.OLDEST, compiled, case)
     assert int(spilled) <= SPILLS.get(case, 0)
     assert (in_loops, serialized) == ("0", "False")
     if not case.startswith("PTPC"):
         assert float(permutations) <= PERMUTATIONS["FP8" in case]
+    if case.endswith("tiles of few rows of the weight"):
+        # Four products a step. Of the ring's stages, an odd number, each consumer waits for the other's, too.
+        assert float(waits) == 2 / 4
     assert tuple(early) == next(EARLY[kind] for kind in EARLY if case.startswith(kind))
