@@ -245,6 +245,7 @@ def multiply(
             if STAGES % APART:
                 # A stage is both consumers' in turn, and a barrier tells a turn only from the next: one that is not
                 # filled yet for the other would seem to be filled for this one. So it waits for the other's steps, too.
+                # As many stages as a multiple, as in `nvfp4_wgmma_split`, would be four for five: less on its way.
                 before = gl.where(stage == 0, phase ^ 1, phase)
                 mbarrier.wait(ready.index(behind(stage, STAGES)), before, pred=steps > 0)
             if not FIRST:
