@@ -7,7 +7,8 @@ where a layer has no more than a tile for each multiprocessor, that is what it w
 consumers, four warps each, that take the steps along K of its tile in turns: while one multiplies, the others decode.
 In the end each adds a share of the columns, its own from registers and the others' from shared memory. A producer, one
 warp, has the tensor memory accelerator fill a ring of codes, scales and x. A short product takes as long as its first
-steps take to come, so these are asked for before anything else is prepared.
+steps take to come, so these are asked for before anything else is prepared, and a consumer decodes its first one while
+x is on its way, which comes from the kernel before.
 
 With two consumers a program leaves room on its multiprocessor for another: of its own kernel, or of the next one, which
 then has its first codes when the kernel before it ends. Of a weight with few tiles the programs of a `cluster` share
@@ -15,10 +16,12 @@ the steps of each.
 
 What is a program's, `nvfp4_wgmma_split_tiles` says, and how consumers add up and store their sums,
 `nvfp4_wgmma_split_epilogue`. Where programs share the steps of all tiles, the sums have room of their own beside the
-ring, which stays full from one tile to the next. Tiles of 96 rows have two accumulators, of 64 and of 32.
+ring, which stays full from one tile to the next; and where a ring leaves that room anyway, so that a consumer does not
+wait for the others before it leaves its sums there. Tiles of 96 rows have two accumulators, of 64 and of 32.
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -108,6 +111,15 @@ def _eager(block_m: int) -> int:
     return min(8, 128 // block_m)
 
 
+@gluon.constexpr_function
+def _early_of(eager, split_k, shared):
+    """Of how many stages, each one consumer's of a group, the weight is decoded before x is there: of the `eager` ones,
+    if at least half of the consumers have one (with one of four, tiles of 96 rows took 2% more, compared by hand on an
+    H200). Not where a program may have several tiles: a loop that began in two ways took more than this saves."""
+    early = min(eager, split_k)
+    return 0 if shared or 2 * early < split_k else early
+
+
 @gluon.jit
 def _end(value, CLUSTER: gl.constexpr):
     """`leave`, of warps that send nothing to the others of a cluster."""
@@ -125,7 +137,7 @@ def _init(given, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, EAGER: gl.constex
     operands, routing, shared, sizes = given
     global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     GROUPS: gl.constexpr = BLOCK_N // 64
@@ -146,7 +158,7 @@ def _init(given, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, EAGER: gl.constex
 @gluon.jit
 def _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M: gl.constexpr, wanted=True):
     """Has the accelerator fill a stage with a tile's rows of x."""
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     BLOCK_K: gl.constexpr = ring.shape[2]
     load_rows(x, first_row(tile_m, M, BLOCK_M), step * BLOCK_K, ready.index(stage), ring.index(stage), wanted)
@@ -156,46 +168,68 @@ def _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M: gl.constexpr, wanted=Tr
 
 
 @gluon.jit
+def _fetch_first_weights(
+    weight, there, place, tiles, begin, end, BYTES: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr
+):  # fmt: skip
+    """Has the accelerator fill stages from FIRST to LAST, all still empty, with the weight, the first of them with that
+    at `place`, and count what comes on their barriers `there`. Returns the place behind."""
+    for stage in range(FIRST, LAST):
+        step, tile_m, tile_n, tile, piece = place
+        mbarrier.expect(there.index(stage), BYTES, pred=begin + stage < end)
+        fetch_weight(*weight, there, stage, tile_n, step, piece, begin + stage < end)
+        place = next_step(*place, *tiles)
+    return place
+
+
+@gluon.jit
 def _producer(
     x, words, scale_pairs, given, BLOCK_M: gl.constexpr, SHARED: gl.constexpr, EAGER: gl.constexpr,
-    CLUSTER: gl.constexpr, PDL: gl.constexpr
+    EARLY: gl.constexpr, CLUSTER: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     operands, routing, shared, sizes = given
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     STAGES: gl.constexpr = ready.shape[0]
     BLOCK_N: gl.constexpr = codes.shape[2] * 16
     BLOCK_K: gl.constexpr = ring.shape[2]
-    STAGE_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2 + BLOCK_N * BLOCK_K * 9 // 16
+    X_BYTES: gl.constexpr = BLOCK_M * BLOCK_K * 2
+    WEIGHT_BYTES: gl.constexpr = BLOCK_N * BLOCK_K * 9 // 16
     # Asked for before it is needed.
     tiles_m = tiles_of_rows(tile_count, M, BLOCK_M)
     if tile_expert is not None:
         first_experts = load_first_experts(tile_expert, M, BLOCK_M)
     # No more than the first requests need: the weight, unlike x, does not depend on the kernels before this one.
-    for stage in range(0, EAGER):
+    for stage in range(0, EARLY):
+        mbarrier.init(decodable.index(stage), count=1)
+    for stage in range(EARLY, EAGER):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
-    mbarrier.arrive(started, count=1)
+    if not EARLY:
+        mbarrier.arrive(started, count=1)
     tiles_n, tile_steps, begin, end, tile = program_stretch(tiles_m, N, K, BLOCK_N, BLOCK_K, SHARED, CLUSTER)
     tile_m, tile_n = quick_place(tile, tiles_m, tiles_n)
     piece = 0
     if tile_expert is not None:
         piece = first_piece_of(first_expert(tile_m, first_experts, tile_expert, begin < end), K)
     first = (begin - tile * tile_steps, tile_m, tile_n, tile, piece)
-    weight = (words, scale_pairs, codes, pairs, ready)
+    weight = (words, scale_pairs, codes, pairs)
     tiles = (tile_steps, tiles_m, tiles_n, tile_expert, K, SHARED)
-    step, tile_m, tile_n, tile, piece = first
-    for stage in range(0, EAGER):
-        mbarrier.expect(ready.index(stage), STAGE_BYTES, pred=begin + stage < end)
-        fetch_weight(*weight, stage, tile_n, step, piece, begin + stage < end)
-        step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
+    place = _fetch_first_weights(weight, decodable, first, tiles, begin, end, WEIGHT_BYTES, 0, EARLY)
+    _fetch_first_weights(weight, ready, place, tiles, begin, end, X_BYTES + WEIGHT_BYTES, EARLY, EAGER)
+    if EARLY:
+        for stage in range(0, EARLY):
+            mbarrier.init(ready.index(stage), count=1)
+        fence_async_shared()
+        mbarrier.arrive(started, count=1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     step, tile_m, tile_n, tile, piece = first
     for stage in range(0, EAGER):
+        if EARLY:
+            mbarrier.expect(ready.index(stage), X_BYTES, pred=(stage < EARLY) & (begin + stage < end))
         _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M, begin + stage < end)
         step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
     mbarrier.wait(started, 0)
@@ -203,8 +237,8 @@ def _producer(
     phase = 1 if EAGER < STAGES else 0
     for _ in range(begin + EAGER, end):
         mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(ready.index(stage), STAGE_BYTES)
-        fetch_weight(*weight, stage, tile_n, step, piece, True)
+        mbarrier.expect(ready.index(stage), X_BYTES + WEIGHT_BYTES)
+        fetch_weight(*weight, ready, stage, tile_n, step, piece, True)
         _fetch_x(x, stage, tile_m, step, shared, M, BLOCK_M)
         step, tile_m, tile_n, tile, piece = next_step(step, tile_m, tile_n, tile, piece, *tiles)
         stage, phase = advance(stage, phase, STAGES)
@@ -212,45 +246,69 @@ def _producer(
 
 
 @gluon.jit
-def _multiply(
-    stage, phase, acc, rest, first_turn, last_turn, shared, GROUP: gl.constexpr, SPLIT_K: gl.constexpr,
-    FP16: gl.constexpr, REST: gl.constexpr
+def _take_turn(
+    stage, phase, acc, rest, shared, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr,
+    FP16: gl.constexpr, REST: gl.constexpr, EARLY: gl.constexpr
 ):  # fmt: skip
-    """The stage and phase after a consumer's turns in a tile; acc [64, rows of x], and `rest` if it is another, plus
-    the product of these turns."""
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    """What `_multiply` returns, after one turn; EARLY, if that is the first and the weight may be there before x."""
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     STAGES: gl.constexpr = ready.shape[0]
     DEPTH: gl.constexpr = codes.shape[1]
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    for _ in range(first_turn, last_turn):
+    if EARLY:
+        mbarrier.wait(decodable.index(MINE), 0)
+    else:
         mbarrier.wait(ready.index(stage), phase)
-        my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
-        my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
-        operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
-        acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-        if REST:
-            rest = multiply_rest(operand, rest_ring.index(stage), rest)
-            acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
-        else:
-            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage += SPLIT_K
-        wrapped = stage >= STAGES
-        stage = gl.where(wrapped, stage - STAGES, stage)
-        phase = gl.where(wrapped, phase ^ 1, phase)
+    my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
+    my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
+    operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
+    if EARLY:
+        mbarrier.wait(ready.index(stage), phase)
+    acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+    if REST:
+        rest = multiply_rest(operand, rest_ring.index(stage), rest)
+        acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
+    else:
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    mbarrier.arrive(empty.index(stage), count=1)
+    stage += SPLIT_K
+    wrapped = stage >= STAGES
+    stage = gl.where(wrapped, stage - STAGES, stage)
+    phase = gl.where(wrapped, phase ^ 1, phase)
+    return stage, phase, acc, rest
+
+
+@gluon.jit
+def _multiply(
+    stage, phase, acc, rest, first_turn, last_turn, shared, GROUP: gl.constexpr, MINE: gl.constexpr,
+    SPLIT_K: gl.constexpr, FP16: gl.constexpr, REST: gl.constexpr, EARLY: gl.constexpr
+):  # fmt: skip
+    """The stage and phase after a consumer's turns in a tile; acc [64, rows of x], and `rest` if it is another, plus
+    the product of these turns."""
+    if MINE < EARLY:  # noqa: SIM102  # constants decide what is compiled
+        if last_turn > 0:
+            stage, phase, acc, rest = _take_turn(
+                stage, phase, acc, rest, shared, GROUP, MINE, SPLIT_K, FP16, REST, True
+            )  # fmt: skip
+            first_turn += 1
+    for _ in range(first_turn, last_turn):
+        stage, phase, acc, rest = _take_turn(
+            stage, phase, acc, rest, shared, GROUP, MINE, SPLIT_K, FP16, REST, False
+        )  # fmt: skip
     return stage, phase, acc, rest
 
 
 @gluon.jit
 def _consumer(
     NUMBER: gl.constexpr, given, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, SHARED: gl.constexpr,
-    CLUSTER: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr
+    EARLY: gl.constexpr, BESIDE: gl.constexpr, CLUSTER: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr,
+    ACTIVATION: gl.constexpr
 ):  # fmt: skip
     """Multiplies every SPLIT_K-th step of 64 rows of the weight, and adds and stores a share of their columns."""
     operands, routing, shared, sizes = given
     global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     GROUP: gl.constexpr = NUMBER // SPLIT_K
     MINE: gl.constexpr = NUMBER % SPLIT_K
@@ -285,12 +343,12 @@ def _consumer(
         first_turn, last_turn = turns_in_tile(tile, tile_steps, begin, end, MINE, SPLIT_K)
         mbarrier.wait(started, 0)
         stage, phase, acc, rest = _multiply(
-            stage, phase, acc, rest, first_turn, last_turn, shared, GROUP, SPLIT_K, FP16, REST
+            stage, phase, acc, rest, first_turn, last_turn, shared, GROUP, MINE, SPLIT_K, FP16, REST, EARLY
         )
         # Asked for before the sums are exchanged: the epilogue would wait for them.
         scales = load_scales(scale, (tile_n * GROUPS + GROUP) * 64, N, acc_layout, 64)
         parity = (tile - first_tile) & 1
-        share_sums(acc, rest, shared, parity, GROUP, MINE, SPLIT_K, SHARED, REST)
+        share_sums(acc, rest, shared, parity, GROUP, MINE, SPLIT_K, SHARED, BESIDE, REST)
         if MINE < SLICES:
             add_and_store(
                 acc, rest, scales, given, (begin, tile_steps, tiles_m, tiles_n), tile, parity, tile_m, tile_n, NUMBER,
@@ -308,8 +366,9 @@ def _consumer(
 def nvfp4_wgmma_split_kernel(
     x, words, scale_pairs, global_scale, bias, out, parts, flags, tile_expert, tile_count, row_map, row_weight, M, N, K,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, SPLIT_K: gl.constexpr,
-    EAGER: gl.constexpr, CLUSTER: gl.constexpr, REGISTERS: gl.constexpr, FEW_REGISTERS: gl.constexpr,
-    FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr
+    EAGER: gl.constexpr, BESIDE: gl.constexpr, CLUSTER: gl.constexpr, REGISTERS: gl.constexpr,
+    FEW_REGISTERS: gl.constexpr, FP16: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr
 ):  # fmt: skip
     """One tile of out, of BLOCK_M rows and BLOCK_N columns, a program's share of one that CLUSTER have, or with
     `parts` its share of the steps of all tiles. There are BLOCK_N / 64 * SPLIT_K consumers, 2 or 4.
@@ -317,7 +376,8 @@ def nvfp4_wgmma_split_kernel(
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
     K, row tiles, 32]. N is the number of rows of the weight that are stored; the packed weight has them padded. `parts`
     fp32 [programs, 4, 64 * max(BLOCK_M / SPLIT_K, 8)] has room for a part of each consumer, and `flags`, a zero for
-    each, say which are there. The rest is that of `nvfp4_wgmma_kernel`; with `tile_expert` there are `parts`.
+    each, say which are there. With BESIDE, and always with `parts`, consumers' sums have room beside the ring. The rest
+    is that of `nvfp4_wgmma_kernel`; with `tile_expert` there are `parts`.
     """
     NT: gl.constexpr = BLOCK_N // 16
     SHARED: gl.constexpr = parts is not None
@@ -329,7 +389,7 @@ def nvfp4_wgmma_split_kernel(
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     CONSUMERS: gl.constexpr = BLOCK_N // 64 * SPLIT_K
     shape: gl.constexpr = sums_shape(MAIN, SPLIT_K, CONSUMERS)
-    if SHARED:
+    if BESIDE:
         sums = gl.allocate_shared_memory(gl.float32, shape, sums_layout)
     else:
         sums = reinterpret(ring, gl.float32, shape, sums_layout)
@@ -338,6 +398,11 @@ def nvfp4_wgmma_split_kernel(
     else:
         rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Whether the weight of a stage's first step is there, where that is decoded before x is.
+    EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED)
+    decodable = ready  # not used
+    if EARLY:
+        decodable = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the consumers' sums of a tile are there, and whether there is room for others.
     added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -349,7 +414,7 @@ def nvfp4_wgmma_split_kernel(
     if CLUSTER > 1:
         inbox = inbox_of(M, CONSUMERS, shape[1] * 8, CLUSTER)
     operands = (global_scale, bias, out, parts, flags)
-    shared = (ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox)
+    shared = (ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox)
     routing = (tile_expert, tile_count, row_map, row_weight)
     sizes = (M, N, K)
     given = (operands, routing, shared, sizes)
@@ -359,13 +424,15 @@ def nvfp4_wgmma_split_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_producer, (
-                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, CLUSTER, PDL,
+                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, EARLY, CLUSTER, PDL,
                 )),
                 (_init, (given, BLOCK_M, SPLIT_K, EAGER, CLUSTER)),
                 (_end, (M, CLUSTER)),
@@ -377,19 +444,23 @@ def nvfp4_wgmma_split_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(0), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(1), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(2), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(2), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_consumer, (
-                    gl.constexpr(3), given, BLOCK_M, SPLIT_K, SHARED, CLUSTER, FP16, UNSCALE, ACTIVATION,
+                    gl.constexpr(3), given, BLOCK_M, SPLIT_K, SHARED, EARLY, BESIDE, CLUSTER, FP16, UNSCALE,
+                    ACTIVATION,
                 )),
                 (_producer, (
-                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, CLUSTER, PDL,
+                    x, words, scale_pairs, given, BLOCK_M, SHARED, EAGER, EARLY, CLUSTER, PDL,
                 )),
                 (_init, (given, BLOCK_M, SPLIT_K, EAGER, CLUSTER)),
                 (_end, (M, CLUSTER)),
@@ -421,8 +492,10 @@ def gemm_split(
     # Steps of 128 columns where there is the room for enough of them.
     depth = 2 if block_m <= 64 else 1
     tiles = config.tiles(m, n)
-    programs, parts, flags, sum_bytes = tiles, None, None, config.inbox_bytes
+    programs, parts, flags = tiles, None, None
     room = ROOM[config.consumers]
+    ring_bytes = room.ring_bytes - config.inbox_bytes
+    sum_bytes = 4 * prod(sums_shape(block_m, config.split_k, config.consumers))
     assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
@@ -430,20 +503,22 @@ def gemm_split(
         slice_m = max(block_m // config.split_k, 8)
         parts = torch.empty((programs, config.consumers, 64 * slice_m), dtype=torch.float32, device=x.device)
         flags = flags_of(x.device)
-        sum_bytes = block_n * (config.split_k - 1) * block_m * 4
-    stages = min((room.ring_bytes - sum_bytes) // ((block_m * 2 + block_n * 9 // 16) * depth * COLUMNS), MOST_STAGES)
+        ring_bytes -= sum_bytes
+    stage_bytes = (block_m * 2 + block_n * 9 // 16) * depth * COLUMNS
+    stages = min(ring_bytes // stage_bytes, MOST_STAGES)
     fp16 = x.dtype == torch.float16
     row_tiles = block_n // ROWS
     # Each stage is one consumer's turn after turn. Were it another's, that one might come when the stage is still to be
     # filled for the one before, and a barrier tells a turn only from the next.
     stages = stages // config.split_k * config.split_k
+    beside = parts is not None or (not rest and stages * stage_bytes + sum_bytes <= ring_bytes)
     launch(
         nvfp4_wgmma_split_kernel, (programs,),
         row_descriptor(x, rest or block_m),
         *packed_descriptors(words, scale_bytes, depth, row_tiles),
         global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
-        EAGER=min(_eager(block_m), stages), CLUSTER=config.cluster, REGISTERS=room.registers,
+        EAGER=min(_eager(block_m), stages), BESIDE=beside, CLUSTER=config.cluster, REGISTERS=room.registers,
         FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=routed.activation,
         PDL=hardware.pdl, num_warps=4, cluster=config.cluster, **room.options, **pdl_option(hardware),
     )  # fmt: skip

@@ -65,15 +65,15 @@ def _add_up(acc, sums, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.cons
 @gluon.jit
 def share_sums(
     acc, rest, shared, parity, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr, SHARED: gl.constexpr,
-    REST: gl.constexpr
+    BESIDE: gl.constexpr, REST: gl.constexpr
 ):  # fmt: skip
     """Leaves those columns of acc, and of `rest` if it is another, that other consumers add in shared memory, once
     there is room. `parity` is that of the program's number of tiles before."""
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     if SHARED:
         # Until the sums of the tile before are read.
         mbarrier.wait(taken, parity ^ 1)
-    else:
+    elif not BESIDE:
         # The sums come to where the ring is, until nobody needs it any more.
         cta_barrier()
         mbarrier.arrive(taken, count=1)
@@ -112,7 +112,7 @@ def add_and_store(
     operands, routing, shared, sizes = given
     global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     M, N, K = sizes
     begin, tile_steps, tiles_m, tiles_n = stretch
     MAIN: gl.constexpr = main_rows(BLOCK_M)

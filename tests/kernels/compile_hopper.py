@@ -240,7 +240,15 @@ def compiled(case: str) -> list[str]:
     in_loops = sum("LDL" in what or "STL" in what for loop in loops for what in loop)
     permutations = max((count("PRMT", loop) / count("GMMA", loop) for loop in loops), default=0)
     waits = min((count("PHASECHK", loop) / count("GMMA", loop) for loop in loops), default=0)
-    return [str(spilled), str(in_loops), str(permutations), str(waits), str("C75" in said), *map(str, early)]
+    facts = (spilled, in_loops, permutations, waits, decoded_between_waits(ptx), "C75" in said, *early)
+    return [str(fact) for fact in facts]
+
+
+def decoded_between_waits(ptx: str) -> int:
+    """How many times products come behind two waits with values decoded to 16 bits between these, in a kernel's order:
+    a wait for the weight, and for x."""
+    events = re.findall(r"mbarrier\.(try_wait)|\b(mul)\.b?f16x2|wgmma\.(mma)_async", ptx)
+    return len(re.findall("w(?:d+)w+p", "".join("w" * bool(w) + "d" * bool(d) + "p" * bool(p) for w, d, p in events)))
 
 
 def count(name: str, loop: list[str]) -> int:

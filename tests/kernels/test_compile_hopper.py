@@ -29,12 +29,22 @@ SPILLS = {"tiles of two accumulators": 56, "K split, a cluster, tiles of 128 x 1
 # Permutations of bytes for a product, at most: of each word of eight codes, one or in FP8 two in a lane, decoding has
 # 1 or 7. LLVM adds more where it takes decoded words apart.
 PERMUTATIONS = {False: 1, True: 14}
+# How many consumers decode their first step before they wait for x: those of the stages whose weight is asked for
+# early, of each 64 rows of the weight; none of programs that may have several tiles.
+DECODED_BEFORE_X = {
+    "K split in four": 2,
+    "K split in two": 2,
+    "K split, tiles of two accumulators": 2,
+    "K split, two consumers": 2,
+    "K split, a cluster, tiles of 128 x 128": 2,
+    "K split, a cluster with two consumers": 2,
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_products_stay_in_flight_and_the_weight_alone_is_asked_for_early(case: str) -> None:
     # No registers spill among products. With the oldest supported Triton, that of the engines that GPUs have today.
-    spilled, in_loops, permutations, waits, serialized, *early = isolated.call(tritons.OLDEST, compiled, case)
+    spilled, in_loops, permutations, waits, decoded, serialized, *early = isolated.call(tritons.OLDEST, compiled, case)
     assert int(spilled) <= SPILLS.get(case, 0)
     assert (in_loops, serialized) == ("0", "False")
     if not case.startswith("PTPC"):
@@ -42,4 +52,6 @@ def test_products_stay_in_flight_and_the_weight_alone_is_asked_for_early(case: s
     if case.endswith("tiles of few rows of the weight"):
         # Four products a step. Of the ring's stages, an odd number, each consumer waits for the other's, too.
         assert float(waits) == 2 / 4
+    if case.startswith("K split"):
+        assert int(decoded) == DECODED_BEFORE_X.get(case, 0)
     assert tuple(early) == next(EARLY[kind] for kind in EARLY if case.startswith(kind))
