@@ -248,21 +248,21 @@ def _producer(
 @gluon.jit
 def _take_turn(
     stage, phase, acc, rest, shared, GROUP: gl.constexpr, MINE: gl.constexpr, SPLIT_K: gl.constexpr,
-    FP16: gl.constexpr, REST: gl.constexpr, EARLY: gl.constexpr
+    FP16: gl.constexpr, REST: gl.constexpr, FIRST: gl.constexpr
 ):  # fmt: skip
-    """What `_multiply` returns, after one turn; EARLY, if that is the first and the weight may be there before x."""
+    """What `_multiply` returns, after one turn: a FIRST, whose weight has a barrier of its own, or another."""
     ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
     STAGES: gl.constexpr = ready.shape[0]
     DEPTH: gl.constexpr = codes.shape[1]
     operand_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    if EARLY:
+    if FIRST:
         mbarrier.wait(decodable.index(MINE), 0)
     else:
         mbarrier.wait(ready.index(stage), phase)
     my_codes = codes.index(stage).slice(GROUP * 4, 4, dim=1)
     my_pairs = pairs.index(stage).slice(GROUP * 4, 4, dim=1)
     operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
-    if EARLY:
+    if FIRST:
         mbarrier.wait(ready.index(stage), phase)
     acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
     if REST:
@@ -398,7 +398,7 @@ def nvfp4_wgmma_split_kernel(
     else:
         rest_sums = sums  # not used
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Whether the weight of a stage's first step is there, where that is decoded before x is.
+    # Whether the weight of the first step in a stage is there, where that is decoded before x is.
     EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED)
     decodable = ready  # not used
     if EARLY:
