@@ -364,6 +364,17 @@ def _consumer(
     leave(stage)
 
 
+@gluon.jit
+def _room_for_sums(ring, ROWS: gl.constexpr, SPLIT_K: gl.constexpr, CONSUMERS: gl.constexpr, BESIDE: gl.constexpr):
+    """Shared memory for what consumers have of so many rows of x: beside their ring, or where that is."""
+    shape: gl.constexpr = sums_shape(ROWS, SPLIT_K, CONSUMERS)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    if BESIDE:
+        return gl.allocate_shared_memory(gl.float32, shape, layout)
+    else:
+        return reinterpret(ring, gl.float32, shape, layout)
+
+
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M"])
 def nvfp4_wgmma_split_kernel(
@@ -389,19 +400,11 @@ def nvfp4_wgmma_split_kernel(
     ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, NT, 128], words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, NT, 32], scale_pairs.layout)
-    sums_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     CONSUMERS: gl.constexpr = BLOCK_N // 64 * SPLIT_K
-    shape: gl.constexpr = sums_shape(MAIN, SPLIT_K, CONSUMERS)
-    rest_shape: gl.constexpr = sums_shape(BLOCK_M - MAIN if MAIN < BLOCK_M else MAIN, SPLIT_K, CONSUMERS)
-    rest_sums = ring  # not used
-    if BESIDE:
-        sums = gl.allocate_shared_memory(gl.float32, shape, sums_layout)
-        if MAIN < BLOCK_M:
-            rest_sums = gl.allocate_shared_memory(gl.float32, rest_shape, sums_layout)
-    else:
-        sums = reinterpret(ring, gl.float32, shape, sums_layout)
-        if MAIN < BLOCK_M:
-            rest_sums = reinterpret(rest_ring, gl.float32, rest_shape, sums_layout)
+    sums = _room_for_sums(ring, MAIN, SPLIT_K, CONSUMERS, BESIDE)
+    rest_sums = sums  # not used
+    if MAIN < BLOCK_M:
+        rest_sums = _room_for_sums(rest_ring, BLOCK_M - MAIN, SPLIT_K, CONSUMERS, BESIDE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the weight of the first step in a stage is there, where that is decoded before x is.
     EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED)
@@ -417,7 +420,7 @@ def nvfp4_wgmma_split_kernel(
     mbarrier.init(started, count=2)
     inbox = M
     if CLUSTER > 1:
-        inbox = inbox_of(M, CONSUMERS, shape[1] * 8, CLUSTER)
+        inbox = inbox_of(M, CONSUMERS, sums.shape[1] * 8, CLUSTER)
     operands = (global_scale, bias, out, parts, flags)
     shared = (ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox)
     routing = (tile_expert, tile_count, row_map, row_weight)
