@@ -240,7 +240,9 @@ def compiled(case: str) -> list[str]:
     in_loops = sum("LDL" in what or "STL" in what for loop in loops for what in loop)
     permutations = max((count("PRMT", loop) / count("GMMA", loop) for loop in loops), default=0)
     waits = min((count("PHASECHK", loop) / count("GMMA", loop) for loop in loops), default=0)
-    facts = (spilled, in_loops, permutations, waits, decoded_between_waits(ptx), "C75" in said, *early)
+    # What PTX declares comes beside what Triton asks for at launch, at a multiple of 1024 bytes.
+    shared = found.metadata.shared + -(-sum(map(int, re.findall(r"(\d+) bytes smem", said))) // 1024) * 1024
+    facts = (spilled, in_loops, permutations, waits, decoded_between_waits(ptx), shared, "C75" in said, *early)
     return [str(fact) for fact in facts]
 
 
