@@ -69,7 +69,7 @@ def share_sums(
 ):  # fmt: skip
     """Leaves those columns of acc, and of `rest` if it is another, that other consumers add in shared memory, once
     there is room. `parity` is that of the program's number of tiles before."""
-    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, idle, added, taken, inbox = shared
     if SHARED:
         # Until the sums of the tile before are read.
         mbarrier.wait(taken, parity ^ 1)
@@ -112,7 +112,7 @@ def add_and_store(
     operands, routing, shared, sizes = given
     global_scale, bias, out, parts, flags = operands
     tile_expert, tile_count, row_map, row_weight = routing
-    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, added, taken, inbox = shared
+    ring, rest_ring, codes, pairs, sums, rest_sums, decodable, ready, empty, started, idle, added, taken, inbox = shared
     M, N, K = sizes
     begin, tile_steps, tiles_m, tiles_n = stretch
     MAIN: gl.constexpr = main_rows(BLOCK_M)

@@ -30,14 +30,15 @@ SPILLS = {"tiles of two accumulators": 56, "K split, a cluster, tiles of 128 x 1
 # 1 or 7. LLVM adds more where it takes decoded words apart.
 PERMUTATIONS = {False: 1, True: 14}
 # How many consumers decode their first step before they wait for x: those of the stages whose weight is asked for
-# early, of each 64 rows of the weight; none of programs that may have several tiles.
+# early, of each 64 rows of the weight; none of programs that may have several tiles. Those who multiply one after the
+# other have decoded every step before they wait for their turn, which is counted once more.
 DECODED_BEFORE_X = {
     "K split in four": 2,
     "K split in two": 2,
     "K split, tiles of two accumulators": 2,
-    "K split, two consumers": 2,
+    "K split, two consumers": 2 + 2,
     "K split, a cluster, tiles of 128 x 128": 2,
-    "K split, a cluster with two consumers": 2,
+    "K split, a cluster with two consumers": 2 + 2,
 }
 
 
