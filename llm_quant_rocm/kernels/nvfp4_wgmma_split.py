@@ -127,8 +127,8 @@ def _early_of(eager, split_k, shared):
 def _takes_turns(consumers, rows):
     """Whether consumers multiply one after the other: two of them with 64 rows of x. The other program of their
     multiprocessor has the matrix units while one passes them on. That took 1.2% less time in the mean of ten
-    configurations, 4% at most, and in one 0.4% more. With fewer rows passing on takes longer than a product, and with
-    four consumers others would wait meanwhile: up to a fifth more (compared by hand on an H200)."""
+    configurations, 5% at most, and in two up to 0.7% more. With fewer rows passing on takes longer than a product, and
+    with four consumers others would wait meanwhile: up to a fifth more (compared by hand on an H200)."""
     return consumers == 2 and rows == 64
 
 
