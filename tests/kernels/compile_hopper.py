@@ -158,6 +158,7 @@ CASES: dict[str, Callable[[], None]] = {
     "K split, tiles of two accumulators": lambda: dense(SPLIT(96, 2), torch.bfloat16, m=300),
     "K split, programs sharing tiles": lambda: dense(SPLIT(128, 2, programs=132), torch.bfloat16),
     "K split, two consumers": lambda: dense(SPLIT(64, 2, consumers=2), torch.float16),
+    "K split, two consumers sharing tiles": lambda: dense(SPLIT(64, 2, 264, consumers=2), torch.bfloat16),
     "K split, a cluster": lambda: dense(SPLIT(128, 4, cluster=4), torch.bfloat16),
     "K split, a cluster, tiles of 128 x 128": lambda: dense(SPLIT(128, 2, cluster=2), torch.bfloat16),
     "K split, a cluster with two consumers": lambda: dense(SPLIT(64, 2, consumers=2, cluster=3), torch.bfloat16),

@@ -37,6 +37,7 @@ DECODED_BEFORE_X = {
     "K split in two": 2,
     "K split, tiles of two accumulators": 2,
     "K split, two consumers": 2 + 2,
+    "K split, two consumers sharing tiles": 0 + 2,
     "K split, a cluster, tiles of 128 x 128": 2,
     "K split, a cluster with two consumers": 2 + 2,
 }

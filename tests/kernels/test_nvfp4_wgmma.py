@@ -491,8 +491,9 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
     x = torch.zeros(m, 1024, dtype=torch.bfloat16, device="cpu")
     words = torch.zeros(16, 8, 128, dtype=torch.int32, device="cpu")
     scales = torch.zeros(16, 8, 64, dtype=torch.uint8, device="cpu")
-    shared = nvfp4_wgmma_split_tiles.cluster_configs(m) + nvfp4_wgmma_split_tiles.shared_configs(m, 10240)
-    configs = nvfp4_wgmma_split_tiles.configs(m) + shared
+    tiles = nvfp4_wgmma_split_tiles
+    shared = tiles.cluster_configs(m) + tiles.shared_configs(m, 10240) + tiles.paired_configs(m, 10240)
+    configs = tiles.configs(m) + shared
     for config in configs:
         nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 128, hardware.nvidia(9, 0), config)
     for config, (_, options) in zip(configs, launches, strict=True):
@@ -504,6 +505,24 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         sums = (config.split_k - 1) * options["BLOCK_M"] * options["BLOCK_N"] * 4 * bool(config.programs)
         used = options["STAGES"] * stage + config.inbox_bytes + sums + 4 * 1024
         assert used <= 228 * 1024 // (4 // config.consumers)
+
+
+@pytest.mark.parametrize(("consumers", "most"), [(4, 132), (2, 264)])
+def test_as_many_programs_share_tiles_as_run_together(
+    consumers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One waits for what another adds. Half of the consumers leave room for another program on a multiprocessor."""
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+
+    launches = launches_of(nvfp4_wgmma_split, monkeypatch)
+    x, words = torch.zeros(40, 1024, dtype=torch.bfloat16), torch.zeros(16, 640, 128, dtype=torch.int32)
+    scales = torch.zeros(16, 640, 64, dtype=torch.uint8)
+    config = nvfp4_wgmma_split.Config(64, 2, 1000, consumers)
+    nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 10240, hardware.nvidia(9, 0), config)
+    assert [options["grid"] for _, options in launches] == [(most,)]
 
 
 def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,7 +549,6 @@ def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -
         ({"block_m": 96, "split_k": 4, "cluster": 2}, "one tile of 96 rows"),
         ({"block_m": 96, "split_k": 2, "consumers": 2}, "one tile of 96 rows"),
         ({"block_m": 8, "split_k": 4, "programs": 132, "cluster": 2}, "in no cluster"),
-        ({"block_m": 8, "split_k": 2, "programs": 132, "consumers": 2}, "have four consumers"),
         ({"block_m": 128, "split_k": 2, "consumers": 2}, "up to 64 rows"),
         ({"block_m": 64, "split_k": 4, "consumers": 2}, "two consumers"),
         ({"block_m": 128, "split_k": 2, "cluster": 3}, "3 programs send .* 128 x 128 than they have room for"),
