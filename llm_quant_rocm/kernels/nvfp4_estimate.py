@@ -142,11 +142,11 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
         return Load(("expanded", 0, 0, "whole"), waves * k / 128, m * n / 1e6, n * k / 1e6)
     if isinstance(config, nvfp4_wgmma_split_tiles.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
+        kernel = "split" if config.consumers == 4 else "half"
         if config.programs:
             share = cdiv(tiles * steps, config.programs)
             touched = _touched(tiles, steps, config.programs)
-            return Load(_kind("split", config, "shared"), share, touched, max(1, config.programs / tiles))
-        kernel = "split" if config.consumers == 4 else "half"
+            return Load(_kind(kernel, config, "shared"), share, touched, max(1, config.programs / tiles))
         if config.cluster > 1:
             waves = cdiv(tiles, nvfp4_wgmma_split_tiles.CLUSTERS[config.cluster])
             return Load(_kind(kernel, config, "cluster"), waves * cdiv(steps, config.cluster), waves, n * k / 1e6)
@@ -213,11 +213,11 @@ def total(times: Sequence[float], load: Load) -> float:
 def configs(m: int, n: int, k: int) -> Iterator[Config]:
     """Configurations of both kernels that could be the fastest, and that no sum of parts makes slow for sure."""
     for whole in nvfp4_wgmma_split_tiles.configs(m):
-        if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * (4 // whole.consumers):
+        if SMS // 3 <= whole.tiles(m, n) <= 2 * SMS * whole.programs_together:
             yield whole
     for cluster in nvfp4_wgmma_split_tiles.cluster_configs(m):
         # A multiprocessor has one program or, with two consumers, two; at least every other consumer has a step.
-        least, most = SMS // 3, SMS * (4 // cluster.consumers)
+        least, most = SMS // 3, SMS * cluster.programs_together
         fits = cluster.tiles(1, n) * cluster.cluster >= least and cluster.tiles(m, n) * cluster.cluster <= most
         if fits and k > cluster.cluster * cluster.split_k * COLUMNS:
             yield cluster
@@ -229,7 +229,8 @@ def configs(m: int, n: int, k: int) -> Iterator[Config]:
 
 def fastest(m: int, n: int, k: int) -> Config | None:
     """The configuration with the least estimate; None for few rows of a weight too small for these kernels."""
-    return min(configs(m, n, k), key=lambda config: microseconds(config, m, n, k), default=None)
+    fitted = (config for config in configs(m, n, k) if load_of(config, m, n, k).kind in _TIMES)
+    return min(fitted, key=lambda config: microseconds(config, m, n, k), default=None)
 
 
 def configs_fp8(m: int, n: int, k: int) -> list[nvfp4_wgmma_large_tiles.Config]:

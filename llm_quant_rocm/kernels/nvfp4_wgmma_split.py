@@ -540,7 +540,7 @@ def gemm_split(
     assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
-        together = multiprocessors(x.device) * (4 // config.consumers)
+        together = multiprocessors(x.device) * config.programs_together
         programs = min(config.programs, together, tiles * cdiv(k, depth * COLUMNS))
         slice_m = max(block_m // config.split_k, 8)
         parts = torch.empty((programs, config.consumers, 64 * slice_m), dtype=torch.float32, device=x.device)

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from llm_quant_rocm.kernels.cluster import MOST_INBOX_BYTES, inbox_bytes
-from llm_quant_rocm.kernels.hopper import main_part, place
+from llm_quant_rocm.kernels.hopper import SMS, main_part, place
 from llm_quant_rocm.kernels.nvfp4_wgmma import expert_of, first_piece_of
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.stretches import begin_of
@@ -66,6 +66,11 @@ class Config:
         return size
 
     @property
+    def programs_together(self) -> int:
+        """Programs that a multiprocessor runs at a time."""
+        return 4 // self.consumers
+
+    @property
     def block_n(self) -> int:
         return self.consumers // self.split_k * 64
 
@@ -100,26 +105,20 @@ def cluster_configs(m: int) -> list[Config]:
 
 
 def shared_configs(m: int, n: int) -> list[Config]:
-    """Those in which an H100's programs share the steps of all tiles; none for more than 128 rows."""
-    whole = [Config(_covering(m), split_k) for split_k in (4, 2) if m <= 128]
-    return [replace(config, programs=each) for config in whole for each in sorted({_programs(config.tiles(m, n)), 132})]
+    """Those in which an H100's programs share the steps of all tiles: of four consumers up to 128 rows, of two up to
+    64."""
+    covering, found = _covering(m), []
+    for split_k, consumers, most_rows in ((4, 4, 128), (2, 4, 128), (2, 2, 64)):
+        if m <= most_rows:
+            whole = Config(covering, split_k, consumers=consumers)
+            most = SMS * whole.programs_together
+            found += [replace(whole, programs=each) for each in sorted({_programs(whole.tiles(m, n), most), most})]
+    return found
 
 
-def paired_configs(m: int, n: int) -> list[Config]:
-    """Those in which programs with two consumers, two on each multiprocessor, share the steps of all tiles; none for
-    more than 64 rows. They pay where tiles are many, and more so where these are short: with 384 and more of them and
-    up to 16 rows, they took 3 to 17% less time than what is estimated to be the fastest of all others, by hand on an
-    H200 and where each of 256 programs has whole quarters of tiles; with few tiles and short sums up to twice as
-    much."""
-    if m > 64:
-        return []
-    config = Config(_covering(m), 2, consumers=2)
-    return [replace(config, programs=each) for each in sorted({_programs(config.tiles(m, n), 264), 264})]
-
-
-def _programs(tiles: int, most: int = 132) -> int:
-    """How many programs should share so many tiles: nearly as many as an H100 runs at a time, and so that each has
-    whole quarters of tiles, for fewer parts."""
+def _programs(tiles: int, most: int) -> int:
+    """How many programs should share so many tiles: nearly as many as run at a time, and so that each has whole
+    quarters of tiles, for fewer parts."""
     return max((each for each in range(most * 3 // 4 + 1, most + 1) if 4 * tiles % each == 0), default=most)
 
 

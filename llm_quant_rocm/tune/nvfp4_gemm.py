@@ -29,10 +29,10 @@ def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
 
 def _hopper(m: int, n: int, k: int) -> list[Any]:
     """Enough programs to fill the GPU, not so many that their parts cost more."""
-    from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma_split_tiles
+    from llm_quant_rocm.kernels import nvfp4_estimate
 
     small = _small_tiles(m, n) if m <= (1024 if n * k < 2**24 else 128) else []
-    return [*small, *nvfp4_wgmma_split_tiles.paired_configs(m, n), *nvfp4_estimate.configs(m, n, k)]
+    return [*small, *nvfp4_estimate.configs(m, n, k)]
 
 
 def _small_tiles(m: int, n: int) -> list[Any]:
