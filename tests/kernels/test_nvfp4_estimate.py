@@ -39,6 +39,18 @@ def test_weights_that_the_fit_has_not_seen_are_nearly_as_fast_as_can_be(
     assert max(slower) < most
 
 
+def test_what_an_h100_decides_is_nearly_as_fast_as_can_be_on_an_h200() -> None:
+    """Whose figures are not fitted, and who measured programs by two that share, which nobody estimates."""
+    slower = []
+    for row in _estimate_fit.rows_of(_estimate_fit.H200):
+        us = dict(_estimate_fit.measured(row))
+        slower.append(us[nvfp4_estimate.fastest(row["m"], row["n"], row["k"])] / min(us.values()))
+    assert len(slower) == len(EXACT)
+    assert np.mean(slower) < 1.02
+    assert np.quantile(slower, 0.95) < 1.1
+    assert max(slower) < 1.25
+
+
 @pytest.mark.parametrize("rows", [EXACT, FP8], ids=["exact", "FP8"])
 def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[Any]) -> None:
     errors = [abs(each.estimated / each.measured - 1) for each in _estimate_fit.left_out(rows)]
