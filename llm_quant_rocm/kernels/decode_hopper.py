@@ -17,8 +17,9 @@ words come in one register, of which 4 instructions make two of two bf16 each, a
 a register for both of its own: 15 instructions for 8 codes in all.
 
 E4M3 is the product's sixth, rounded (`formats.nvfp4.to_fp8`). There are few: eight magnitudes under each of 127 block
-scales. A table of them stands in shared memory, and 8 codes take 17.5 instructions, two of them loads. Arithmetic took
-27, and with many rows of x the matrix units waited for it.
+scales. A table of them stands in shared memory. A lane's four words are there of the same 16 columns of two rows, which
+the order of x's columns allows, so that two entries serve 32 codes: 13 instructions for 8. With words as a wgmma of 16
+bits takes them it was 17.5, two of them loads, and by arithmetic 27, for which the matrix units waited with many rows.
 
 The table has gaps, because a multiplication by a power of two would become a shift, on the pipe that most of these
 instructions need.
@@ -171,46 +172,57 @@ _FILL_TABLE = gl.constexpr(
     f"{_ENTRY} add.u32 t, t, 128; {_ENTRY} mov.b32 $0, $1; }}"
 )
 
-# Eight bytes of the table under each of the scale bytes in $6: of the first row, al and ah for the first word and bl
-# and bh for the second; of the second row, cl and ch, and dl and dh.
-_LOOK_UP = "".join(
-    f"prmt.b32 s, $6, 0, 0x444{byte}; mad.lo.u32 s, s, {_ENTRY_BYTES}, $7; ld.shared.v2.b32 {{{name}l, {name}h}}, [s]; "
-    for name, byte in (("a", 0), ("b", 2), ("c", 1), ("d", 3))
-)
-# Two words $4 and $5, because the scale bytes of two come in one register, as four E4M3 of either row: $0 and $1 of
-# the first row, $2 and $3 of the second. The words' bytes 0 and 2 come together in e, and 1 and 3 in o: in e the sizes
-# of the first row and the signs of the second, in o the reverse. A prmt takes four magnitudes' E4M3 from eight bytes by
-# the numbers in the low half of a register, four bits each of which three count here; signs come with the last
-# instruction.
-_WORDS_TO_FP8 = gl.constexpr(
-    f"{{ .reg .b32 s, al, ah, bl, bh, cl, ch, dl, dh, e, o, m, n, x, y, u, v; {_LOOK_UP}"
+# Eight bytes of the table at $16 under each of the scale bytes in $12: of the first row al and ah, of the second bl and
+# bh.
+_LOOK_UP = f"""
+    and.b32 s, $12, 0xFF;
+    mad.lo.u32 s, s, {_ENTRY_BYTES}, $16;
+    ld.shared.v2.b32 {{al, ah}}, [s];
+    shr.u32 s, $12, 8;
+    mad.lo.u32 s, s, {_ENTRY_BYTES}, $16;
+    ld.shared.v2.b32 {{bl, bh}}, [s];
+"""
+
+
+def _two_words_to_fp8(i: int) -> str:
+    """PTX for words i and i + 1 of a lane's four, from $8 on: four E4M3 of each, those of the first row from $0 on, of
+    the second from $4 on.
+
+    The words' bytes 0 and 2 come together in e, and 1 and 3 in o: in e the sizes of the first row and the signs of the
+    second, in o the reverse. A prmt takes four magnitudes' E4M3 from eight bytes by the numbers in the low half of a
+    register, four bits each of which three count here; signs come with the last instruction.
     """
-    prmt.b32 e, $4, $5, 0x6420;
-    prmt.b32 o, $4, $5, 0x7531;
+    return f"""
+    prmt.b32 e, ${8 + i}, ${9 + i}, 0x6420;
+    prmt.b32 o, ${8 + i}, ${9 + i}, 0x7531;
     and.b32 m, e, 0x77777777;
     shr.u32 n, m, 16;
     prmt.b32 x, al, ah, m;
-    prmt.b32 y, bl, bh, n;
+    prmt.b32 y, al, ah, n;
     shl.b32 v, o, 6;
     shl.b32 u, o, 2;
     prmt.b32 m, v, u, 0x5140;
     prmt.b32 n, v, u, 0x7362;
-    lop3.b32 $0, m, 0x80808080, x, 0xEA;
-    lop3.b32 $1, n, 0x80808080, y, 0xEA;
+    lop3.b32 ${i}, m, 0x80808080, x, 0xEA;
+    lop3.b32 ${1 + i}, n, 0x80808080, y, 0xEA;
 
     shr.u32 u, o, 2;
     lop3.b32 m, v, 0x40404040, u, 0xE2;
     and.b32 m, m, 0x77777777;
     shr.u32 n, m, 16;
-    prmt.b32 x, cl, ch, m;
-    prmt.b32 y, dl, dh, n;
+    prmt.b32 x, bl, bh, m;
+    prmt.b32 y, bl, bh, n;
     shl.b32 u, e, 4;
     prmt.b32 m, u, e, 0x5041;
     prmt.b32 n, u, e, 0x7263;
-    lop3.b32 $2, m, 0x80808080, x, 0xEA;
-    lop3.b32 $3, n, 0x80808080, y, 0xEA;
-    }
+    lop3.b32 ${4 + i}, m, 0x80808080, x, 0xEA;
+    lop3.b32 ${5 + i}, n, 0x80808080, y, 0xEA;
     """
+
+
+_WORDS_TO_FP8 = gl.constexpr(
+    "{ .reg .b32 s, al, ah, bl, bh, e, o, m, n, x, y, u, v; "
+    f"{_LOOK_UP} {_two_words_to_fp8(0)} {_two_words_to_fp8(2)} }}"
 )
 
 
@@ -230,7 +242,8 @@ def fill_fp8_table(table):
 
 @gluon.jit
 def decode_words_fp8(words, scale_pairs, table):
-    """E4M3 [..., row half, 4], four in an int32, of words [...] (int32) and the two rows' scale bytes (uint16).
+    """E4M3 [..., row half, 4], four in an int32, of words [...] (int32) and both rows' scale bytes for each (int32):
+    four words at a time are of the same two blocks.
 
     The four are of columns 0, 8, 1 and 9, counted from the word's first: `per_token_quant_fp8(interleave=True)` puts
     those of x in the same order.
@@ -238,8 +251,8 @@ def decode_words_fp8(words, scale_pairs, table):
     tables = gl.zeros_like(words) + table
     # "Pure", though it reads memory: words that are loaded after the table's barrier are decoded after it.
     rows = gl.inline_asm_elementwise(
-        _WORDS_TO_FP8, "=r,=r,=r,=r,r,r,r,r,r", [words, scale_pairs, tables], dtype=(gl.int32, gl.int32), is_pure=True,
-        pack=2,
+        _WORDS_TO_FP8, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [words, scale_pairs, tables],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=4,
     )  # fmt: skip
     return gl.join(rows[0], rows[1])
 

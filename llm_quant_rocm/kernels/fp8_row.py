@@ -111,8 +111,8 @@ def store_quantized_row(
 ):  # fmt: skip
     """Codes and scale of `row`, a tuple of blocks, zeros beyond the row.
 
-    With INTERLEAVE the blocks are pairs of `load_half_groups`, and columns 0 to 15 of every sixteen are stored in the
-    order 0, 8, 1, 9, ... 7, 15.
+    With INTERLEAVE the blocks are pairs of `load_half_groups`, COLUMNS is a multiple of 64, and of every 64 columns
+    those first stored are 0, 8, 1 and 9 of each sixteen, then 2, 10, 3 and 11, and so on.
 
     `largest` [BLOCK] fp32 is the elementwise maximum of the blocks' magnitudes, taken before or after they were rounded
     to their dtype: rounding is monotonic, so the maximum of the rounded values is the rounded maximum.
@@ -139,8 +139,9 @@ def store_quantized_row(
         for i in tl.static_range(len(row) // 2):
             first = quotients(row[2 * i], divisor, reciprocal)
             second = quotients(row[2 * i + 1], divisor, reciprocal)
-            both = tl.join(first, second).reshape(2 * BLOCK)
-            store_block(q_ptr, both.to(q_ptr.dtype.element_ty), i, COLUMNS, 2 * BLOCK)
+            both = tl.join(first, second).to(q_ptr.dtype.element_ty).reshape(BLOCK // 32, 4, 4, 4)
+            both = both.permute(0, 2, 1, 3).reshape(2 * BLOCK)
+            store_block(q_ptr, both, i, COLUMNS, 2 * BLOCK)
     else:
         for i in tl.static_range(len(row)):
             quotient = quotients(row[i], divisor, reciprocal)

@@ -290,15 +290,21 @@ def descriptor(tensor: torch.Tensor, block: list[int], swizzle: int) -> TensorDe
 
 
 def packed_descriptors(
-    words: torch.Tensor, scale_bytes: torch.Tensor, depth: int, row_tiles: int
+    words: torch.Tensor, scale_bytes: torch.Tensor, depth: int, row_tiles: int, blocks: bool = False
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Codes and scales of `formats.nvfp4_wgmma.pack`, of all experts if there are several, in boxes of `depth` times 64
-    columns and `row_tiles` times 16 rows."""
+    columns and `row_tiles` times 16 rows.
+
+    With `blocks`, a row of eight's 16 words are a line of their own, swizzled so that every lane can take one word of
+    each of four, those of a block, and no two of them the same bank."""
     rows = words.shape[-2]
     columns = words.numel() // (rows * 128)
+    line, swizzle = (16, 64) if blocks else (128, 0)
+    lines = 128 // line
     return (
         _descriptor(
-            words, (columns, rows, 128), (rows * 128, 128, 1), [depth, row_tiles, 128], _layout(0, 32, 3)
+            words, (columns, rows * lines, line), (rows * 128, line, 1), [depth, row_tiles * lines, line],
+            _layout(swizzle, 32, 3)
         ),
         _descriptor(
             scale_bytes.view(torch.uint16), (columns, rows, 32), (rows * 32, 32, 1), [depth, row_tiles, 32],

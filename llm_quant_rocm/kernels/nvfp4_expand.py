@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.decode_hopper import declare_fp8_table, decode_words_fp8, fill_fp8_table
 from llm_quant_rocm.kernels.hopper import cta_barrier
@@ -34,13 +35,14 @@ def nvfp4_expand_kernel(
     across = gl.minimum(depth + piece // NT, gl.cdiv(K, 128) * 2 - 1)
     piece = across.to(gl.int64) * row_tiles + row_tile + piece % NT
     word = gl.arange(0, 128, layout=gl.SliceLayout(0, word_layout))
-    pair = gl.max_contiguous(gl.multiple_of((word >> 4) * 4 + (word & 3), 4), 4)
     table = declare_fp8_table(N)
     fill_fp8_table(table)
     cta_barrier()
-    codes = gl.load(words + piece[:, None] * 128 + word[None, :])
-    pairs = gl.load(scale_bytes + piece[:, None] * 32 + pair[None, :])
-    # piece, tile, row, lane % 4, step, row half
+    # A row's 16 words are four lanes' four, and each of a lane's is of another block.
+    place = word & ~15 | (word & 3) << 2 | word >> 2 & 3
+    codes = gl.load(words + piece[:, None] * 128 + place[None, :])
+    pairs = gl.load(scale_bytes + piece[:, None] * 32 + (word >> 2)[None, :]).to(gl.int32)
+    # piece, tile, row, block, word, row half
     values = decode_words_fp8(codes, pairs, table).reshape(DEPTH, NT, 8, 4, 4, 2)
     values = values.permute(1, 5, 2, 0, 4, 3).reshape(NT * 16, DEPTH * 16)
     values = gl.convert_layout(values, out_layout)
@@ -58,7 +60,8 @@ def expand_fp8(
     words: torch.Tensor, scale_bytes: torch.Tensor, first: int, rows: int, n: int, k: int, hardware: Hardware
 ) -> torch.Tensor:
     """Rows `first` (a multiple of 128) to first + rows of the weight [n, k] as `formats.nvfp4.to_fp8` makes them, E4M3
-    [rows, k], columns in the order of `per_token_quant_fp8(interleave=True)`."""
+    [rows, k padded to a multiple of 64], columns in the order of `per_token_quant_fp8(interleave=True)`."""
+    k = cdiv(k, COLUMNS) * COLUMNS
     out = torch.empty((rows, k), dtype=fp8.OCP.dtype, device=words.device)
     grid = (cdiv(k, DEPTH * 64), cdiv(rows, ROW_TILES * 16))
     launch(

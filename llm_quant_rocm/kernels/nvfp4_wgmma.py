@@ -134,6 +134,23 @@ def load_words(codes, pairs, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def load_blocks(codes, pairs, WARPS: gl.constexpr):
+    """The same with the four words of a block in the same lane, of codes [pieces, NT * 8, 16], and pairs in 32 bits."""
+    PIECES: gl.constexpr = codes.shape[0]
+    NT: gl.constexpr = pairs.shape[1]
+    # piece, tile, row, block, word
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [1, WARPS, 1], [2, 1, 0])
+    pair_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    words = codes.load(word_layout).reshape(PIECES, NT, 8, 4, 4).permute(0, 1, 2, 4, 3)
+    words = gl.convert_layout(words, layout, assert_trivial=True)
+    scale_pairs = pairs.load(pair_layout).to(gl.int32).reshape(PIECES, NT, 8, 4)
+    scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(4, layout), assert_trivial=True).expand_dims(4)
+    words, scale_pairs = gl.broadcast(words, scale_pairs)
+    return words.reshape(PIECES * NT, 128), scale_pairs.reshape(PIECES * NT, 128)
+
+
+@gluon.jit
 def load_operand(
     codes, pairs, STEP: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr, operand_layout: gl.constexpr
 ):  # fmt: skip
@@ -320,9 +337,9 @@ def _next_group(
 @gluon.jit
 def fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, group, first_piece, wanted):
     """Has the accelerator fill a stage of the ring with a group of steps of the weight."""
-    place = [first_piece + group * codes.shape[1], tile_n * codes.shape[2], 0]
-    load_tile(words, place, ready.index(stage), codes.index(stage), pred=wanted)
-    load_tile(scale_pairs, place, ready.index(stage), pairs.index(stage), pred=wanted)
+    piece = first_piece + group * codes.shape[1]
+    load_tile(words, [piece, tile_n * codes.shape[2], 0], ready.index(stage), codes.index(stage), pred=wanted)
+    load_tile(scale_pairs, [piece, tile_n * pairs.shape[2], 0], ready.index(stage), pairs.index(stage), pred=wanted)
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.

@@ -259,7 +259,7 @@ def nvfp4_wgmma_large_kernel(
     """
     ring_layout: gl.constexpr = gl.NVMMASharedLayout(128, x.dtype.primitive_bitwidth, 2)
     ring, rest_ring = allocate_ring(x.dtype, ring_layout, STAGES, BLOCK_M, DEPTH * 64)
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES, DEPTH, BLOCK_N // 16, 128], words.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES] + words.block_shape, words.layout)
     pairs = gl.allocate_shared_memory(gl.uint16, [STAGES, DEPTH, BLOCK_N // 16, 32], scale_pairs.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -397,7 +397,7 @@ def _launch(
     launch(
         nvfp4_wgmma_large_kernel, (programs,),
         row_descriptor(x, rest or block_m), row_descriptor(x, tail) if tail else None, row_scale,
-        *packed_descriptors(words, scale_bytes, depth, row_tiles),
+        *packed_descriptors(words, scale_bytes, depth, row_tiles, blocks=x.element_size() == 1),
         global_scale, bias, target, out if tail and shares else None, parts, flags,
         routed.tile_expert, routed.tile_rows, routed.tile_count, m, n, k, whole,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,

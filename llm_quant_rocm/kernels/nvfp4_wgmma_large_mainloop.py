@@ -30,7 +30,14 @@ from llm_quant_rocm.kernels.hopper import (
     place,
     row_in_tile,
 )
-from llm_quant_rocm.kernels.nvfp4_wgmma import expert_of, fetch_weight, first_piece_of, load_words, operand_of
+from llm_quant_rocm.kernels.nvfp4_wgmma import (
+    expert_of,
+    fetch_weight,
+    first_piece_of,
+    load_blocks,
+    load_words,
+    operand_of,
+)
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import count_tiles, piece_at, program_pieces, program_tail
 
 
@@ -139,7 +146,11 @@ def _take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constex
     """A consumer's part of the codes and scales in a stage of the ring, once they are there."""
     ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
     mbarrier.wait(ready.index(stage), phase, pred=wanted)
-    return load_words(codes.index(stage).slice(PART * NT, NT, dim=1), pairs.index(stage).slice(PART * NT, NT, dim=1), 4)
+    pairs = pairs.index(stage).slice(PART * NT, NT, dim=1)
+    if ring.dtype.primitive_bitwidth == 8:
+        return load_blocks(codes.index(stage).slice(PART * NT * 8, NT * 8, dim=1), pairs, 4)
+    else:
+        return load_words(codes.index(stage).slice(PART * NT, NT, dim=1), pairs, 4)
 
 
 @gluon.jit
@@ -154,7 +165,7 @@ def _operand(decoded, FP8: gl.constexpr, FP16: gl.constexpr, DEPTH: gl.constexpr
     """wgmma's operand of what `decode` returned."""
     if FP8:
         NT: gl.constexpr = decoded.shape[0] // DEPTH
-        # piece, tile, row, lane % 4, step, row half, column
+        # piece, tile, row, block, word, row half, column
         values = split_bytes(decoded).reshape(DEPTH, NT, 8, 4, 4, 2, 4)
         values = values.permute(1, 5, 2, 0, 4, 3, 6).reshape(NT * 16, DEPTH * 64)
         return gl.convert_layout(values, layout, assert_trivial=True)

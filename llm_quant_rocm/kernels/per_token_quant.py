@@ -13,6 +13,7 @@ from llm_quant_rocm.hardware import Hardware, detect
 from llm_quant_rocm.kernels.fp8_row import larger, load_block, load_half_groups, row_launch, store_quantized_row, widen
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
+from llm_quant_rocm.kernels.sizes import cdiv
 
 # The row stays in registers between its maximum and its quotients: 128 values a lane of 16 warps of 32 lanes.
 MAX_COLUMNS = 65536
@@ -44,19 +45,22 @@ def per_token_quant_kernel(
     largest = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(len(x)):
         largest = larger(largest, tl.abs(widen(x[i])))
+    PADDED: tl.constexpr = (COLUMNS + 63) // 64 * 64 if INTERLEAVE else COLUMNS
     store_quantized_row(
-        q_ptr + row * COLUMNS, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, COLUMNS, BLOCK, INTERLEAVE
+        q_ptr + row * PADDED, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, PADDED, BLOCK, INTERLEAVE
     )
 
 
 def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [M, K] and fp32 scales [M, 1] of x [M, K] whose last dimension is contiguous; K <= MAX_COLUMNS.
 
-    With `interleave` (K a multiple of 16) the codes of every sixteen columns stand in the order 0, 8, 1, 9, ... 7, 15:
-    the order in which `decode_hopper` makes E4M3 of NVFP4.
+    With `interleave` K is a multiple of 16, and codes are [M, K padded with zeros to a multiple of 64]: of every 64
+    columns first 0, 8, 1 and 9 of each sixteen, then 2, 10, 3 and 11, and so on to 6, 14, 7 and 15. It is the order in
+    which `decode_hopper` makes E4M3 of NVFP4.
     """
     rows, columns = x.shape
-    q = torch.empty((rows, columns), dtype=fmt.dtype, device=x.device)
+    padded = cdiv(columns, 64) * 64 if interleave else columns
+    q = torch.empty((rows, padded), dtype=fmt.dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         kept = x.numel() * x.element_size() <= _KEPT_BYTES
@@ -75,6 +79,7 @@ def _constants(columns: int, fmt: Fp8Format, interleave: bool, kept: bool, hardw
         "INTERLEAVE": interleave,
         "EVICTION": "" if kept else "evict_first",
         "PDL": hardware.pdl,
-        **row_launch(columns, hardware),
+        # Whole groups of 64 columns of two blocks.
+        **row_launch(max(columns, 32) if interleave else columns, hardware),
         **pdl_option(hardware),
     }

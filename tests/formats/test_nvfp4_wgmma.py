@@ -107,22 +107,25 @@ def decode(words: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -
 
 
 def decode_fp8(words: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    """E4M3 [N, K], columns in the order 0, 8, 1, 9, ... 7, 15 of every sixteen, by the text of `decode_words_fp8`."""
-    a, b, scales = two_words(words, scale_bytes)
+    """E4M3 [N, K], columns in the order of `in_kernels_order`, by the text of `decode_words_fp8`."""
+    # A lane takes the words of a row's blocks from the places of four: piece, tile, row, block
+    taken = (words.long() & 0xFFFFFFFF).view(*words.shape[:2], 8, 4, 4).unbind(-2)
+    scales = scale_bytes.view(*scale_bytes.shape[:2], 8, 4, 2).long()
     # An entry of the table is six words, of which two are used.
     memory = torch.nn.functional.pad((fp8_table().view(-1, 2, 4) << BYTES).sum(-1), (0, 4)).flatten()
-    start = {"$4": a, "$5": b, "$6": scales, "$7": torch.zeros_like(a)}
+    start = {f"${8 + i}": word for i, word in enumerate(taken)}
+    start |= {"$12": (scales << BYTES[:2]).sum(-1), "$16": torch.zeros_like(taken[0])}
     found = executed(assembly("_WORDS_TO_FP8"), start, memory)
-    rows = torch.stack([torch.stack([found["$0"], found["$1"]], -1), torch.stack([found["$2"], found["$3"]], -1)], -1)
-    values = (rows.unsqueeze(-1) >> BYTES & 255).flatten(4, 5)
-    # piece, tile, row, quarter, step, row half, column
-    values = values.permute(1, 5, 2, 0, 4, 3, 6).to(torch.uint8)
+    rows = torch.stack([torch.stack([found[f"${4 * row + i}"] for i in range(4)], -1) for row in (0, 1)], -1)
+    # piece, tile, row, block, word, row half, column
+    values = (rows.unsqueeze(-1) >> BYTES & 255).permute(1, 5, 2, 0, 4, 3, 6).to(torch.uint8)
     return values.reshape(words.shape[1] * 16, words.shape[0] * 64).view(torch.float8_e4m3fn)
 
 
 def in_kernels_order(values: torch.Tensor) -> torch.Tensor:
-    """Columns of every sixteen in the order 0, 8, 1, 9, ... 7, 15."""
-    return values.unflatten(-1, (-1, 2, 8)).transpose(-1, -2).reshape(values.shape)
+    """Of every 64 columns first 0, 8, 1 and 9 of each sixteen, then 2, 10, 3 and 11, and so on to 6, 14, 7 and 15."""
+    # block, column half, pair, column of it
+    return values.unflatten(-1, (-1, 4, 2, 4, 2)).permute(0, 1, 4, 2, 5, 3).reshape(values.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

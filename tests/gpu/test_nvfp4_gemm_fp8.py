@@ -93,8 +93,10 @@ def test_x_is_quantized_in_the_order_of_the_operand(width: int, dtype: torch.dty
     found, scale = per_token_quant_fp8(x.cuda(), fp8.OCP, interleave=True)
     expected, expected_scale = reference.per_token_quant_fp8(x, fp8.OCP)
     assert_same(scale, expected_scale)
-    in_order = found.view(torch.uint8).unflatten(-1, (width // 16, 8, 2)).transpose(-1, -2).flatten(1)
-    assert_same(in_order.contiguous().view(found.dtype), expected)
+    # Of 64 columns: two of eight, block, one of two, column half.
+    in_order = found.view(torch.uint8).unflatten(-1, (-1, 4, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)
+    assert_same(in_order[:, :width].contiguous().view(found.dtype), expected)
+    assert found.shape[1] == -(-width // 64) * 64 and not in_order[scale.flatten().isfinite().cpu(), width:].any()
 
 
 # The last three have tiles that are cut, one into as many parts as there are programs, one with 10 beyond a wave. Of

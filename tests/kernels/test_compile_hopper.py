@@ -27,8 +27,8 @@ EARLY = {
 # exchanges.
 SPILLS = {"tiles of two accumulators": 56, "K split, a cluster, tiles of 128 x 128": 16}
 # Permutations of bytes for a product, at most: of each word of eight codes, one or in FP8 two in a lane, decoding has
-# 1 or 7. LLVM adds more where it takes decoded words apart.
-PERMUTATIONS = {False: 1, True: 14}
+# 1 or 5. LLVM adds more where it takes decoded words apart.
+PERMUTATIONS = {False: 1, True: 10}
 # How many consumers decode their first step before they wait for x: those of the stages whose weight is asked for
 # early, of each 64 rows of the weight; none of programs that may have several tiles. Those who multiply one after the
 # other have decoded every step before they wait for their turn, which is counted once more.
