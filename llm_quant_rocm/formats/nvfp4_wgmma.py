@@ -3,7 +3,8 @@
 
 A wgmma takes its first operand from registers. The weight is cut in pieces of 16 rows and 64 columns, four operand
 fragments, and every lane finds its codes of a piece in 16 bytes, at the bits where `kernels/decode_hopper.py` turns
-them into values with the fewest instructions. Nothing moves between lanes after the load.
+them into values with the fewest instructions. Nothing moves between lanes after the load. That is for products in 16
+bits; for those in E4M3 a lane takes four words of one block from the 16 bytes of four (`nvfp4_wgmma.load_blocks`).
 """
 
 import torch

@@ -295,8 +295,8 @@ def packed_descriptors(
     """Codes and scales of `formats.nvfp4_wgmma.pack`, of all experts if there are several, in boxes of `depth` times 64
     columns and `row_tiles` times 16 rows.
 
-    With `blocks`, a row of eight's 16 words are a line of their own, swizzled so that every lane can take one word of
-    each of four, those of a block, and no two of them the same bank."""
+    With `blocks` the 16 words of two rows are a line of their own, swizzled so that `nvfp4_wgmma.load_blocks`, with
+    which 32 lanes take a word each of eight lines, finds them in 32 banks."""
     rows = words.shape[-2]
     columns = words.numel() // (rows * 128)
     line, swizzle = (16, 64) if blocks else (128, 0)

@@ -135,7 +135,8 @@ def load_words(codes, pairs, WARPS: gl.constexpr):
 
 @gluon.jit
 def load_blocks(codes, pairs, WARPS: gl.constexpr):
-    """The same with the four words of a block in the same lane, of codes [pieces, NT * 8, 16], and pairs in 32 bits."""
+    """The same, but a lane has the four words of block lane % 4, which `pack` means for that step of four lanes, and
+    scale pairs are int32; of codes [pieces, NT * 8, 16]. x's columns must be in the order that this takes."""
     PIECES: gl.constexpr = codes.shape[0]
     NT: gl.constexpr = pairs.shape[1]
     # piece, tile, row, block, word

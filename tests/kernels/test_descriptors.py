@@ -33,6 +33,10 @@ def test_packed_weights(leading: tuple[int, ...]) -> None:
     of_words, of_scales = hopper.packed_descriptors(words, scales, 2, 4)
     assert same(of_words, TensorDescriptor.from_tensor(flat, [2, 4, 128], layouts[0]))
     assert same(of_scales, TensorDescriptor.from_tensor(pairs, [2, 4, 32], layouts[1]))
+    of_blocks, of_scales = hopper.packed_descriptors(words, scales, 2, 4, blocks=True)
+    lines = flat.view(len(flat), -1, 16)
+    assert same(of_blocks, TensorDescriptor.from_tensor(lines, [2, 32, 16], hopper._layout(64, 32, 3)))
+    assert same(of_scales, TensorDescriptor.from_tensor(pairs, [2, 4, 32], layouts[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
