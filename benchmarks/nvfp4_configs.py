@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) chooses from, on 31 weights; with
---fp8, of the product in FP8.
+"""Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) could choose from, on 31 weights;
+with --fp8, of the product in FP8.
 
     python benchmarks/nvfp4_configs.py [--fp8] [--layers PATTERN ...]
 

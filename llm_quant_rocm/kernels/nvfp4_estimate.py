@@ -233,8 +233,9 @@ def fastest(m: int, n: int, k: int) -> Config | None:
     Programs with two consumers that share the steps of all tiles are not among those it chooses from: no H100 has
     measured them. On an H200 (nvfp4_configs_h200_sm_90.json) they took 4% less time than the best of all others, or
     more, only of a weight with many tiles and short sums, DeepSeek-V3's kv_b."""
-    fitted = (config for config in configs(m, n, k) if load_of(config, m, n, k).kind in _TIMES)
-    return min(fitted, key=lambda config: microseconds(config, m, n, k), default=None)
+    loads = {config: load_of(config, m, n, k) for config in configs(m, n, k)}
+    fitted = [config for config, load in loads.items() if load.kind in _TIMES]
+    return min(fitted, key=lambda config: _microseconds(loads[config]), default=None)
 
 
 def configs_fp8(m: int, n: int, k: int) -> list[nvfp4_wgmma_large_tiles.Config]:

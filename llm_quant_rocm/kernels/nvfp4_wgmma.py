@@ -117,20 +117,28 @@ def _scale_layout(depth, nt, num_warps):
 
 
 @gluon.jit
+def _with_pairs(words, scale_pairs, EACH: gl.constexpr, WARPS: gl.constexpr):
+    """Words [pieces, NT, 8 rows, 4 of a row's lanes, 4 of a lane] and the scale pairs of each, [pieces * NT, 128], of
+    scale pairs without dimension EACH."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
+    words = gl.convert_layout(words, layout, assert_trivial=True)
+    scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(EACH, layout), assert_trivial=True).expand_dims(EACH)
+    words, scale_pairs = gl.broadcast(words, scale_pairs)
+    ALL: gl.constexpr = words.shape[0] * words.shape[1]
+    return words.reshape(ALL, 128), scale_pairs.reshape(ALL, 128)
+
+
+@gluon.jit
 def load_words(codes, pairs, WARPS: gl.constexpr):
     """Words and the scale pairs of each, [pieces * NT, 128], of codes [pieces, NT, 128] and pairs [pieces, NT, 32] in
     shared memory."""
     PIECES: gl.constexpr = codes.shape[0]
     NT: gl.constexpr = codes.shape[1]
-    # piece, tile, row, lane % 4, step
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    # piece, tile, row, lane % 4, step
     words = codes.load(word_layout).reshape(PIECES, NT, 8, 4, 4)
-    words = gl.convert_layout(words, layout, assert_trivial=True)
     scale_pairs = pairs.load(_scale_layout(PIECES, NT, WARPS)).reshape(PIECES, NT, 8, 4)
-    scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(3, layout), assert_trivial=True).expand_dims(3)
-    words, scale_pairs = gl.broadcast(words, scale_pairs)
-    return words.reshape(PIECES * NT, 128), scale_pairs.reshape(PIECES * NT, 128)
+    return _with_pairs(words, scale_pairs, 3, WARPS)
 
 
 @gluon.jit
@@ -139,16 +147,12 @@ def load_blocks(codes, pairs, WARPS: gl.constexpr):
     scale pairs are int32; of codes [pieces, NT * 8, 16]. x's columns must be in the order that this takes."""
     PIECES: gl.constexpr = codes.shape[0]
     NT: gl.constexpr = pairs.shape[1]
-    # piece, tile, row, block, word
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0])
     word_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [1, WARPS, 1], [2, 1, 0])
     pair_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    # piece, tile, row, block, word
     words = codes.load(word_layout).reshape(PIECES, NT, 8, 4, 4).permute(0, 1, 2, 4, 3)
-    words = gl.convert_layout(words, layout, assert_trivial=True)
     scale_pairs = pairs.load(pair_layout).to(gl.int32).reshape(PIECES, NT, 8, 4)
-    scale_pairs = gl.convert_layout(scale_pairs, gl.SliceLayout(4, layout), assert_trivial=True).expand_dims(4)
-    words, scale_pairs = gl.broadcast(words, scale_pairs)
-    return words.reshape(PIECES * NT, 128), scale_pairs.reshape(PIECES * NT, 128)
+    return _with_pairs(words, scale_pairs, 4, WARPS)
 
 
 @gluon.jit

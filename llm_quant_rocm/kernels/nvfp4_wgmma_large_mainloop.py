@@ -155,8 +155,8 @@ def _take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constex
 
 @gluon.jit
 def decode(words, scale_pairs, table, FP8: gl.constexpr, FP16: gl.constexpr):
-    """A step's part of the weight, `load_words` of it, in the registers where wgmma reads it, each an int32: LLVM takes
-    these apart where a loop has single values from one turn to the next."""
+    """A step's part of the weight, `_take_words` of it, in the registers where wgmma reads it, each an int32: LLVM
+    takes these apart where a loop has single values from one turn to the next."""
     return decode_words_fp8(words, scale_pairs, table) if FP8 else decode_words(words, scale_pairs, FP16)
 
 
