@@ -37,13 +37,12 @@ from llm_quant_rocm.kernels.hopper import (
     main_part,
     main_rows,
     packed_descriptors,
-    place,
     row_descriptor,
     tile_and_rest,
     tile_descriptor,
 )
 from llm_quant_rocm.kernels.launch import launch
-from llm_quant_rocm.kernels.nvfp4_wgmma import DENSE, Routed, ask_for_scales, lines_of_16_bytes, load_scales
+from llm_quant_rocm.kernels.nvfp4_wgmma import DENSE, Routed, lines_of_16_bytes, load_scales
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_epilogue import (
     add_and_store,
     keep_row_scales,
@@ -54,11 +53,14 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_epilogue import (
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_mainloop import (
     await_products,
+    declare_places,
     first_step,
     init_barriers,
     look_ahead,
     multiply,
     producer,
+    told_expert,
+    told_place,
 )
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
     STEP_BYTES,
@@ -76,7 +78,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 
-# Of a multiprocessor's 227 KiB. The rest has room for barriers, scales of rows and a table of E4M3.
+# Of a multiprocessor's 227 KiB. The rest has room for barriers, places of tiles, scales of rows and a table of E4M3.
 RING_BYTES = 220 * 1024
 # What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
 # of these may be on their way.
@@ -120,7 +122,7 @@ def _consumer(
     of them in every second step, and then has half of the rows of x."""
     row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags = operands
     tile_expert, tile_rows, tile_count = routing
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     REST: gl.constexpr = BLOCK_M - MAIN
@@ -139,9 +141,8 @@ def _consumer(
     # read its operand: with few rows decoding is what takes the time. With many it is the matrix units, and the first
     # product should not wait for a second step.
     EARLY: gl.constexpr = BLOCK_M <= 128
-    # Scales are asked for before the epilogue, which would wait for them: of a dense weight and its x when a tile
-    # begins, of experts, whose number comes from memory first, while the last step is multiplied. With 320 rows there
-    # are no registers for them then, nor for where the tile is.
+    # Scales are asked for when a tile begins: the epilogue would wait for them. With 320 rows there are no registers
+    # for them then.
     EARLY_SCALES: gl.constexpr = BLOCK_M <= 256
     # Whether the scales of rows are left in shared memory: for what is stored slice by slice.
     KEEPS: gl.constexpr = STORES > 0 and row_scale is not None
@@ -177,19 +178,16 @@ def _consumer(
         mbarrier.wait(exchanged, 0)
     for index in range(0, pieces):
         tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
-        tile_m, tile_n = place(tile, tiles_m, tiles_n)
+        tile_m, tile_n = told_place(places, stage)
         scale, rows = global_scale, BLOCK_M
         if tile_expert is not None:
-            scale += gl.load(tile_expert + tile_m) * N
-            rows = gl.load(tile_rows + tile_m)
+            expert, rows = told_expert(places, stage)
+            scale += expert * N
         column = tile_n * BLOCK_N + PART * ROWS
         if EARLY_SCALES:
-            if tile_expert is None:
-                scales = load_scales(scale, column, N, acc_layout, ROWS)
-                if KEEPS:
-                    main_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, SLICE, HALF, APART)
-            elif HALF == 0:
-                ask_for_scales(scale, 0, tile_n, N, BLOCK_N, True)
+            scales = load_scales(scale, column, N, acc_layout, ROWS)
+            if KEEPS:
+                main_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, SLICE, HALF, APART)
         acc = gl.zeros((ROWS, MAIN), gl.float32, layout=acc_layout)
         rest = 0  # not used
         if REST:
@@ -198,18 +196,14 @@ def _consumer(
             acc, rest, decoded, words, scale_pairs, table, stage, phase, steps, last - first, shared, REST, UNROLL,
             APART, PART, QUEUED, EARLY, FP16,
         )  # fmt: skip
-        if EARLY_SCALES and tile_expert is not None:
-            scales = load_scales(scale, column, N, acc_layout, ROWS)
         row_scales = row_scale  # None, where rows have none; else not used unless they are kept
         if KEEPS:
             row_scales = kept_scales.index(HALF)
-            if not EARLY_SCALES or tile_expert is not None:
+            if not EARLY_SCALES:
                 main_scales, rest_scales = load_row_scales(row_scale, tile_m, M, BLOCK_M, SLICE, HALF, APART)
             keep_row_scales(main_scales, rest_scales, row_scales, BLOCK_M)
         acc, rest = await_products(acc, rest, 0, REST)
         if not EARLY_SCALES:
-            tile_m, tile_n = place(tile, tiles_m, tiles_n)
-            column = tile_n * BLOCK_N + PART * ROWS
             scales = load_scales(scale, column, N, acc_layout, ROWS)
         if APART == 1:  # else once they have exchanged sums by way of it
             mbarrier.arrive(empty.index(behind(stage, STAGES)), count=1)
@@ -284,7 +278,7 @@ def nvfp4_wgmma_large_kernel(
         table = declare_fp8_table(M)
     operands = (row_scale, global_scale, bias, out, shared_out, staging, kept_scales, parts, flags)
     routing = (tile_expert, tile_rows, tile_count)
-    shared = (ring, rest_ring, codes, pairs, ready, empty, started, exchanged)
+    shared = (ring, rest_ring, codes, pairs, declare_places(M, STAGES), ready, empty, started, exchanged)
     sizes = (M, N, K, whole)
     # The last one is the rest of the producer's four warps.
     gl.warp_specialize(

@@ -2,9 +2,10 @@
 """The main loop of `nvfp4_wgmma_large`: a producer has the tensor memory accelerator fill a ring in shared memory with
 codes, scales and x, and consumers decode the weight on its way to the matrix units.
 
-`shared` is that ring and its barriers: stages of x, of the rest of its rows, of codes and of scale pairs; whether a
-stage is filled (`ready`) and whether it is free (`empty`); whether all of these are initialized (`started`), and
-whether both consumers have their first steps, and then whether they may take each other's sums (`exchanged`).
+`shared` is that ring and its barriers: stages of x, of the rest of its rows, of codes and of scale pairs, and where the
+tile is that a stage is of (`places`); whether a stage is filled (`ready`) and whether it is free (`empty`); whether all
+of these are initialized (`started`), and whether both consumers have their first steps, and then whether they may take
+each other's sums (`exchanged`).
 """
 
 from triton.experimental import gluon
@@ -21,6 +22,7 @@ from llm_quant_rocm.kernels.decode_hopper import decode_words, decode_words_fp8,
 from llm_quant_rocm.kernels.hopper import (
     advance,
     behind,
+    declare_shared,
     first_row,
     init_ring,
     leave,
@@ -48,11 +50,51 @@ def _stage_bytes(ring, codes, rows):
     return rows * ring.shape[2] * ring.dtype.primitive_bitwidth // 8 + values * 9 // 16
 
 
+# A tile's tile_m and tile_n, and of experts whose it is and how many of its rows count: 16 bytes of a stage.
+_TELL = gl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; bar.warp.sync -1; mov.b32 $0, 0;")
+_PLACE = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
+_EXPERT = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2 + 8];")
+
+
+@gluon.jit
+def declare_places(value, STAGES: gl.constexpr):
+    """The address of room in shared memory for where the tiles of a ring's stages are. Once in a kernel, which declares
+    it; `value` is any number."""
+    gl.static_assert(STAGES <= 64)
+    return declare_shared(1024, value)
+
+
+@gluon.jit
+def _tell_place(places, stage, tile_m, tile_n, expert, rows):
+    """Leaves where a tile is with a stage that is free, before its barrier expects bytes: consumers, who would divide,
+    read it behind that (`told_place`)."""
+    gl.inline_asm_elementwise(
+        _TELL, "=r,r,r,r,r,r", [places + stage * 16, tile_m, tile_n, expert, rows], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def told_place(places, stage):
+    """tile_m and tile_n of a stage that is filled."""
+    return gl.inline_asm_elementwise(
+        _PLACE, "=r,=r,r", [places + stage * 16], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def told_expert(places, stage):
+    """Whose tile a stage that is filled is of, and how many of its rows count."""
+    return gl.inline_asm_elementwise(
+        _EXPERT, "=r,=r,r", [places + stage * 16], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def init_barriers(shared, BLOCK_N: gl.constexpr):
     """Initializes all barriers but that of the first stage, which the producer does, in a warp of its own: they take
     about as long as memory does to answer."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     if BLOCK_N == 64:
         mbarrier.init(exchanged, count=2)
     init_ring(ready, empty, started, 2, 1)
@@ -63,7 +105,7 @@ def init_barriers(shared, BLOCK_N: gl.constexpr):
 def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, wanted=True):
     """Has the accelerator fill a stage with ROWS rows of x, from row `number` of a tile on: all of the tile's, or as
     many as one of the tail has."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     column = step * ring.shape[2]
     row = first_row(tile_m, M, BLOCK_M) + number
@@ -76,16 +118,17 @@ def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, R
 
 @gluon.jit
 def _fill(
-    x, words, scale_pairs, stage, phase, tile_m, tile_n, number, first, last, first_piece, shared, M,
+    x, words, scale_pairs, stage, phase, tile_m, tile_n, number, expert, rows, first, last, shared, M, K,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """Fills the ring with the steps from `first` to `last` of a tile, or of one of the tail."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     STAGES: gl.constexpr = ready.shape[0]
     for step in range(first, last):
         mbarrier.wait(empty.index(stage), phase)
+        _tell_place(places, stage, tile_m, tile_n, expert, rows)
         mbarrier.expect(ready.index(stage), _stage_bytes(ring, codes, ROWS))
-        fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, step, first_piece, True)
+        fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, step, first_piece_of(expert, K), True)
         _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M, ROWS)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
@@ -98,7 +141,7 @@ def producer(
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
     tile_expert, tile_rows, tile_count = routing
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     M, N, K, whole = sizes
     STAGES: gl.constexpr = ready.shape[0]
     mbarrier.init(ready.index(0), count=1)
@@ -109,12 +152,14 @@ def producer(
     begin, end, pieces = program_pieces(tiles_m * tiles_n, whole, tile_groups, CUT, SHARES)
     tile, first, last = piece_at(0, begin, end, whole, tile_groups, CUT)
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
-    first_piece = 0
+    expert, rows = 0, BLOCK_M
     if tile_expert is not None:
-        first_piece = first_piece_of(expert_of(tile_expert, tile_m, pieces > 0), K)
+        expert, rows = expert_of(tile_expert, tile_m, pieces > 0), expert_of(tile_rows, tile_m, pieces > 0)
+    _tell_place(places, 0, tile_m, tile_n, expert, rows)
     # The weight, unlike x, does not depend on the kernels before this one.
     mbarrier.expect(ready.index(0), _stage_bytes(ring, codes, BLOCK_M), pred=pieces > 0)
-    fetch_weight(words, scale_pairs, codes, pairs, ready, 0, tile_n, first * UNROLL, first_piece, pieces > 0)
+    piece = first_piece_of(expert, K)
+    fetch_weight(words, scale_pairs, codes, pairs, ready, 0, tile_n, first * UNROLL, piece, pieces > 0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -125,18 +170,18 @@ def producer(
         tile, first, last = piece_at(index, begin, end, whole, tile_groups, CUT)
         tile_m, tile_n = place(tile, tiles_m, tiles_n)
         if tile_expert is not None:
-            first_piece = first_piece_of(gl.load(tile_expert + tile_m), K)
+            expert, rows = gl.load(tile_expert + tile_m), gl.load(tile_rows + tile_m)
         # The very first step is on its way.
         begin_step = first * UNROLL + gl.where(index == 0, 1, 0)
         stage, phase = _fill(
-            x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, begin_step, last * UNROLL, first_piece, shared, M,
-            BLOCK_M, BLOCK_M,
+            x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, expert, rows, begin_step, last * UNROLL, shared, M,
+            K, BLOCK_M, BLOCK_M,
         )  # fmt: skip
     if TAIL:
         tile_m, tile_n, number, first, last = program_tail(tiles_m, tiles_n, whole, tile_groups, BLOCK_M, TAIL, SHARES)
         stage, phase = _fill(
-            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, first * UNROLL, last * UNROLL, 0, shared,
-            M, BLOCK_M, TAIL,
+            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, BLOCK_M, first * UNROLL,
+            last * UNROLL, shared, M, K, BLOCK_M, TAIL,
         )  # fmt: skip
     leave(stage)
 
@@ -144,7 +189,7 @@ def producer(
 @gluon.jit
 def _take_words(stage, phase, wanted, shared, PART: gl.constexpr, NT: gl.constexpr):
     """A consumer's part of the codes and scales in a stage of the ring, once they are there."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     mbarrier.wait(ready.index(stage), phase, pred=wanted)
     pairs = pairs.index(stage).slice(PART * NT, NT, dim=1)
     if ring.dtype.primitive_bitwidth == 8:
@@ -179,7 +224,7 @@ def first_step(
     FP16: gl.constexpr
 ):  # fmt: skip
     """What `multiply` needs of a program's first step, and how many of its `steps` are then left to load."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     words, scale_pairs = _take_words(stage, phase, wanted, shared, PART, NT)
     decoded = decode(words, scale_pairs, table, ring.dtype.primitive_bitwidth == 8, FP16)
     if EARLY:
@@ -190,7 +235,7 @@ def first_step(
 @gluon.jit
 def look_ahead(stage, phase, steps, shared, PART: gl.constexpr, NT: gl.constexpr):
     """The words of the step behind the decoded one in `stage`, and how many of its `steps` are then left to load."""
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     ahead, ahead_phase = advance(stage, phase, ready.shape[0])
     words, scale_pairs = _take_words(ahead, ahead_phase, steps > 0, shared, PART, NT)
     return words, scale_pairs, steps - 1
@@ -220,7 +265,7 @@ def multiply(
     step come to registers before the step before is decoded: then `decoded` is of this step and `words` are of the next
     one.
     """
-    ring, rest_ring, codes, pairs, ready, empty, started, exchanged = shared
+    ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     ROWS: gl.constexpr = acc.shape[1]
     STAGES: gl.constexpr = ready.shape[0]
     DEPTH: gl.constexpr = codes.shape[1]
