@@ -2,7 +2,7 @@
 """Every configuration of the NVFP4 GEMM that its estimate (kernels/nvfp4_estimate.py) could choose from, on 31 weights;
 with --fp8, of the product in FP8.
 
-    python benchmarks/nvfp4_configs.py [--fp8] [--layers PATTERN ...]
+    python benchmarks/nvfp4_configs.py [--fp8] [--layers PATTERN ...] [--ms M ...]
 
 `python -m benchmarks._estimate_fit` fits the estimate to the figures. Beside them stands cuBLAS in bf16. Figures are
 written after every weight.
@@ -32,7 +32,7 @@ from llm_quant_rocm.tune.search import Compiler
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
 
 MS = (8, 16, 32, 64, 96, 128, 192, 256, 300, 512, 700, 1024, 4096)
-FP8_MS = (192, 256, 300, 512, 700, 1024, 4096)
+FP8_MS = (192, 256, 300, 512, 700, 1024, 4096, 8192, 16384)
 # Beside the well-known ones; tpN is one of N ranks.
 LAYERS = WELL_KNOWN | {
     "llama-8b-qkv": (6144, 4096),
@@ -95,11 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fp8", action="store_true", help="the product in FP8")
     parser.add_argument("--layers", nargs="+", default=["*"], help="patterns of the layers' names")
+    parser.add_argument("--ms", type=int, nargs="+", help="rows of x (default: of the file that is fitted)")
     args = parser.parse_args()
     chosen = {name: LAYERS[name] for name in LAYERS if any(fnmatchcase(name, pattern) for pattern in args.layers)}
     if not chosen:
         parser.error(f"--layers matches none of {', '.join(LAYERS)}")
     product = FP8 if args.fp8 else EXACT
+    product = product._replace(ms=tuple(args.ms or product.ms))
     every = {config for shape in chosen.values() for m in product.ms for config in product.configs(m, *shape)}
     rows: list[dict[str, Any]] = []
     with Compiler(product.compile_one) as compiler:
