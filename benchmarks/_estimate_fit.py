@@ -18,8 +18,8 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
 EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_sm_90.json"
-# Not fitted: by it the choice, which an H100's figures decide, is seen on another GPU.
-H200 = "nvfp4_configs_h200_sm_90.json"
+# Not fitted: by them the choice, which an H100's figures decide, is seen on another GPU, and with more rows.
+H200, H200_MANY = "nvfp4_configs_h200_sm_90.json", "nvfp4_configs_h200_many_rows_sm_90.json"
 # Of a fit by least squares of relative errors, so many times again with those down that were far off.
 ROUNDS, NEAR = 5, 0.05
 # The estimate of a weight is that of a fit without it and every so many others.
