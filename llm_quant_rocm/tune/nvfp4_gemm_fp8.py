@@ -64,4 +64,6 @@ def backend(m: int, us: Mapping[str, float]) -> str:
     return EXACT if us[EXACT] <= us["ours"] else "triton"
 
 
-TUNER = Tuner(FP8_NAME, (128, 256, 512, 1024, 2048, 4096, 8192, 16384), candidates, compile_one, weights, Fp8Workload, backend)
+TUNER = Tuner(
+    FP8_NAME, (128, 256, 512, 1024, 2048, 4096, 8192, 16384), candidates, compile_one, weights, Fp8Workload, backend
+)
