@@ -154,7 +154,8 @@ def producer(
     tile_m, tile_n = place(tile, tiles_m, tiles_n)
     expert, rows = 0, BLOCK_M
     if tile_expert is not None:
-        expert, rows = expert_of(tile_expert, tile_m, pieces > 0), expert_of(tile_rows, tile_m, pieces > 0)
+        expert = expert_of(tile_expert, tile_m, pieces > 0)
+        rows = gl.load(tile_rows + tile_m, mask=pieces > 0, other=0)
     _tell_place(places, 0, tile_m, tile_n, expert, rows)
     # The weight, unlike x, does not depend on the kernels before this one.
     mbarrier.expect(ready.index(0), _stage_bytes(ring, codes, BLOCK_M), pred=pieces > 0)
