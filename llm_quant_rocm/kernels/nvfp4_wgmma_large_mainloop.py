@@ -52,8 +52,7 @@ def _stage_bytes(ring, codes, rows):
 
 # A tile's tile_m and tile_n, and of experts whose it is and how many of its rows count: 16 bytes of a stage.
 _TELL = gl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; bar.warp.sync -1; mov.b32 $0, 0;")
-_PLACE = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
-_EXPERT = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2 + 8];")
+_TOLD = gl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
 
 
 @gluon.jit
@@ -75,19 +74,20 @@ def _tell_place(places, stage, tile_m, tile_n, expert, rows):
 
 
 @gluon.jit
+def _told(address):
+    return gl.inline_asm_elementwise(_TOLD, "=r,=r,r", [address], dtype=(gl.int32, gl.int32), is_pure=False, pack=1)
+
+
+@gluon.jit
 def told_place(places, stage):
     """tile_m and tile_n of a stage that is filled."""
-    return gl.inline_asm_elementwise(
-        _PLACE, "=r,=r,r", [places + stage * 16], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
-    )
+    return _told(places + stage * 16)
 
 
 @gluon.jit
 def told_expert(places, stage):
     """Whose tile a stage that is filled is of, and how many of its rows count."""
-    return gl.inline_asm_elementwise(
-        _EXPERT, "=r,=r,r", [places + stage * 16], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
-    )
+    return _told(places + stage * 16 + 8)
 
 
 @gluon.jit
