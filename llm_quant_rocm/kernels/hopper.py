@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -177,6 +178,17 @@ def multiply_rest(operand, x, acc):
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 32 // x.dtype.primitive_bitwidth)
     operand = gl.convert_layout(operand, layout, assert_trivial=True)
     return warpgroup_mma(operand, x.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def multiply_by_warps(operand, x, acc):
+    """acc plus the product of `operand`, a part of the weight as a wgmma takes it, and x [rows, K] in shared memory:
+    each warp's own 16 rows of the weight, without the others (mma.sync)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], acc.type.layout.warps_per_cta, [16, 8])
+    operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    x = x.permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
+    total = mma_v2(operand, x, gl.convert_layout(acc, layout, assert_trivial=True))
+    return gl.convert_layout(total, acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit

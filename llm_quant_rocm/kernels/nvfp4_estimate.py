@@ -118,10 +118,11 @@ class Load(NamedTuple):
     """What the program with the most work does.
 
     Attributes:
-        kind: kernel ("half" is the split one with two consumers, "fp8" the large one in FP8, "expanded" cuBLAS in FP8),
-            rows of x and of the weight in a tile, and how tiles are shared out.
+        kind: kernel ("half" is the split one with two consumers, "warps" that with four whose warps multiply alone,
+            "fp8" the large one in FP8, "expanded" cuBLAS in FP8), rows of x and of the weight in a tile, and how tiles
+            are shared out.
         steps: steps of the split kernel, groups of steps of the large one, of 128 columns each of cuBLAS.
-        tiles: tiles of which it computes something, or with two consumers its multiprocessor; for cuBLAS millions of
+        tiles: tiles of which it computes something, or its multiprocessor if that runs two; for cuBLAS millions of
             results, which it stores after a tile's steps, not meanwhile.
         parts: programs that compute one tile that is cut; of tiles with `shares`, how much of the GPU exchanges parts,
             which the L2 cache limits; of a tail, groups of steps that one program has of it; for cuBLAS, which expands
@@ -142,7 +143,7 @@ def load_of(config: Config | Fp8Config, m: int, n: int, k: int, fp8: bool = Fals
         return Load(("expanded", 0, 0, "whole"), waves * k / 128, m * n / 1e6, n * k / 1e6)
     if isinstance(config, nvfp4_wgmma_split_tiles.Config):
         tiles, steps = config.tiles(m, n), cdiv(k, 2 * COLUMNS)
-        kernel = "split" if config.consumers == 4 else "half"
+        kernel = "half" if config.consumers == 2 else "warps" if config.by_warps else "split"
         if config.programs:
             share = cdiv(tiles * steps, config.programs)
             touched = _touched(tiles, steps, config.programs)

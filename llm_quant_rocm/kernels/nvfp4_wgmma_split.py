@@ -10,9 +10,9 @@ warp, has the tensor memory accelerator fill a ring of codes, scales and x. A sh
 steps take to come, so these are asked for before anything else is prepared, and a consumer decodes its first one while
 x is on its way, which comes from the kernel before.
 
-With two consumers a program leaves room on its multiprocessor for another: of its own kernel, or of the next one, which
-then has its first codes when the kernel before it ends. Of a weight with few tiles the programs of a `cluster` share
-the steps of each.
+With two consumers, or with few rows of x, of which each warp multiplies alone, a program leaves room on its
+multiprocessor for another: of its own kernel, or of the next one, which then has its first codes when the kernel before
+it ends. Of a weight with few tiles the programs of a `cluster` share the steps of each.
 
 What is a program's, `nvfp4_wgmma_split_tiles` says, and how consumers add up and store their sums,
 `nvfp4_wgmma_split_epilogue`. Where programs share the steps of all tiles, the sums have room of their own beside the
@@ -49,6 +49,7 @@ from llm_quant_rocm.kernels.hopper import (
     leave,
     load_rows,
     main_rows,
+    multiply_by_warps,
     multiply_rest,
     packed_descriptors,
     reinterpret,
@@ -71,6 +72,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma import (
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_epilogue import add_and_store, share_sums, sums_shape
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import (
     Config,
+    by_warps,
     first_expert,
     load_first_experts,
     next_step,
@@ -104,8 +106,13 @@ class _Room(NamedTuple):
     options: Mapping[str, int]
 
 
-# All of it with 640 threads that start with 96 registers each, or half of it with 384 that start with 80.
-ROOM = {4: _Room(216 * 1024, 112, 32, {}), 2: _Room(110 * 1024, 104, 32, {"maxnreg": 80})}
+# By consumers and programs of a multiprocessor: all of it with 640 threads that start with 96 registers each, or half
+# of it with 384 that start with 80, or with 640 that have 48 throughout.
+ROOM = {
+    (4, 1): _Room(216 * 1024, 112, 32, {}),
+    (2, 2): _Room(110 * 1024, 104, 32, {"maxnreg": 80}),
+    (4, 2): _Room(110 * 1024, 48, 48, {"maxnreg": 48}),
+}
 
 
 def _eager(block_m: int) -> int:
@@ -114,13 +121,24 @@ def _eager(block_m: int) -> int:
     return min(8, 128 // block_m)
 
 
+def _depth(config: Config, turns: float) -> int:
+    """Columns of a step, in pieces of 64, where a consumer has so many turns with steps of 128. Warps that multiply
+    alone need not have all of a step's values at once. Longer steps are then worth their later beginning where there
+    are many: with 28 turns or more up to 4% less time, with 16 or less up to 13% more, compared by hand on an H200."""
+    if config.block_m == 8 and turns >= 24:
+        return 4
+    return 2 if config.block_m <= 64 else 1
+
+
 @gluon.constexpr_function
-def _early_of(eager, split_k, shared):
+def _early_of(eager, split_k, shared, alone):
     """Of how many stages, each one consumer's of a group, the weight is decoded before x is there: of the `eager` ones,
     if at least half of the consumers have one (with one of four, tiles of 96 rows took 2% more, compared by hand on an
-    H200). Not where a program may have several tiles: a loop that began in two ways took more than this saves."""
+    H200). Not where a program may have several tiles: a loop that began in two ways took more than this saves. Nor
+    where warps multiply alone: one code for all steps, half as much, took up to 9% less in programs of their own, and
+    up to 8% more in some clusters."""
     early = min(eager, split_k)
-    return 0 if shared or 2 * early < split_k else early
+    return 0 if shared or alone or 2 * early < split_k else early
 
 
 @gluon.constexpr_function
@@ -279,18 +297,21 @@ def _take_turn(
     operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
     if FIRST:
         mbarrier.wait(ready.index(stage), phase)
-    TURNS: gl.constexpr = _takes_turns(codes.shape[2] // 4 * SPLIT_K, acc.shape[1])
-    if TURNS:
-        # The first of all waits for nobody: its turns are a phase ahead.
-        mbarrier.wait(idle.index(MINE), (turn + 1 if MINE == 0 else turn) % 2)
-    acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(idle.index((MINE + 1) % SPLIT_K), count=1)
-    if REST:
-        rest = multiply_rest(operand, rest_ring.index(stage), rest)
-        acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
+    if by_warps(acc.shape[1], codes.shape[2] * 16):
+        acc = multiply_by_warps(operand, ring.index(stage), acc)
     else:
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        TURNS: gl.constexpr = _takes_turns(codes.shape[2] // 4 * SPLIT_K, acc.shape[1])
+        if TURNS:
+            # The first of all waits for nobody: its turns are a phase ahead.
+            mbarrier.wait(idle.index(MINE), (turn + 1 if MINE == 0 else turn) % 2)
+        acc = warpgroup_mma(operand, ring.index(stage).permute((1, 0)), acc, is_async=True)
+        if TURNS:
+            mbarrier.arrive(idle.index((MINE + 1) % SPLIT_K), count=1)
+        if REST:
+            rest = multiply_rest(operand, rest_ring.index(stage), rest)
+            acc, rest, operand = warpgroup_mma_wait(0, deps=[acc, rest, operand])
+        else:
+            acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     mbarrier.arrive(empty.index(stage), count=1)
     stage += SPLIT_K
     wrapped = stage >= STAGES
@@ -425,7 +446,7 @@ def nvfp4_wgmma_split_kernel(
         rest_sums = _room_for_sums(rest_ring, BLOCK_M - MAIN, SPLIT_K, CONSUMERS, BESIDE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the weight of the first step in a stage is there, where that is decoded before x is.
-    EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED)
+    EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED, by_warps(BLOCK_M, BLOCK_N))
     decodable = ready  # not used
     if EARLY:
         decodable = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())
@@ -521,11 +542,12 @@ def gemm_split(
         out = routed.result(x, n)
     block_n = config.block_n
     block_m, rest = tile_and_rest(config.block_m, m)
-    # Steps of 128 columns where there is the room for enough of them.
-    depth = 2 if block_m <= 64 else 1
     tiles = config.tiles(m, n)
     programs, parts, flags = tiles, None, None
-    room = ROOM[config.consumers]
+    # Of experts only the GPU knows.
+    turns = 0 if routed.tile_expert is not None else config.turns(m, n, k)
+    depth = _depth(config, turns)
+    room = ROOM[config.consumers, config.programs_together]
     ring_bytes = room.ring_bytes - config.inbox_bytes
     sum_bytes = 4 * prod(sums_shape(block_m, config.split_k, config.consumers))
     stage_bytes = (block_m * 2 + block_n * 9 // 16) * depth * COLUMNS

@@ -24,6 +24,17 @@ from llm_quant_rocm.kernels.stretches import begin_of
 CLUSTERS = {2: 66, 3: 39, 4: 30}
 
 
+@gluon.constexpr_function
+def by_warps(block_m, block_n):
+    """Whether each warp of a consumer multiplies alone (mma.sync), not all four together (wgmma), of tiles of so many
+    rows of x and of the weight.
+
+    A wgmma reads x once for four warps, but holds them from the first value that it is given until it has the last one.
+    With few rows of x that is what takes the time: 1 to 20% less without, compared by hand on an H200. Of 16 rows it is
+    up to 16% more, but of tiles with 128 rows of the weight."""
+    return block_m == 8 or (block_m == 16 and block_n == 128)
+
+
 @dataclass(frozen=True)
 class Config:
     """How the product is cut.
@@ -33,8 +44,7 @@ class Config:
         split_k: consumers, 4 or 2, that share the steps of the same 64 rows of the weight.
         programs: programs that share the steps of all tiles evenly; 0: one for each tile, always with tiles of 96 rows
             and never with routed experts.
-        consumers: of a program: 4, or 2, with which two programs fit on a multiprocessor: then `split_k` is 2, and
-            tiles have up to 64 rows of x.
+        consumers: of a program: 4, or 2: then `split_k` is 2, and tiles have up to 64 rows of x.
         cluster: programs that share the steps of one tile, of which they send each other parts; 1: none do.
     """
 
@@ -66,9 +76,15 @@ class Config:
         return size
 
     @property
+    def by_warps(self) -> bool:
+        """Whether each warp multiplies alone."""
+        alone: bool = by_warps(self.block_m, self.block_n)
+        return alone
+
+    @property
     def programs_together(self) -> int:
         """Programs that a multiprocessor runs at a time."""
-        return 4 // self.consumers
+        return 2 if self.consumers == 2 or self.by_warps else 1
 
     @property
     def block_n(self) -> int:
@@ -76,6 +92,11 @@ class Config:
 
     def tiles(self, m: int, n: int) -> int:
         return cdiv(m, self.block_m) * cdiv(n, self.block_n)
+
+    def turns(self, m: int, n: int, k: int) -> float:
+        """Steps of 128 columns that a consumer has of a product of m rows and a weight [n, k]."""
+        tiles = self.tiles(m, n)
+        return tiles * cdiv(k, 128) / (self.programs or tiles * self.cluster) / self.split_k
 
 
 def _covering(m: int) -> int:
@@ -87,7 +108,7 @@ def configs(m: int) -> list[Config]:
     """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
     two."""
     covering = _covering(m)
-    lows = [low for low in (8, 16, 32, 64, 96, 128) if low <= covering]
+    lows = [low for low in (8, 16, 32, 64, 96, 128) if low <= covering and (low > 8 or m <= 8)]
     return [
         *(Config(block_m, split_k) for split_k in (4, 2) for block_m in lows),
         *(Config(block_m, 2, consumers=2) for block_m in lows if block_m <= 64),

@@ -17,6 +17,8 @@ from llm_quant_rocm.ops.nvfp4_weight import not_expanded, prepare_nvfp4_weight, 
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _COMPILED_K = 8192
+# Of tiles with 8 rows, steps are longer where there are many.
+_COMPILED_KS_OF_8_ROWS = (256, 65536)
 # Of an H100: what a multiprocessor's programs share, and how many multiprocessors there are.
 _SHARED_BYTES, _SMS = 227 * 1024, 132
 
@@ -136,10 +138,11 @@ def compile_one(config: Any) -> None:
     """Compiles for the cache on disk: N and K are specialized, M is not. How many programs share the steps does not
     matter, but for none."""
     n = 512
-    weight = prepare_nvfp4_weight(random_weight((n, _COMPILED_K)))
-    dense = torch.empty(n, _COMPILED_K, dtype=torch.bfloat16, device="cuda")
     m = compiled_rows(config, max(config.block_m, 16))
-    NvFp4Workload(([weight], [dense]), m).ours(config)[0]()
+    for k in _COMPILED_KS_OF_8_ROWS if config.block_m == 8 else (_COMPILED_K,):
+        weight = prepare_nvfp4_weight(random_weight((n, k)))
+        dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda")
+        NvFp4Workload(([weight], [dense]), m).ours(config)[0]()
 
 
 def compiled_rows(config: Any, m: int) -> int:

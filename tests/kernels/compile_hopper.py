@@ -48,6 +48,8 @@ from tests import engine_habits
 
 HOPPER, BLACKWELL = hardware.nvidia(9, 0), hardware.nvidia(10, 0)
 WAIT = "griddepcontrol.wait"
+# Of four warps together (HGMMA, QGMMA) or of one (HMMA).
+PRODUCT = "MMA."
 # Of a tile, into shared memory; the group is the register of the descriptor.
 LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\S* \[%\w+\], \[(%\w+),"
 
@@ -162,8 +164,15 @@ CASES: dict[str, Callable[[], None]] = {
     "K split, a cluster": lambda: dense(SPLIT(128, 4, cluster=4), torch.bfloat16),
     "K split, a cluster, tiles of 128 x 128": lambda: dense(SPLIT(128, 2, cluster=2), torch.bfloat16),
     "K split, a cluster with two consumers": lambda: dense(SPLIT(64, 2, consumers=2, cluster=3), torch.bfloat16),
-    "K split, experts": lambda: routed(SPLIT(8, 4, programs=132), activation="silu"),
-    "K split, experts' rows to their slots": lambda: routed(SPLIT(16, 2, programs=132)),
+    "K split, 8 rows": lambda: dense(SPLIT(8, 4), torch.bfloat16, m=8, k=2048),
+    "K split, 8 rows, long steps": lambda: dense(SPLIT(8, 4), torch.float16, m=8, k=28672),
+    "K split, 8 rows, long steps of 128 rows": lambda: dense(SPLIT(8, 2, programs=4), torch.bfloat16, m=8),
+    "K split, 8 rows, programs sharing tiles": lambda: dense(SPLIT(8, 4, programs=264), torch.bfloat16, m=8),
+    "K split, 8 rows, a cluster": lambda: dense(SPLIT(8, 4, cluster=4), torch.bfloat16, m=8),
+    "K split, 8 rows, two consumers": lambda: dense(SPLIT(8, 2, consumers=2, cluster=2), torch.float16, m=8),
+    "K split, 16 rows and 128": lambda: dense(SPLIT(16, 2), torch.bfloat16, m=16),
+    "K split, experts": lambda: routed(SPLIT(8, 4, programs=264), activation="silu"),
+    "K split, experts' rows to their slots": lambda: routed(SPLIT(16, 2, programs=264)),
     "many rows": lambda: dense(MANY(64, 256, 2), torch.float16),
     "whole tiles": lambda: dense(MANY(256, 128, 0), torch.bfloat16, k=512, m=4096),
     "whole tiles and a tail": lambda: dense(MANY(256, 128, 0, tail_m=64), torch.bfloat16, m=18000),
@@ -239,8 +248,8 @@ def compiled(case: str) -> list[str]:
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     loops = loops_of_products(sass)
     in_loops = sum("LDL" in what or "STL" in what for loop in loops for what in loop)
-    permutations = max((count("PRMT", loop) / count("GMMA", loop) for loop in loops), default=0)
-    waits = min((count("PHASECHK", loop) / count("GMMA", loop) for loop in loops), default=0)
+    permutations = max((count("PRMT", loop) / count(PRODUCT, loop) for loop in loops), default=0)
+    waits = min((count("PHASECHK", loop) / count(PRODUCT, loop) for loop in loops), default=0)
     # What PTX declares comes beside what Triton asks for at launch, at a multiple of 1024 bytes.
     shared = found.metadata.shared + -(-sum(map(int, re.findall(r"(\d+) bytes smem", said))) // 1024) * 1024
     facts = (spilled, in_loops, permutations, waits, decoded_between_waits(ptx), shared, "C75" in said, *early)
@@ -289,7 +298,7 @@ def loops_of_products(sass: str) -> list[list[str]]:
     behind the kernel.
     """
     code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([^;]*);", sass)]
-    products = [at for at, what in code if "GMMA" in what]
+    products = [at for at, what in code if PRODUCT in what]
     branches = [(at, re.match(r"(@.*)?\bBRA\b.* 0x([0-9a-f]+)", what)) for at, what in code]
     ends = [(at, to) for (_, before), (at, to) in pairwise(branches) if to and (to[1] or not before)]
     loops = [range(int(to[2], 16), at) for at, to in ends if int(to[2], 16) < at]
