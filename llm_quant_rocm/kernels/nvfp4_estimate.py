@@ -3,10 +3,10 @@
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds, to the power
 of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31
-weights, on an H100 and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90.json and
-nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how much slower than the best
-the choice is for weights that are left out of the fit. What won at a weight of like size is a worse guide: whether
-tiles fill the multiprocessors' last wave decides, and a few more columns change that.
+weights, on an H100, with 8 rows and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90,
+nvfp4_configs_h200_sm_90 and nvfp4_configs_fp8_sm_90.json), by `python -m benchmarks._estimate_fit`, which also says how
+much slower than the best the choice is for weights that are left out of the fit. What won at a weight of like size is a
+worse guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,8 +48,9 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("fp8", 256, 128, "whole"): (0.655, 2.127, 1.817, 0.0),
     ("fp8", 320, 128, "shares"): (0.0, 2.867, 5.425, 2.08),
     ("fp8", 320, 128, "whole"): (0.574, 2.947, 2.298, 0.0),
-    ("half", 8, 64, "cluster"): (1.485, 0.098, 0.542, 0.076),
-    ("half", 8, 64, "whole"): (1.697, 0.11, 0.369, 0.059),
+    ("half", 8, 64, "cluster"): (1.896, 0.097, 0.139, 0.051),
+    ("half", 8, 64, "shared"): (1.308, 0.279, 0.641, 0.58),
+    ("half", 8, 64, "whole"): (1.391, 0.11, 0.513, 0.045),
     ("half", 16, 64, "cluster"): (1.542, 0.101, 0.608, 0.065),
     ("half", 16, 64, "whole"): (1.717, 0.119, 0.425, 0.051),
     ("half", 32, 64, "cluster"): (1.449, 0.12, 0.679, 0.052),
@@ -80,11 +81,6 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("large", 256, 128, "whole"): (1.631, 2.027, 1.563, 0.0),
     ("large", 320, 128, "shares"): (0.0, 2.577, 4.61, 5.028),
     ("large", 320, 128, "whole"): (1.04, 2.54, 2.22, 0.0),
-    ("split", 8, 64, "cluster"): (0.252, 0.088, 1.698, 0.11),
-    ("split", 8, 64, "shared"): (1.456, 0.182, 0.442, 0.462),
-    ("split", 8, 64, "whole"): (0.365, 0.109, 1.591, 0.055),
-    ("split", 8, 128, "shared"): (0.592, 0.367, 1.018, 0.653),
-    ("split", 8, 128, "whole"): (0.156, 0.211, 2.066, 0.038),
     ("split", 16, 64, "cluster"): (0.586, 0.075, 1.787, 0.108),
     ("split", 16, 64, "shared"): (1.447, 0.18, 0.635, 0.476),
     ("split", 16, 64, "whole"): (0.356, 0.12, 1.808, 0.038),
@@ -108,6 +104,11 @@ _TIMES: dict[tuple[str, int, int, str], tuple[float, float, float, float]] = {
     ("split", 128, 128, "cluster"): (4.603, 0.409, 0.0, 0.074),
     ("split", 128, 128, "shared"): (2.13, 0.576, 1.932, 0.744),
     ("split", 128, 128, "whole"): (0.0, 0.496, 3.42, 0.01),
+    ("warps", 8, 64, "cluster"): (1.276, 0.091, 0.423, 0.058),
+    ("warps", 8, 64, "shared"): (1.138, 0.284, 0.679, 0.537),
+    ("warps", 8, 64, "whole"): (1.037, 0.102, 0.726, 0.043),
+    ("warps", 8, 128, "shared"): (2.233, 0.501, 1.189, 0.535),
+    ("warps", 8, 128, "whole"): (0.989, 0.22, 0.8, 0.014),
 }
 
 # Bytes a microsecond of quantizing x, and microseconds of a launch more.
@@ -231,9 +232,9 @@ def configs(m: int, n: int, k: int) -> Iterator[Config]:
 def fastest(m: int, n: int, k: int) -> Config | None:
     """The configuration with the least estimate; None for few rows of a weight too small for these kernels.
 
-    Programs with two consumers that share the steps of all tiles are not among those it chooses from: no H100 has
-    measured them. On an H200 (nvfp4_configs_h200_sm_90.json) they took 4% less time than the best of all others, or
-    more, only of a weight with many tiles and short sums, DeepSeek-V3's kv_b."""
+    Of more than 8 rows, programs with two consumers that share the steps of all tiles are not among those it chooses
+    from: no H100 has measured them. On an H200 (nvfp4_configs_h200_sm_90.json) they took 4% less time than the best of
+    all others, or more, only of a weight with many tiles and short sums, DeepSeek-V3's kv_b."""
     loads = {config: load_of(config, m, n, k) for config in configs(m, n, k)}
     fitted = [config for config, load in loads.items() if load.kind in _TIMES]
     return min(fitted, key=lambda config: _microseconds(loads[config]), default=None)

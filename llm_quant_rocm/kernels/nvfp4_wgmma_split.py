@@ -10,7 +10,7 @@ warp, has the tensor memory accelerator fill a ring of codes, scales and x. A sh
 steps take to come, so these are asked for before anything else is prepared, and a consumer decodes its first one while
 x is on its way, which comes from the kernel before.
 
-With two consumers, or with few rows of x, of which each warp multiplies alone, a program leaves room on its
+With two consumers, or with 8 rows of x, of which each warp multiplies alone, a program leaves room on its
 multiprocessor for another: of its own kernel, or of the next one, which then has its first codes when the kernel before
 it ends. Of a weight with few tiles the programs of a `cluster` share the steps of each.
 
@@ -125,7 +125,7 @@ def _depth(config: Config, turns: float) -> int:
     """Columns of a step, in pieces of 64, where a consumer has so many turns with steps of 128. Warps that multiply
     alone need not have all of a step's values at once. Longer steps are then worth their later beginning where there
     are many: with 28 turns or more up to 4% less time, with 16 or less up to 13% more, compared by hand on an H200."""
-    if config.block_m == 8 and turns >= 24:
+    if config.by_warps and turns >= 24:
         return 4
     return 2 if config.block_m <= 64 else 1
 
@@ -297,7 +297,7 @@ def _take_turn(
     operand = load_operand(my_codes, my_pairs, 0, FP16, DEPTH, operand_layout)
     if FIRST:
         mbarrier.wait(ready.index(stage), phase)
-    if by_warps(acc.shape[1], codes.shape[2] * 16):
+    if by_warps(acc.shape[1]):
         acc = multiply_by_warps(operand, ring.index(stage), acc)
     else:
         TURNS: gl.constexpr = _takes_turns(codes.shape[2] // 4 * SPLIT_K, acc.shape[1])
@@ -446,7 +446,7 @@ def nvfp4_wgmma_split_kernel(
         rest_sums = _room_for_sums(rest_ring, BLOCK_M - MAIN, SPLIT_K, CONSUMERS, BESIDE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # Whether the weight of the first step in a stage is there, where that is decoded before x is.
-    EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED, by_warps(BLOCK_M, BLOCK_N))
+    EARLY: gl.constexpr = _early_of(EAGER, SPLIT_K, SHARED, by_warps(BLOCK_M))
     decodable = ready  # not used
     if EARLY:
         decodable = gl.allocate_shared_memory(gl.int64, [EARLY, 1], mbarrier.MBarrierLayout())

@@ -25,14 +25,15 @@ CLUSTERS = {2: 66, 3: 39, 4: 30}
 
 
 @gluon.constexpr_function
-def by_warps(block_m, block_n):
-    """Whether each warp of a consumer multiplies alone (mma.sync), not all four together (wgmma), of tiles of so many
-    rows of x and of the weight.
+def by_warps(block_m):
+    """Whether each warp of a consumer multiplies alone (mma.sync), not all four together (wgmma), with so many rows of
+    x in a tile.
 
     A wgmma reads x once for four warps, but holds them from the first value that it is given until it has the last one.
-    With few rows of x that is what takes the time: 1 to 20% less without, compared by hand on an H200. Of 16 rows it is
-    up to 16% more, but of tiles with 128 rows of the weight."""
-    return block_m == 8 or (block_m == 16 and block_n == 128)
+    With 8 rows that is what takes the time: without, and with two programs on a multiprocessor, 31 weights took 6.5%
+    less in the mean, and 16% at most. With 16 rows most took up to 7% more, with 32 up to 22%. Compared by hand on an
+    H200."""
+    return block_m == 8
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,16 @@ class Config:
     @property
     def by_warps(self) -> bool:
         """Whether each warp multiplies alone."""
-        alone: bool = by_warps(self.block_m, self.block_n)
+        alone: bool = by_warps(self.block_m)
         return alone
 
     @property
     def programs_together(self) -> int:
-        """Programs that a multiprocessor runs at a time."""
-        return 2 if self.consumers == 2 or self.by_warps else 1
+        """Programs that a multiprocessor runs at a time. Of those whose warps multiply alone two fit; where programs
+        share all steps, they may be few enough to have one each."""
+        if self.by_warps and self.consumers == 4:
+            return 1 if 0 < self.programs <= SMS else 2
+        return 4 // self.consumers
 
     @property
     def block_n(self) -> int:

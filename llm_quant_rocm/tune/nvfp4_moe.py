@@ -66,12 +66,13 @@ def _shared(block_m: int) -> list[Any]:
 
 
 def _small(block_m: int) -> list[Any]:
-    """A small program for each tile, 256 columns at a time, and as many as run together whose consumers split K."""
+    """A small program for each tile, 256 columns at a time, and one program on each multiprocessor whose consumers
+    split K, or two of them with 8 rows."""
     from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
     found = [config for config in _whole([block_m]) if config.block_n == 64 and config.unroll * config.block_k == 256]
-    splits = [Split(block_m, split_k) for split_k in (4, 2)]
-    return [*found, *(replace(each, programs=_MULTIPROCESSORS * each.programs_together) for each in splits)]
+    together = 2 if block_m == 8 else 1
+    return [*found, Split(block_m, 4, _MULTIPROCESSORS), Split(block_m, 2, together * _MULTIPROCESSORS)]
 
 
 def _whole(heights: list[int]) -> list[Any]:

@@ -62,6 +62,9 @@ CONFIGS = [
     Split(128, 4, 5),
     Split(128, 2, 132),
     # Two programs on a multiprocessor, clusters, and both.
+    Split(8, 2),
+    Split(8, 4, 264),
+    Split(8, 2, 200),
     Split(8, 2, consumers=2),
     Split(16, 2, consumers=2),
     Split(64, 2, consumers=2),
@@ -69,6 +72,7 @@ CONFIGS = [
     Split(32, 2, 7, consumers=2),
     Split(64, 2, 256, consumers=2),
     Split(8, 4, cluster=2),
+    Split(8, 4, cluster=4),
     Split(16, 4, cluster=3),
     Split(32, 4, cluster=4),
     Split(64, 4, cluster=3),
@@ -124,6 +128,17 @@ def test_exact_on_integers(config: tuple[int, ...], shape: tuple[int, int, int],
     for bias_dtype in (torch.float32, dtype):
         expected = (product + bias.double()).float().to(dtype)
         assert_same(run(config, x, weight, bias.to(bias_dtype)), expected)
+
+
+@pytest.mark.parametrize(
+    "config", [Split(8, 4), Split(8, 2), Split(8, 2, 3), Split(8, 2, consumers=2), Split(8, 2, consumers=2, cluster=2)],
+    ids=str,
+)  # fmt: skip
+def test_long_steps_of_long_sums(config: Split) -> None:
+    """Steps of 256 columns: where a consumer has 24 of half as many, or more."""
+    x, weight, bias = exact_operands(11, 200, 12432, torch.bfloat16)
+    expected = (x.double() @ weight64(weight).t() + bias.double()).float().bfloat16()
+    assert_same(run(config, x, weight, bias), expected)
 
 
 @HALF
@@ -195,6 +210,8 @@ def test_the_same_bits_every_run(rows: int) -> None:
     [
         (16, 64, 128, 50, 2, 3, 4),
         Split(8, 4, 132),
+        Split(8, 4, 264),
+        Split(8, 4, cluster=3),
         Split(64, 2, 7),
         Split(64, 4, cluster=3),
         Split(64, 2, consumers=2),

@@ -20,7 +20,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 HOPPER = hardware.nvidia(9, 0)
 
 
-EXACT, FP8 = _estimate_fit.rows_of(_estimate_fit.EXACT), _estimate_fit.rows_of(_estimate_fit.FP8)
+EXACT, FP8 = _estimate_fit.fitted_rows(), _estimate_fit.rows_of(_estimate_fit.FP8)
 H200, H200_MANY = _estimate_fit.rows_of(_estimate_fit.H200), _estimate_fit.rows_of(_estimate_fit.H200_MANY)
 
 
@@ -42,8 +42,8 @@ def test_weights_that_the_fit_has_not_seen_are_nearly_as_fast_as_can_be(
 
 @pytest.mark.parametrize(("rows", "count"), [(H200, len(EXACT)), (H200_MANY, 62)], ids=["measured rows", "more rows"])
 def test_what_an_h100_decides_is_nearly_as_fast_as_can_be_on_an_h200(rows: Sequence[Any], count: int) -> None:
-    """Whose figures are not fitted, with 8192 and 16384 rows, too, which no H100 has measured, nor programs by two that
-    share, which nobody estimates."""
+    """Whose figures are not fitted, but with 8 rows; with 8192 and 16384 rows, too, which no H100 has measured, nor
+    programs of two consumers that share, which of more than 8 nobody estimates."""
     slower = []
     for row in rows:
         us = dict(_estimate_fit.measured(row))
@@ -68,6 +68,9 @@ def test_estimates_of_unseen_weights_are_near_what_was_measured(rows: Sequence[A
         (Split(8, 4), (1, 8192, 8192), (64, 1, 67.108864)),
         # 160 of them are two waves.
         (Split(8, 4), (1, 10240, 8192), (128, 2, 83.88608)),
+        # With 8 rows a multiprocessor has two programs.
+        (Split(8, 2), (8, 24576, 1536), (2 * 12, 2, 37.748736)),
+        (Split(8, 4, programs=264), (8, 10240, 8192), (39, 2, 264 / 160)),
         # 33 tiles of 56 steps, three programs each, and 66 of them, four each, of which 120 run together.
         (Split(64, 4, cluster=3), (64, 2112, 7168), (19, 1, 15.138816)),
         (Split(32, 4, cluster=4), (64, 2112, 7168), (3 * 14, 3, 15.138816)),
