@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import _harness as harness
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.kernels import nvfp4_estimate
+from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.tune import nvfp4_gemm, nvfp4_gemm_fp8
@@ -79,7 +80,9 @@ def compiled(config: Config) -> Config:
     """One that is compiled to the same code."""
     if isinstance(config, Large):
         return replace(config, cut=min(config.cut, 1))
-    return config if isinstance(config, Expanded) else replace(config, programs=min(config.programs, 1))
+    if isinstance(config, Expanded):
+        return config
+    return replace(config, programs=SMS + 1 if config.programs > SMS else min(config.programs, 1))
 
 
 def described(config: Config) -> list[Any]:

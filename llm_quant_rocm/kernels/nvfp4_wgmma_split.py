@@ -121,13 +121,14 @@ def _eager(block_m: int) -> int:
     return min(8, 128 // block_m)
 
 
-def _depth(config: Config, turns: float) -> int:
-    """Columns of a step, in pieces of 64, where a consumer has so many turns with steps of 128. Warps that multiply
-    alone need not have all of a step's values at once. Longer steps are then worth their later beginning where there
-    are many: with 28 turns or more up to 4% less time, with 16 or less up to 13% more, compared by hand on an H200."""
-    if config.by_warps and turns >= 24:
+def _depth(block_m: int, turns: float) -> int:
+    """Columns of a step of so many rows of x, in pieces of 64, where a consumer has so many turns with steps of 128.
+    Warps that multiply alone need not have all of a step's values at once. Longer steps are then worth their later
+    beginning where there are many: with 28 turns or more up to 4% less time, with 16 or less up to 13% more, compared
+    by hand on an H200. Of many rows there is no room for enough steps of 128."""
+    if by_warps(block_m) and turns >= 24:
         return 4
-    return 2 if config.block_m <= 64 else 1
+    return 2 if block_m <= 64 else 1
 
 
 @gluon.constexpr_function
@@ -546,7 +547,7 @@ def gemm_split(
     programs, parts, flags = tiles, None, None
     # Of experts only the GPU knows.
     turns = 0 if routed.tile_expert is not None else config.turns(m, n, k)
-    depth = _depth(config, turns)
+    depth = _depth(block_m, turns)
     room = ROOM[config.consumers, config.programs_together]
     ring_bytes = room.ring_bytes - config.inbox_bytes
     sum_bytes = 4 * prod(sums_shape(block_m, config.split_k, config.consumers))

@@ -17,8 +17,8 @@ from llm_quant_rocm.ops.nvfp4_weight import not_expanded, prepare_nvfp4_weight, 
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _COMPILED_K = 8192
-# Of tiles with 8 rows, steps are longer where there are many.
-_COMPILED_KS_OF_8_ROWS = (256, 65536)
+# Of tiles with 8 rows, steps are longer where a consumer has many: none has with the one, all have with the other.
+_COMPILED_KS_OF_8_ROWS = (256, 2**18)
 # Of an H100: what a multiprocessor's programs share, and how many multiprocessors there are.
 _SHARED_BYTES, _SMS = 227 * 1024, 132
 
@@ -135,8 +135,8 @@ def random_weight(shape: tuple[int, ...]) -> NvFp4Weight:
 
 
 def compile_one(config: Any) -> None:
-    """Compiles for the cache on disk: N and K are specialized, M is not. How many programs share the steps does not
-    matter, but for none."""
+    """Compiles for the cache on disk: N and K are specialized, M is not. How many programs share the steps matters only
+    in that there are none, as many as multiprocessors at most, or more."""
     n = 512
     m = compiled_rows(config, max(config.block_m, 16))
     for k in _COMPILED_KS_OF_8_ROWS if config.block_m == 8 else (_COMPILED_K,):

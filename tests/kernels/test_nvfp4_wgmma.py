@@ -504,14 +504,19 @@ def test_a_stage_of_the_ring_is_one_consumers(m: int, monkeypatch: pytest.Monkey
         stage = options["DEPTH"] * 64 * (options["BLOCK_M"] * 2 + options["BLOCK_N"] * 9 // 16)
         sums = (config.split_k - 1) * options["BLOCK_M"] * options["BLOCK_N"] * 4 * bool(config.programs)
         used = options["STAGES"] * stage + config.inbox_bytes + sums + 4 * 1024
-        assert used <= 228 * 1024 // (4 // config.consumers)
+        two = config.consumers == 2 or (config.block_m == 8 and not 0 < config.programs <= 132)
+        assert used <= 228 * 1024 // (2 if two else 1)
 
 
-@pytest.mark.parametrize(("consumers", "most"), [(4, 132), (2, 264)])
+@pytest.mark.parametrize(
+    ("block_m", "asked", "consumers", "most"),
+    [(64, 1000, 4, 132), (64, 1000, 2, 264), (8, 1000, 4, 264), (8, 140, 4, 140), (8, 132, 4, 132), (8, 1000, 2, 264)],
+)
 def test_as_many_programs_share_tiles_as_run_together(
-    consumers: int, most: int, monkeypatch: pytest.MonkeyPatch
+    block_m: int, asked: int, consumers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One waits for what another adds. Half of the consumers leave room for another program on a multiprocessor."""
+    """One waits for what another adds. Half of the consumers leave room for another program on a multiprocessor, and so
+    do four with 8 rows, unless they are few enough to have one each."""
     import torch
 
     from llm_quant_rocm import hardware
@@ -520,9 +525,45 @@ def test_as_many_programs_share_tiles_as_run_together(
     launches = launches_of(nvfp4_wgmma_split, monkeypatch)
     x, words = torch.zeros(40, 1024, dtype=torch.bfloat16), torch.zeros(16, 640, 128, dtype=torch.int32)
     scales = torch.zeros(16, 640, 64, dtype=torch.uint8)
-    config = nvfp4_wgmma_split.Config(64, 2, 1000, consumers)
+    config = nvfp4_wgmma_split.Config(block_m, 2, asked, consumers)
     nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 10240, hardware.nvidia(9, 0), config)
-    assert [options["grid"] for _, options in launches] == [(most,)]
+    ((_, options),) = launches
+    assert options["grid"] == (most,)
+    assert (options.get("maxnreg") is None) == (most == 132)
+
+
+@pytest.mark.parametrize(
+    ("fields", "k", "columns"),
+    [
+        # A consumer has 24 of 96 steps of 128 columns, or 23.75 of 95; of two programs' half as many.
+        ((8, 4), 12288, 256),
+        ((8, 4), 12160, 128),
+        ((8, 2), 6144, 256),
+        ((8, 4, 0, 4, 2), 12288, 128),
+        ((8, 4, 0, 4, 2), 24576, 256),
+        # Of 80 tiles of 128 steps a program of 264 has 38.8, and a consumer half of them; of 133 they have twice that.
+        ((8, 2, 264), 16384, 128),
+        ((8, 2, 133), 16384, 256),
+        ((8, 2, 1, 2), 1024, 256),
+        # Others multiply together, for which a step's values are all decoded before.
+        ((16, 4), 12288, 128),
+        ((128, 4), 12288, 64),
+    ],
+    ids=str,
+)
+def test_steps_are_longer_where_a_consumer_whose_warps_multiply_alone_has_many(
+    fields: tuple[int, ...], k: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from llm_quant_rocm import hardware
+    from llm_quant_rocm.kernels import nvfp4_wgmma_split
+
+    launches = launches_of(nvfp4_wgmma_split, monkeypatch)
+    x, words = torch.zeros(5, k, dtype=torch.bfloat16), torch.zeros(k // 64, 640, 128, dtype=torch.int32)
+    scales, config = torch.zeros(k // 64, 640, 64, dtype=torch.uint8), nvfp4_wgmma_split.Config(*fields)
+    nvfp4_wgmma_split.gemm_split(x, words, scales, x, None, 10240, hardware.nvidia(9, 0), config)
+    assert [options["DEPTH"] * 64 for _, options in launches] == [columns]
 
 
 def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:

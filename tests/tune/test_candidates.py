@@ -13,11 +13,12 @@ from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import SHARES, STEP_BYTES, groups_of, shares_of, tail_of
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
+from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
-from llm_quant_rocm.tune.nvfp4_gemm import compiled_rows
+from llm_quant_rocm.tune.nvfp4_gemm import _COMPILED_KS_OF_8_ROWS, compiled_rows
 from llm_quant_rocm.tune.routed import heights_for
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -50,6 +51,17 @@ def test_there_are_candidates_for_every_shape(operator: str, device: hardware.Ha
     for shape in EXPERTS if method.experts else SHAPES:
         found = method.candidates(device, *shape)
         assert 1 <= len(found) == len(set(found)) <= 200, shape
+
+
+def test_both_lengths_of_steps_with_8_rows_are_compiled_ahead() -> None:
+    shapes = [(1, n, k) for n, k in ((512, 512), (2048, 4096), (10240, 8192), (57344, 8192))]
+    splits = {config for shape in shapes for config in tuner("nvfp4_gemm").candidates(HOPPER, *shape)}
+    splits = {config for config in splits if isinstance(config, Split) and config.block_m == 8}
+    assert len(splits) > 10
+    for config in splits:
+        # The weight has 512 rows.
+        few, many = (config.turns(16, 512, k) for k in _COMPILED_KS_OF_8_ROWS)
+        assert few < 24 <= many
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
