@@ -109,8 +109,8 @@ def _covering(m: int) -> int:
 
 
 def configs(m: int) -> list[Config]:
-    """Those with a tile a program of no more rows than m asks for, the lowest first, with K split in four before in
-    two."""
+    """Those with a tile a program of no more rows than m asks for, of 8 only where one has all m, the lowest first,
+    with K split in four before in two."""
     covering = _covering(m)
     lows = [low for low in (8, 16, 32, 64, 96, 128) if low <= covering and (low > 8 or m <= 8)]
     return [

@@ -17,8 +17,8 @@ from llm_quant_rocm.ops.nvfp4_weight import not_expanded, prepare_nvfp4_weight, 
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
 _COMPILED_K = 8192
-# Of tiles with 8 rows, steps are longer where a consumer has many: none has with the one, all have with the other.
-_COMPILED_KS_OF_8_ROWS = (256, 2**18)
+# Where warps multiply alone, steps are longer if a consumer has many: none has with the one, all have with the other.
+_COMPILED_KS_BY_WARPS = (256, 2**18)
 # Of an H100: what a multiprocessor's programs share, and how many multiprocessors there are.
 _SHARED_BYTES, _SMS = 227 * 1024, 132
 
@@ -139,7 +139,7 @@ def compile_one(config: Any) -> None:
     in that there are none, as many as multiprocessors at most, or more."""
     n = 512
     m = compiled_rows(config, max(config.block_m, 16))
-    for k in _COMPILED_KS_OF_8_ROWS if config.block_m == 8 else (_COMPILED_K,):
+    for k in _COMPILED_KS_BY_WARPS if getattr(config, "by_warps", False) else (_COMPILED_K,):
         weight = prepare_nvfp4_weight(random_weight((n, k)))
         dense = torch.empty(n, k, dtype=torch.bfloat16, device="cuda")
         NvFp4Workload(([weight], [dense]), m).ours(config)[0]()

@@ -67,7 +67,7 @@ def _shared(block_m: int) -> list[Any]:
 
 def _small(block_m: int) -> list[Any]:
     """A small program for each tile, 256 columns at a time, and one program on each multiprocessor whose consumers
-    split K, or two of them with 8 rows."""
+    split K in four, or in two: with 8 rows two such programs."""
     from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
     found = [config for config in _whole([block_m]) if config.block_n == 64 and config.unroll * config.block_k == 256]

@@ -18,7 +18,7 @@ from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
 from llm_quant_rocm.tune import OPERATORS, tuner
-from llm_quant_rocm.tune.nvfp4_gemm import _COMPILED_KS_OF_8_ROWS, compiled_rows
+from llm_quant_rocm.tune.nvfp4_gemm import _COMPILED_KS_BY_WARPS, compiled_rows
 from llm_quant_rocm.tune.routed import heights_for
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -56,11 +56,11 @@ def test_there_are_candidates_for_every_shape(operator: str, device: hardware.Ha
 def test_both_lengths_of_steps_with_8_rows_are_compiled_ahead() -> None:
     shapes = [(1, n, k) for n, k in ((512, 512), (2048, 4096), (10240, 8192), (57344, 8192))]
     splits = {config for shape in shapes for config in tuner("nvfp4_gemm").candidates(HOPPER, *shape)}
-    splits = {config for config in splits if isinstance(config, Split) and config.block_m == 8}
+    splits = {config for config in splits if isinstance(config, Split) and config.by_warps}
     assert len(splits) > 10
     for config in splits:
         # The weight has 512 rows.
-        few, many = (config.turns(16, 512, k) for k in _COMPILED_KS_OF_8_ROWS)
+        few, many = (config.turns(16, 512, k) for k in _COMPILED_KS_BY_WARPS)
         assert few < 24 <= many
 
 
