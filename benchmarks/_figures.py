@@ -27,6 +27,7 @@ MARK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re
 MIB = 1 << 20
 SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 1 << 30)
 OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
+# Of which README speaks; a file may have 1 as well.
 PROMPTS = ("10 prompts", "64 prompts")
 # Of which README speaks.
 FEW_TOKENS = (1, 4, 16, 64)
@@ -278,7 +279,7 @@ def engine_table(result: Row, methods: Mapping[str, Row], with_gpu: bool = False
         + [gpu_ms(found, prompts)] * with_gpu
         + [f"{found[prompts]['total_s']:.3f}", total_ratio(methods, "bf16", method, prompts)]
         + [found.get("commit", commit(result))]
-        for prompts in PROMPTS
+        for prompts in ("1 prompt", *PROMPTS)
         for method, found in methods.items()
         if prompts in found
     ]

@@ -94,14 +94,14 @@ def engine(name: str, result: dict[str, Any]) -> str:
         if "failed" in found:
             failed.append(f"{method}: {found['failed']}")
             continue
-        for prompts in (key for key in found if key.endswith("prompts")):
+        for prompts in (key for key in found if "prompt" in key):
             times = found[prompts]
             base = methods.get("bf16", {}).get(prompts)
             faster = f"{base['total_s'] / times['total_s']:.2f}" if base else ""
             prefill, step, total = (str(times[key]) for key in ("prefill_s", "ms_a_step", "total_s"))
             commit = found.get("commit", result["environment"]["commit"])
             rows.append([method, prompts, prefill, step, gpu_ms(found, prompts), total, faster, commit])
-    counts = dict.fromkeys(key for found in methods.values() for key in found if key.endswith("prompts"))
+    counts = dict.fromkeys(key for found in methods.values() for key in found if "prompt" in key)
     panels = {
         f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
         for count in counts

@@ -5,12 +5,12 @@ them the same model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
     python benchmarks/nvfp4_engine.py llama-3-70b
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
 
-The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 10 and 64 prompts of 1024 random tokens, 256
-tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the best of five
-runs, and `steps` says how much of a step is the GPU's. NVFP4 is one random ModelOpt checkpoint, loaded without a flag
-(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load
-what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
-does.
+The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 1, 10 and 64 prompts of 1024 random tokens,
+256 tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the best of
+five runs, and `steps` says how much of a step is the GPU's. NVFP4 is one random ModelOpt checkpoint, loaded without a
+flag (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others
+load what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where
+none does.
 `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
 weights: rounding makes some, a wrong layer about 1.
 
@@ -80,6 +80,7 @@ ONLINE = ("ptpc_fp8", "fp8_per_channel")
 
 
 TOKENS = 256
+PROMPTS = (1, 10, 64)
 # A busy host makes some of them slow.
 RUNS = 5
 # So many at once: their weights, caches and graphs share the GPU's memory.
@@ -93,8 +94,8 @@ def start(shape: str, method: str, folder: str) -> Callable[[], dict[str, Any]]:
     llm = vllm_engine.engine(
         folder, quantization, load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
         enable_prefix_caching=False, **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS),
-        # The sizes to which vLLM pads 10 and 64 prompts by itself: others would only lengthen the start.
-        compilation_config={"cudagraph_capture_sizes": [16, 64]},
+        # The sizes to which vLLM pads so many prompts by itself: others would only lengthen the start.
+        compilation_config={"cudagraph_capture_sizes": [1, 16, 64]},
     )  # fmt: skip
     vllm_engine.warm_up(llm)
     return lambda: figures(llm)
@@ -112,8 +113,8 @@ def figures(llm: Any) -> dict[str, Any]:
     return {
         "logprobs": logprobs,
         "quantization": served_by,
-        **vllm_engine.throughput(llm, TOKENS, runs=RUNS),
-        "steps": vllm_engine.or_failure(lambda: vllm_engine.step_times(llm, (10, 64))),
+        **vllm_engine.throughput(llm, TOKENS, PROMPTS, RUNS),
+        "steps": vllm_engine.or_failure(lambda: vllm_engine.step_times(llm, PROMPTS)),
     }
 
 

@@ -111,7 +111,7 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
     assert found["ptpc_fp8"]["quantization"] == "ptpc_fp8" and found["ours"]["quantization"] == "none"
-    assert set(found["bf16"]) == {"quantization", "10 prompts", "64 prompts", "steps"} | (
+    assert set(found["bf16"]) == {"quantization", "1 prompt", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )
 
