@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import nvfp4_estimate, nvfp4_wgmma, nvfp4_wgmma_large, nvfp4_wgmma_split
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE_FP8
+from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
@@ -176,22 +177,48 @@ def gemm_fp8(
     return nvfp4_wgmma_large.gemm_large_fp8(codes, x_scale, *operands, out, hardware, config)
 
 
-# By the rows that an expert has on average, up to so many: what an H100 took least with, on average over the experts of
-# seven models or, up to 14 rows and above 60, of three (by hand). Tiles are a little higher than the average, so that
-# few experts have two.
+class _Experts(NamedTuple):
+    """What is fastest of experts with up to `rows` rows each on average: the product with w13, that with w2 where its
+    sums are of up to _SHORT columns, and where they are of more."""
+
+    rows: float
+    w13: Config
+    short: Config
+    long: Config
+
+
+# What an H200 took least with, in the mean over the experts of seven models, each with 1 to 1024 tokens; up to 60 rows
+# it is 1% slower there than the best of what was tried for each, and 6% at most (by hand). Tiles are a little higher
+# than the average, so that few experts have two.
+_Few = nvfp4_wgmma.Config
 _EXPERTS = (
-    (5.5, PairConfig(nvfp4_wgmma.Config(8, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))),
-    (14, PairConfig(nvfp4_wgmma.Config(16, 64, 128, 0, 2, 2), nvfp4_wgmma.Config(16, 64, 128, 528, 2, 3))),
-    (27, PairConfig(*2 * [nvfp4_wgmma.Config(32, 64, 128, 0, 2, 2)])),
-    (60, PairConfig(Large(64, 128, 0), Large(64, 256, 0))),
-    (inf, PairConfig(*2 * [Large(128, 256, 0)])),
+    _Experts(5.5, _Few(8, 64, 128, 0, 2, 3), _Few(8, 128, 64, 528, 2, 4), Split(8, 2, 2 * SMS)),
+    _Experts(14, _Few(16, 64, 128, 0, 2, 3), _Few(16, 128, 64, 528, 2, 3), _Few(16, 64, 128, 0, 2, 3)),
+    _Experts(27, _Few(32, 64, 128, 0, 2, 2), _Few(32, 128, 64, 0, 4, 2, 8), _Few(32, 64, 128, 0, 2, 2)),
+    _Experts(60, Large(64, 256, 0), Large(64, 256, 0), _Few(64, 128, 64, 0, 4, 2, 8)),
+    _Experts(inf, *3 * [Large(128, 256, 0)]),
 )
-# Where no more experts than that have rows, and few each, their tiles alone would leave multiprocessors idle.
-_FEW_EXPERTS = 32
-_FEW = PairConfig(Split(8, 4, 132), nvfp4_wgmma.Config(8, 128, 64, 528, 2, 4))
+_SHORT = 2048
 
 
 def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hardware) -> PairConfig:
     """What should be fastest for `slots` rows of `experts` that nobody has measured, of whatever size they are."""
-    chosen = _EXPERTS[bisect_left(_EXPERTS, slots / experts, key=itemgetter(0))][1]
-    return _FEW if chosen.block_m == _FEW.block_m and min(slots, experts) <= _FEW_EXPERTS else chosen
+    usual = _EXPERTS[bisect_left(_EXPERTS, slots / experts, key=itemgetter(0))]
+    w13, w2 = usual.w13, usual.short if inner <= _SHORT else usual.long
+    if w13.block_m == 8:
+        chosen = min(slots, experts)
+        w13 = _of_few_tiles(chosen * cdiv(2 * inner, 64), hidden) or w13
+        if inner > _SHORT:
+            w2 = _of_few_tiles(chosen * cdiv(hidden, 64), inner) or w2
+        elif chosen * cdiv(hidden, 64) <= 16 * SMS:
+            # A program for each tile divides nothing before its first request.
+            w2 = _Few(8, 64, 128, 0, 2, 2)
+    return PairConfig(w13, w2)
+
+
+def _of_few_tiles(tiles: int, k: int) -> Split | None:
+    """Programs that share the steps of all tiles, with consumers that share those of one, where there are few tiles of
+    long sums: each alone would leave multiprocessors idle, or wait for its own chain of steps."""
+    if k <= _SHORT or tiles > 3 * SMS:
+        return None
+    return Split(8, 4, SMS if tiles <= SMS else 2 * SMS)

@@ -10,26 +10,42 @@ if not find_spec("triton"):
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.kernels import nvfp4_hopper
+from llm_quant_rocm.kernels.nvfp4_hopper import Config, Split
+from llm_quant_rocm.kernels.nvfp4_wgmma import Config as Few
 from llm_quant_rocm.kernels.pair_config import PairConfig
 
-
-def moe_config(slots: int, experts: int) -> PairConfig:
-    return nvfp4_hopper.moe_config(slots, experts, 2048, 768, hardware.nvidia(9, 0))
+HOPPER = hardware.nvidia(9, 0)
 
 
+@pytest.mark.parametrize("inner", [256, 4096])
 @pytest.mark.parametrize("experts", [64, 256])
 @pytest.mark.parametrize(("rows", "height"), [(1, 8), (4, 8), (8, 16), (12, 16), (24, 32), (50, 64), (200, 128)])
-def test_a_tile_is_a_little_higher_than_experts_have_rows(rows: int, height: int, experts: int) -> None:
-    assert moe_config(rows * experts, experts).block_m == height
+def test_a_tile_is_a_little_higher_than_experts_have_rows(rows: int, height: int, experts: int, inner: int) -> None:
+    assert nvfp4_hopper.moe_config(rows * experts, experts, 2048, inner, HOPPER).block_m == height
 
 
-@pytest.mark.parametrize(("slots", "experts"), [(1, 256), (32, 256), (8, 8), (40, 8), (128, 32)])
-def test_programs_share_the_steps_of_few_experts(slots: int, experts: int) -> None:
-    config = moe_config(slots, experts)
-    assert config.block_m == 8 and (config.w13.programs, config.w2.programs) == (132, 4 * 132)
+@pytest.mark.parametrize(
+    ("slots", "experts", "hidden", "inner", "w13", "w2"),
+    [
+        # DeepSeek-V3 over eight ranks, by tokens: 64 tiles of w13, 256, and many.
+        (8, 256, 7168, 256, Split(8, 4, 132), Few(8, 64, 128, 0, 2, 2)),
+        (32, 256, 7168, 256, Split(8, 4, 264), Few(8, 128, 64, 528, 2, 4)),
+        (512, 256, 7168, 256, Few(8, 64, 128, 0, 2, 3), Few(8, 128, 64, 528, 2, 4)),
+        # Qwen3-30B-A3B, whose sums are short.
+        (8, 128, 2048, 768, Few(8, 64, 128, 0, 2, 3), Few(8, 64, 128, 0, 2, 2)),
+        (512, 128, 2048, 768, Few(8, 64, 128, 0, 2, 3), Few(8, 128, 64, 528, 2, 4)),
+        # Llama-4-Scout over two ranks, whose sums are long.
+        (1, 16, 5120, 4096, Split(8, 4, 132), Split(8, 4, 132)),
+        (2, 16, 5120, 4096, Split(8, 4, 264), Split(8, 4, 264)),
+        (64, 16, 5120, 4096, Few(8, 64, 128, 0, 2, 3), Split(8, 2, 264)),
+    ],
+)
+def test_few_tiles_of_long_sums_are_shared(
+    slots: int, experts: int, hidden: int, inner: int, w13: Config, w2: Config
+) -> None:
+    assert nvfp4_hopper.moe_config(slots, experts, hidden, inner, HOPPER) == PairConfig(w13, w2)
 
 
-@pytest.mark.parametrize(("slots", "experts"), [(33, 256), (33, 33), (256, 64)])
-def test_many_experts_have_programs_of_their_own(slots: int, experts: int) -> None:
-    config = moe_config(slots, experts)
-    assert config.block_m == 8 and config.w13.programs == 0
+def test_experts_elsewhere_have_no_tiles() -> None:
+    """No slot is on this rank."""
+    assert nvfp4_hopper.moe_config(0, 128, 2048, 768, HOPPER).block_m == 8
