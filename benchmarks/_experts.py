@@ -98,6 +98,7 @@ def main(name: str, compared: Comparison, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="folder that holds the package vllm, if it is not installed")
     parser.add_argument("--untuned", action="store_true", help="models for which nothing was tuned")
+    parser.add_argument("--result", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
     parser.add_argument("--models", nargs="+", default=["*"], help="patterns of the models' names")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=ROUTERS)
@@ -108,7 +109,8 @@ def main(name: str, compared: Comparison, description: str | None) -> None:
     }
     if not models:
         parser.error(f"--models names none of {', '.join(known)}")
-    name += f"{'_untuned' * args.untuned}_{hardware.detect(torch.device('cuda')).arch}"
+    name = args.result or f"{name}{'_untuned' * args.untuned}"
+    name += f"_{hardware.detect(torch.device('cuda')).arch}"
     if args.vllm:
         sys.path.insert(0, str(args.vllm))
     bandwidth, rate = timing.copy_bandwidth(), RATES[compared.rate]()
