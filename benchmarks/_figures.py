@@ -203,9 +203,9 @@ def ptpc_experts(name: str) -> str:
     )
 
 
-def nvfp4_experts(name: str) -> str:
-    result = load(name)
-    return f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}"
+def nvfp4_experts(*names: str) -> str:
+    found = [load(name) for name in names]
+    return "\n\n".join(f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}" for result in found)
 
 
 # --- NVFP4
@@ -371,7 +371,7 @@ def overview() -> str:
             title = f"{what}, mean (and least) of 16 layers of four models that nothing was tuned for, {device(result)}"
             said = [f"{m}: {mean_and_least(result, m, 'bf16', operator)}" for m in ms]
             add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
-    for name, result in results("nvfp4_moe_sm_90"):
+    for name, result in (*results("nvfp4_moe_sm_90"), *results("nvfp4_moe_h200_sm_90")):
         ratios = {title: over(result, "marlin", "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
         said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
         title = f"NVFP4 experts, {device(result)}"
@@ -424,8 +424,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "ptpc_experts_untuned": partial(ptpc_experts, "ptpc_moe_untuned_sm_90.json"),
     "fp8_prefill": fp8_prefill,
     "nvfp4_untuned": partial(untuned, "nvfp4_gemm_untuned_sm_90.json", NVFP4_UNTUNED),
-    "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_sm_90.json"),
-    "nvfp4_experts_untuned": partial(nvfp4_experts, "nvfp4_moe_untuned_sm_90.json"),
+    "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_h200_sm_90.json", "nvfp4_moe_sm_90.json"),
+    "nvfp4_experts_untuned": partial(
+        nvfp4_experts, "nvfp4_moe_untuned_h200_sm_90.json", "nvfp4_moe_untuned_sm_90.json"
+    ),
     "nvfp4_engine": nvfp4_engine,
     "loading": loading,
     "sglang_engine": partial(sglang_engine, "sglang_engine_sm_90.json"),

@@ -187,9 +187,9 @@ class _Experts(NamedTuple):
     long: Config
 
 
-# What an H200 took least with, in the mean over the experts of seven models, each with 1 to 1024 tokens; up to 60 rows
-# it is 1% slower there than the best of what was tried for each, and 6% at most (by hand). Tiles are a little higher
-# than the average, so that few experts have two.
+# What an H200 took least with, in the mean over the experts of seven models, each with 1 to 1024 tokens: 1% slower than
+# the best of what was tried for each, and up to 60 rows 5% at most (by hand). Tiles are a little higher than the
+# average, so that few experts have two.
 _Few = nvfp4_wgmma.Config
 _EXPERTS = (
     _Experts(5.5, _Few(8, 64, 128, 0, 2, 3), _Few(8, 128, 64, 528, 2, 4), Split(8, 2, 2 * SMS)),
