@@ -211,15 +211,28 @@ def nvfp4_experts(*names: str) -> str:
 # --- NVFP4
 
 
-def ratios(result: Row, m: int, who: str) -> dict[str, float]:
-    """By layer of Llama-3-70B, cuBLAS's time in bf16 over somebody's."""
+def ratios(result: Row, m: int, who: str, base: str = "bf16") -> dict[str, float]:
+    """By layer of Llama-3-70B, the time of `base`, cuBLAS's in bf16, over somebody's."""
     rows = [row for row in result["rows"] if row["m"] == m and row["layer"] in harness.LAYERS]
-    return {row["layer"]: row["us"]["bf16"] / row["us"][who] for row in rows}
+    return {row["layer"]: row["us"][base] / row["us"][who] for row in rows}
 
 
-def mean(result: Row, m: int, who: str) -> str:
-    found = ratios(result, m, who).values()
+def mean(result: Row, m: int, who: str, base: str = "bf16") -> str:
+    found = ratios(result, m, who, base).values()
     return f"{sum(found) / len(found):.2f}"
+
+
+def nvfp4_means() -> str:
+    """Of the mean of Llama-3-70B's layers by tokens, cuBLAS's and Marlin's times over ours, on each GPU."""
+    measured = [load(f"nvfp4_gemm_{gpu}sm_90.json") for gpu in ("", "h200_")]
+    rows = []
+    for m in (1, 16, 64, 256, 1024, 4096):
+        rows.append([str(m)])
+        for result in measured:
+            rows[-1].append(f"{mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'nvfp4_gemm', 'marlin')})")
+            rows[-1].append(mean(result, m, "nvfp4_gemm_fp8") if m >= 256 else "")
+    header = [f"{device(result)}{how}" for result in measured for how in ("", ', `prefill="fp8"`')]
+    return f"{'; '.join(map(measured_on, measured))}:\n\n{table(['tokens', *header], rows)}"
 
 
 def fp8_prefill() -> str:
@@ -424,6 +437,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ptpc_experts_untuned": partial(ptpc_experts, "ptpc_moe_untuned_sm_90.json"),
     "fp8_prefill": fp8_prefill,
     "nvfp4_untuned": partial(untuned, "nvfp4_gemm_untuned_sm_90.json", NVFP4_UNTUNED),
+    "nvfp4_means": nvfp4_means,
     "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_h200_sm_90.json", "nvfp4_moe_sm_90.json"),
     "nvfp4_experts_untuned": partial(
         nvfp4_experts, "nvfp4_moe_untuned_h200_sm_90.json", "nvfp4_moe_untuned_sm_90.json"

@@ -62,8 +62,8 @@ def gpu_ms(found: dict[str, Any], prompts: str) -> str:
 
 
 def nvfp4_engine_title(name: str) -> str:
-    """What an engine of NVFP4 was measured on, of the name of its file."""
-    return name.removeprefix("nvfp4_engine_").removesuffix("_sm_90").replace("_", " ")
+    """What an engine of NVFP4 was measured on, of the name of its file, without the GPU."""
+    return name.removeprefix("nvfp4_engine_").removesuffix("_sm_90").removesuffix("_h200").replace("_", " ")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

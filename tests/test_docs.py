@@ -401,6 +401,24 @@ def test_named_variables_are_the_codes() -> None:
         assert named <= set(VARIABLES), page.name
 
 
+# --- links
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as web hosts of Markdown name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", page.read_text()) if "://" not in link]
+    for file, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+
+
 # --- figures
 
 

@@ -154,6 +154,7 @@ CASES: dict[str, Callable[[], None]] = {
     "few rows, a tile a program": lambda: dense(FEW(16, 64, 128), torch.bfloat16),
     "few rows of experts": lambda: routed(FEW(8, 64, 128, programs=528), activation="silu"),
     "few rows of experts, a tile a program": lambda: routed(FEW(8, 64, 64, unroll=4, stages=2), activation="silu"),
+    "few rows of experts, tiles shared": lambda: routed(FEW(16, 128, 64, programs=528)),
     "few rows of experts to their slots": lambda: routed(FEW(64, 128, 64, warps=8)),
     "K split in four": lambda: dense(SPLIT(64, 4), torch.float16),
     "K split in two": lambda: dense(SPLIT(128, 2), torch.bfloat16),
