@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits kernels/nvfp4_estimate.py to results/nvfp4_configs_sm_90.json and nvfp4_configs_fp8_sm_90.json, and with 8 rows
-to nvfp4_configs_h200_sm_90.json, and prints its table.
+"""Fits kernels/nvfp4_estimate.py to results/nvfp4_configs_sm_90.json and nvfp4_configs_fp8_h200_sm_90.json, and with 8
+rows to nvfp4_configs_h200_sm_90.json, and prints its table.
 
 python -m benchmarks._estimate_fit
 """
@@ -17,7 +17,7 @@ from llm_quant_rocm.kernels.nvfp4_slices import Expanded
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 
-EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_sm_90.json"
+EXACT, FP8 = "nvfp4_configs_sm_90.json", "nvfp4_configs_fp8_h200_sm_90.json"
 # Not fitted but with 8 rows, of which all configurations are other kernels now than an H100 has measured: by them the
 # choice, which an H100's figures decide, is seen on another GPU, and with more rows.
 H200, H200_MANY = "nvfp4_configs_h200_sm_90.json", "nvfp4_configs_h200_many_rows_sm_90.json"

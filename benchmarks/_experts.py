@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, timing
+from llm_quant_rocm import timing
 from llm_quant_rocm.measure.experts import ROUTERS, ROUTINGS, Bind, choose, expected
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -94,11 +94,10 @@ class Layer:
 
 
 def main(name: str, compared: Comparison, description: str | None) -> None:
-    """Measure what the command line asks for, into NAME_ARCHITECTURE.json or NAME_untuned_ARCHITECTURE.json."""
+    """Measure what the command line asks for, into NAME_GPU.json or NAME_untuned_GPU.json, as `harness.gpu` says."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="folder that holds the package vllm, if it is not installed")
     parser.add_argument("--untuned", action="store_true", help="models for which nothing was tuned")
-    parser.add_argument("--result", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
     parser.add_argument("--models", nargs="+", default=["*"], help="patterns of the models' names")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=ROUTERS)
@@ -109,8 +108,7 @@ def main(name: str, compared: Comparison, description: str | None) -> None:
     }
     if not models:
         parser.error(f"--models names none of {', '.join(known)}")
-    name = args.result or f"{name}{'_untuned' * args.untuned}"
-    name += f"_{hardware.detect(torch.device('cuda')).arch}"
+    name += f"{'_untuned' * args.untuned}_{harness.gpu()}"
     if args.vllm:
         sys.path.insert(0, str(args.vllm))
     bandwidth, rate = timing.copy_bandwidth(), RATES[compared.rate]()

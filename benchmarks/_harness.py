@@ -4,13 +4,14 @@ results and times them."""
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._markdown import RESULTS
-from llm_quant_rocm import provenance
+from llm_quant_rocm import hardware, provenance
 
 # Llama-3-70B's layers as [N, K].
 LAYERS = {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}
@@ -48,6 +49,19 @@ UNTUNED_EXPERTS = {
 def environment(gpus: int | None = None) -> dict[str, str]:
     """The device, versions and commit that belong beside every figure; `gpus` is how many of them were used."""
     return {"commit": "unknown", **provenance.environment(gpus)}
+
+
+def gpu() -> str:
+    """How the names of files about this machine's GPU end: its architecture, and before that its model, but for the
+    H100, which came first; "cpu" without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return hardware.CPU.arch
+    arch = hardware.detect(torch.device("cuda")).arch
+    name = re.sub(r"^(NVIDIA|AMD Instinct) ", "", torch.cuda.get_device_name())
+    model = re.split(r"\W", name.lower())[0]
+    return arch if model == "h100" else f"{model}_{arch}"
 
 
 def show(row: dict[str, Any], base: str) -> str:

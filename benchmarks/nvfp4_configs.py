@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, timing
+from llm_quant_rocm import timing
 from llm_quant_rocm.kernels import nvfp4_estimate
 from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
@@ -121,8 +121,8 @@ def main() -> None:
                 us = timing.time_variants(calls | {"bf16": load.peers()["bf16"]}, repeats=5, budget_ms=6)
                 found = [[*described(config), round(us[str(i)], 2)] for i, config in enumerate(configs)]
                 rows.append({"layer": title, "n": n, "k": k, "m": m, "bf16": round(us["bf16"], 2), "us": found})
-            name = f"{product.name}_{hardware.detect(torch.device('cuda')).arch}"
-            path = harness.write(name, {"unit": "microseconds a call", "rows": rows}, indent=None)
+            result = {"unit": "microseconds a call", "rows": rows}
+            path = harness.write(f"{product.name}_{harness.gpu()}", result, indent=None)
             print(f"{title:24} {time.monotonic() - began:.0f} s", flush=True)
             del operands, load, calls
             torch.cuda.empty_cache()

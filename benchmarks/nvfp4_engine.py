@@ -167,7 +167,7 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
                 result["difference"] = engines.difference(logprobs, expected)
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
-            written = harness.write(f"nvfp4_engine_{shape}_sm_90", found)
+            written = harness.write(f"nvfp4_engine_{shape}_{harness.gpu()}", found)
     print("written to", written)
 
 

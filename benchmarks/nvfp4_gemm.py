@@ -3,7 +3,7 @@
 for which nothing was tuned.
 
     python benchmarks/nvfp4_gemm.py [--untuned] [--vllm-ops FOLDER] [--humming FOLDER] [--layers PATTERN ...]
-                                    [--ms M ...] [--result NAME]
+                                    [--ms M ...]
 
 Peers: cuBLAS bf16 on the decoded weight, Marlin from vLLM's operator library (vLLM 0.26 for torch 2.11), and Humming
 (`pip install --no-deps --target FOLDER humming-kernels`; it compiles with the CUDA toolkit's NVRTC). All multiply the
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from benchmarks._nvfp4_peers import Humming, Marlin, Product, reading_bytes
-from llm_quant_rocm import hardware, ops, timing
+from llm_quant_rocm import ops, timing
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.ops.nvfp4_gemm import DECODE_ROWS
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
@@ -92,7 +92,6 @@ def main() -> None:
     parser.add_argument("--humming", type=Path, help="folder that holds the unpacked wheel of humming-kernels")
     parser.add_argument("--layers", nargs="+", default=["*"], help="patterns of the layers' names")
     parser.add_argument("--ms", nargs="+", type=int, help="rows of x; left out, those of each layer")
-    parser.add_argument("--result", metavar="NAME", help="of the file: NAME_ARCHITECTURE.json")
     args = parser.parse_args()
     layers = harness.UNTUNED if args.untuned else harness.LAYERS | OTHER_LAYERS
     chosen = {name: layers[name] for name in layers if any(fnmatchcase(name, pattern) for pattern in args.layers)}
@@ -118,8 +117,7 @@ def main() -> None:
         "unit": "microseconds a call", "copy_gb_s": round(bandwidth / 1e9), "bf16_tflop_s": round(rate / 1e12),
         "absent": absent, "rows": rows,
     }  # fmt: skip
-    name = args.result or ("nvfp4_gemm_untuned" if args.untuned else "nvfp4_gemm")
-    name = f"{name}_{hardware.detect(torch.device('cuda')).arch}"
+    name = f"nvfp4_gemm{'_untuned' * args.untuned}_{harness.gpu()}"
     for title, (n, k) in chosen.items():
         layer = Layer(n, k, everyone)
         for m in args.ms or (harness.UNTUNED_MS if args.untuned else MS if title in harness.LAYERS else OTHER_MS):

@@ -3,7 +3,7 @@
 --untuned, of models for which nothing was tuned.
 
     python benchmarks/nvfp4_moe.py [--untuned] [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...]
-        [--routers ROUTER ...] [--result NAME]
+        [--routers ROUTER ...]
 
 FOLDER is where `pip install --target` put vLLM, where it is not installed.
 Peers, both of vLLM: its fused Marlin experts, which serve NVFP4 on Hopper, given the workspace that vLLM makes at

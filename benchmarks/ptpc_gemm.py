@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, ops, timing
+from llm_quant_rocm import ops, timing
 from llm_quant_rocm.ops.ptpc_gemm import BACKENDS
 
 MS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -77,9 +77,8 @@ def main() -> None:
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     cutlass = load_vllm(args.vllm_ops)
-    device = hardware.detect(torch.device("cuda"))
     rows = []
-    name = f"ptpc_gemm_untuned_{device.arch}" if args.untuned else f"ptpc_gemm_{device.arch}"
+    name = f"ptpc_gemm{'_untuned' * args.untuned}_{harness.gpu()}"
     for layer, (n, k) in (harness.UNTUNED if args.untuned else harness.LAYERS).items():
         for m in harness.UNTUNED_MS if args.untuned else MS:
             # Long products run at the clock that their power allows, which moves: medians of many replays.

@@ -3,7 +3,7 @@
 --untuned, of models for which nothing was tuned.
 
     python benchmarks/ptpc_moe.py [--untuned] [--vllm FOLDER] [--models PATTERN ...] [--tokens T ...]
-        [--routers ROUTER ...] [--result NAME]
+        [--routers ROUTER ...]
 
 FOLDER is where `pip install --target` put vLLM, where it is not installed.
 Peers: vLLM's Triton experts in bf16 and, with one scale a token and one a channel as ours have, in FP8; its CUTLASS

@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import _harness as harness
 from benchmarks._markdown import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,8 @@ class Step:
     """One benchmark.
 
     Attributes:
-        result: the JSON file it writes, without its ending; {arch} is the GPU's architecture, or cpu.
+        result: the JSON file it writes, without its ending; {gpu} is what `harness.gpu` says, and {arch}, of several
+            GPUs, their architecture.
         script: in this folder.
         arguments: fixed ones; those that hold VLLM or HUMMING are given with the option before them, where that folder
             is known.
@@ -55,23 +57,23 @@ class Step:
 
 
 STEPS = (
-    Step("nvfp4_gemm_{arch}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=290),
+    Step("nvfp4_gemm_{gpu}", "nvfp4_gemm.py", ("--vllm-ops", VLLM, "--humming", HUMMING), seconds=290),
     Step(
-        "nvfp4_gemm_untuned_{arch}",
+        "nvfp4_gemm_untuned_{gpu}",
         "nvfp4_gemm.py",
         ("--untuned", "--vllm-ops", VLLM, "--humming", HUMMING),
         seconds=240,
     ),
-    Step("nvfp4_configs_{arch}", "nvfp4_configs.py", seconds=110),
-    Step("nvfp4_configs_fp8_{arch}", "nvfp4_configs.py", ("--fp8",), seconds=75),
-    Step("nvfp4_moe_{arch}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
-    Step("nvfp4_moe_untuned_{arch}", "nvfp4_moe.py", ("--untuned", "--vllm", VLLM), seconds=150),
-    Step("ptpc_gemm_{arch}", "ptpc_gemm.py", ("--vllm-ops", VLLM), seconds=90),
-    Step("ptpc_gemm_untuned_{arch}", "ptpc_gemm.py", ("--untuned", "--vllm-ops", VLLM), seconds=60),
-    Step("ptpc_moe_{arch}", "ptpc_moe.py", ("--vllm", VLLM), seconds=240),
-    Step("ptpc_moe_untuned_{arch}", "ptpc_moe.py", ("--untuned", "--vllm", VLLM), seconds=240),
-    Step("row_quant_{arch}", "row_quant.py", ("--vllm-ops", VLLM), seconds=30),
-    Step("routing_{arch}", "routing.py", ("--vllm-ops", VLLM), seconds=40),
+    Step("nvfp4_configs_{gpu}", "nvfp4_configs.py", seconds=110),
+    Step("nvfp4_configs_fp8_{gpu}", "nvfp4_configs.py", ("--fp8",), seconds=75),
+    Step("nvfp4_moe_{gpu}", "nvfp4_moe.py", ("--vllm", VLLM), seconds=150),
+    Step("nvfp4_moe_untuned_{gpu}", "nvfp4_moe.py", ("--untuned", "--vllm", VLLM), seconds=150),
+    Step("ptpc_gemm_{gpu}", "ptpc_gemm.py", ("--vllm-ops", VLLM), seconds=90),
+    Step("ptpc_gemm_untuned_{gpu}", "ptpc_gemm.py", ("--untuned", "--vllm-ops", VLLM), seconds=60),
+    Step("ptpc_moe_{gpu}", "ptpc_moe.py", ("--vllm", VLLM), seconds=240),
+    Step("ptpc_moe_untuned_{gpu}", "ptpc_moe.py", ("--untuned", "--vllm", VLLM), seconds=240),
+    Step("row_quant_{gpu}", "row_quant.py", ("--vllm-ops", VLLM), seconds=30),
+    Step("routing_{gpu}", "routing.py", ("--vllm-ops", VLLM), seconds=40),
     *(
         Step(f"quick_reduce_{{arch}}_tp{world}", "quick_reduce.py", (str(world), "--seconds", "300"), world, seconds=90)
         for world in (2, 4, 8)
@@ -86,14 +88,14 @@ STEPS = (
         )
         for ranks in (2, 4, 8)
     ),
-    Step("vllm_engine_{arch}", "vllm_engine.py", engine="vllm", seconds=300),
-    Step("vllm_load_{arch}", "vllm_load.py", engine="vllm", seconds=450),
-    Step("nvfp4_engine_llama-3-70b_{arch}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=600),
-    Step("nvfp4_engine_qwen3-30b-a3b_{arch}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=600),
-    Step("vllm_fusion_demo_{arch}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),
+    Step("vllm_engine_{gpu}", "vllm_engine.py", engine="vllm", seconds=300),
+    Step("vllm_load_{gpu}", "vllm_load.py", engine="vllm", seconds=450),
+    Step("nvfp4_engine_llama-3-70b_{gpu}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=600),
+    Step("nvfp4_engine_qwen3-30b-a3b_{gpu}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=600),
+    Step("vllm_fusion_demo_{gpu}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),
     *(
         Step(
-            f"vllm_fusion_{ranks}_ranks_{{arch}}",
+            f"vllm_fusion_{ranks}_ranks_{{{'gpu' if ranks == 1 else 'arch'}}}",
             "vllm_engine.py",
             ("fusion", "--ranks", str(ranks)),
             ranks,
@@ -103,7 +105,7 @@ STEPS = (
         for ranks in (1, 2, 4, 8)
     ),
     Step("quick_reduce_engine_tp2_{arch}", "quick_reduce_engine.py", gpus=2, engine="vllm", seconds=300),
-    Step("sglang_engine_{arch}", "sglang_engine.py", engine="sglang", seconds=300),
+    Step("sglang_engine_{gpu}", "sglang_engine.py", engine="sglang", seconds=300),
     *(
         Step(
             f"sglang_engine_{ranks}_ranks_{{arch}}",
@@ -176,6 +178,7 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
     if "commit" not in here:
         raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set LLM_QUANT_ROCM_COMMIT")
     arch = hardware.detect(torch.device("cuda")).arch if gpus else hardware.CPU.arch
+    names = {step: step.result.format(arch=arch, gpu=harness.gpu()) for step in steps}
     folder = Path(os.environ.get("OUT", RESULTS))
     places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
     engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]
@@ -183,19 +186,17 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
     print(provenance.line(here), flush=True)
     reasons: dict[Step, str | None] = {}
     for step in steps:
-        file = f"{step.result.format(arch=arch)}.json"
+        file = f"{names[step]}.json"
         reasons[step] = why_not(step, gpus, engines, (folder / file, RESULTS / file), here, again)
     wanted = [step for step, reason in reasons.items() if reason is None]
     for step, reason in reasons.items():
-        print(
-            f"{step.result.format(arch=arch)}: " + (f"passed over, {reason}" if reason else f"about {step.seconds} s")
-        )
+        print(f"{names[step]}: " + (f"passed over, {reason}" if reason else f"about {step.seconds} s"))
     print(f"{len(wanted)} of {len(steps)} steps, about {sum(step.seconds for step in wanted)} s", flush=True)
     if listing:
         return []
     began, left = time.monotonic(), []
     for number, step in enumerate(wanted, 1):
-        name = step.result.format(arch=arch)
+        name = names[step]
         title = f"[{number}/{len(wanted)}] {name}"
         spent = time.monotonic() - began
         if spent + step.seconds > budget:

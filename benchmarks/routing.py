@@ -124,8 +124,7 @@ def main() -> None:
                 print(f"{name:14} T={tokens:5} {step:8} {shown}", flush=True)
             del steps, calls
             torch.cuda.empty_cache()
-    arch = hardware.detect(torch.device("cuda")).arch
-    print("written to", harness.write(f"routing_{arch}", {"unit": "microseconds a call", "rows": rows}))
+    print("written to", harness.write(f"routing_{harness.gpu()}", {"unit": "microseconds a call", "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware, timing
+from llm_quant_rocm import timing
 from llm_quant_rocm.measure import rows as measurement
 
 
@@ -38,9 +38,8 @@ def main() -> None:
             )
             print(f"K={k:6} m={m:5} {shown}  limits {limits}", flush=True)
             torch.cuda.empty_cache()
-    arch = hardware.detect(torch.device("cuda")).arch
     result = {"unit": "microseconds a call", "copy_gb_s": round(bandwidth / 1e9), "rows": rows}
-    print("written to", harness.write(f"row_quant_{arch}", result))
+    print("written to", harness.write(f"row_quant_{harness.gpu()}", result))
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def main() -> None:
     from benchmarks import _harness as harness
 
     several = args.ranks > 1
-    file = f"sglang_engine_{args.ranks}_ranks_sm_90" if several else "sglang_engine_sm_90"
+    file = f"sglang_engine_{args.ranks}_ranks_sm_90" if several else f"sglang_engine_{harness.gpu()}"
     result: dict[str, Any] = {"sglang": version("sglang"), "ranks": args.ranks}
     with (
         tempfile.TemporaryDirectory() as entry_points,

@@ -319,7 +319,7 @@ def measure_methods(at_once: int, start_s: float) -> None:
         result["perplexity"] = round(result["perplexity"], 4)
     figures = {"vllm": version("vllm"), "demo_model": found["demo"], "llama_3_70b_8_layers": found["llama"]}
     print(json.dumps(figures, indent=1))
-    print("written to", harness.write("vllm_engine_sm_90", figures))
+    print("written to", harness.write(f"vllm_engine_{harness.gpu()}", figures))
 
 
 def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: int, start_s: float) -> None:
@@ -327,7 +327,8 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: 
     from benchmarks import _harness as harness
     from benchmarks._markdown import RESULTS
 
-    name = "vllm_fusion_demo_sm_90" if is_demo else f"vllm_fusion_{ranks}_ranks_sm_90"
+    what = "demo" if is_demo else f"{ranks}_ranks"
+    name = f"vllm_fusion_{what}_{harness.gpu() if ranks == 1 else 'sm_90'}"
     arguments = ("demo", "ptpc_fp8") if is_demo else ("fusion", str(ranks))
     file = RESULTS / f"{name}.json"
     before = json.loads(file.read_text()) if file.exists() else {}

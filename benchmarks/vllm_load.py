@@ -127,7 +127,7 @@ def main() -> None:
             for method, turn, result in measure(shape, args.at_once or len(METHODS), args.start_seconds):
                 methods.setdefault(method, {})[turn] = result
                 print(json.dumps({f"{shape} {method} {turn}": result}), flush=True)
-                written = harness.write("vllm_load_sm_90", found)
+                written = harness.write(f"vllm_load_{harness.gpu()}", found)
         print("written to", written)
 
 

@@ -96,7 +96,7 @@ def test_variants_of_the_fusion_pass(tmp_path: Path) -> None:
 def test_methods_of_vllm(tmp_path: Path) -> None:
     done = script("vllm_engine.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "vllm_engine_sm_90.json").read_text())
+    found = json.loads((tmp_path / "vllm_engine_cpu.json").read_text())
     assert found["demo_model"]["ptpc_fp8"] == {"perplexity": 1.6487, "agreement": 1.0}
     assert list(found["llama_3_70b_8_layers"]) == list(vllm_engine.LLAMA_METHODS)
 
@@ -108,7 +108,7 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     nvfp4_engine.measure(shape, ["bf16", "ours", "marlin", "ptpc_fp8"], 2, 240)
-    found = json.loads((tmp_path / f"nvfp4_engine_{shape}_sm_90.json").read_text())["methods"]
+    found = json.loads((tmp_path / f"nvfp4_engine_{shape}_cpu.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
     assert found["ptpc_fp8"]["quantization"] == "ptpc_fp8" and found["ours"]["quantization"] == "none"
     assert set(found["bf16"]) == {"quantization", "1 prompt", "10 prompts", "64 prompts", "steps"} | (

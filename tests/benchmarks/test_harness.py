@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import _harness as harness
+from llm_quant_rocm import hardware
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,24 @@ def test_the_gpus_of_a_result(
         found = json.loads(harness.write("name", {**result, "rows": []}, vllm="0.26.0").read_text())
     assert found["environment"]["device"] == device and found["environment"]["vllm"] == "0.26.0"
     assert found["rows"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "sm_90"),
+        ("NVIDIA H200", (9, 0), "h200_sm_90"),
+        ("NVIDIA GH200 480GB", (9, 0), "gh200_sm_90"),
+    ],
+)
+def test_files_of_other_gpus_are_others(
+    name: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured on one does not take the place of what was on another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(*capability))
+    assert harness.gpu() == expected
+    monkeypatch.setattr(hardware, "detect", lambda device: hardware.amd("gfx942"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
+    assert harness.gpu() == "mi300x_gfx942"

@@ -27,7 +27,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_step_has_a_section() -> None:
-    names = [step.result.format(arch=arch) for step in STEPS for arch in ("sm_90", "gfx942")]
+    names = [step.result.format(arch=arch, gpu=arch) for step in STEPS for arch in ("sm_90", "gfx942")]
     names = [name for name in names if not name.startswith("nvfp4_configs")]
     assert {name for _, name, _ in report.chosen(names)} == set(names)
     with pytest.raises(ValueError, match="results/new_benchmark_sm_90.json has no section: give it one"):
