@@ -18,6 +18,7 @@ from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_expand import expand_fp8
 from llm_quant_rocm.kernels.nvfp4_moe import Weight, rows_of
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded, multiply_slices
+from llm_quant_rocm.kernels.nvfp4_wgmma import Config as Few
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import Config as Large
 from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 from llm_quant_rocm.kernels.pair_config import PairConfig
@@ -25,7 +26,7 @@ from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import Schedule, scatter_rows
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
-Config = nvfp4_wgmma.Config | Split | Large
+Config = Few | Split | Large
 Fp8Config = nvfp4_estimate.Fp8Config
 
 
@@ -33,7 +34,7 @@ def config_of(fields: Mapping[str, Any]) -> Config:
     """The configuration with these fields, as configs/nvfp4_gemm holds it."""
     if "split_k" in fields:
         return Split(**fields)
-    return Large(**fields) if "cut" in fields else nvfp4_wgmma.Config(**fields)
+    return Large(**fields) if "cut" in fields else Few(**fields)
 
 
 def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
@@ -46,7 +47,7 @@ def fitted(config: Config, m: int, n: int, k: int, measured_m: int) -> Config:
     """`config`, the fastest of `measured_m` rows, or what should be faster of m rows, fewer than these, by much: more
     tiles may hold none of them, or the last ones few."""
     m = _planned(m)
-    if m <= 64 or m >= measured_m or isinstance(config, nvfp4_wgmma.Config):
+    if m <= 64 or m >= measured_m or isinstance(config, Few):
         return config
     other = nvfp4_estimate.fastest(m, n, k)
     assert other is not None, "there are configurations for more than 64 rows"
@@ -66,8 +67,8 @@ def _planned(m: int) -> int:
 def batch_invariant(config: Config) -> Config:
     """The same without sums of parts: each sum is then added in one order, however many rows there are."""
     if isinstance(config, Split):
-        return nvfp4_wgmma.Config(next_power_of_2(config.block_m), 64, 128, stages=2)
-    if isinstance(config, nvfp4_wgmma.Config):
+        return Few(next_power_of_2(config.block_m), 64, 128, stages=2)
+    if isinstance(config, Few):
         return replace(config, programs=0)
     return replace(config, block_n=max(config.block_n, 128), cut=0, shares=0)
 
@@ -76,7 +77,7 @@ def _kernel_of(config: Config) -> Callable[..., torch.Tensor]:
     """What multiplies as `config` has it."""
     if isinstance(config, Split):
         return nvfp4_wgmma_split.gemm_split
-    return nvfp4_wgmma.gemm if isinstance(config, nvfp4_wgmma.Config) else nvfp4_wgmma_large.gemm_large
+    return nvfp4_wgmma.gemm if isinstance(config, Few) else nvfp4_wgmma_large.gemm_large
 
 
 def gemm(
@@ -190,12 +191,11 @@ class _Experts(NamedTuple):
 # What an H200 took least with, in the mean over the experts of seven models, each with 1 to 1024 tokens: 1% slower than
 # the best of what was tried for each, and up to 60 rows 5% at most (by hand). Tiles are a little higher than the
 # average, so that few experts have two.
-_Few = nvfp4_wgmma.Config
 _EXPERTS = (
-    _Experts(5.5, _Few(8, 64, 128, 0, 2, 3), _Few(8, 128, 64, 528, 2, 4), Split(8, 2, 2 * SMS)),
-    _Experts(14, _Few(16, 64, 128, 0, 2, 3), _Few(16, 128, 64, 528, 2, 3), _Few(16, 64, 128, 0, 2, 3)),
-    _Experts(27, _Few(32, 64, 128, 0, 2, 2), _Few(32, 128, 64, 0, 4, 2, 8), _Few(32, 64, 128, 0, 2, 2)),
-    _Experts(60, Large(64, 256, 0), Large(64, 256, 0), _Few(64, 128, 64, 0, 4, 2, 8)),
+    _Experts(5.5, Few(8, 64, 128, 0, 2, 3), Few(8, 128, 64, 528, 2, 4), Split(8, 2, 2 * SMS)),
+    _Experts(14, Few(16, 64, 128, 0, 2, 3), Few(16, 128, 64, 528, 2, 3), Few(16, 64, 128, 0, 2, 3)),
+    _Experts(27, Few(32, 64, 128, 0, 2, 2), Few(32, 128, 64, 0, 4, 2, 8), Few(32, 64, 128, 0, 2, 2)),
+    _Experts(60, Large(64, 256, 0), Large(64, 256, 0), Few(64, 128, 64, 0, 4, 2, 8)),
     _Experts(inf, *3 * [Large(128, 256, 0)]),
 )
 _SHORT = 2048
@@ -212,7 +212,7 @@ def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hard
             w2 = _of_few_tiles(chosen * cdiv(hidden, 64), inner) or w2
         elif chosen * cdiv(hidden, 64) <= 16 * SMS:
             # A program for each tile divides nothing before its first request.
-            w2 = _Few(8, 64, 128, 0, 2, 2)
+            w2 = Few(8, 64, 128, 0, 2, 2)
     return PairConfig(w13, w2)
 
 
