@@ -10,7 +10,7 @@ if not find_spec("triton"):
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.kernels import nvfp4_hopper
-from llm_quant_rocm.kernels.nvfp4_hopper import Config, Split
+from llm_quant_rocm.kernels.nvfp4_hopper import Config, Large, Split
 from llm_quant_rocm.kernels.nvfp4_wgmma import Config as Few
 from llm_quant_rocm.kernels.pair_config import PairConfig
 
@@ -38,11 +38,13 @@ def test_a_tile_is_a_little_higher_than_experts_have_rows(rows: int, height: int
         (1, 16, 5120, 4096, Split(8, 4, 132), Split(8, 4, 132)),
         (2, 16, 5120, 4096, Split(8, 4, 264), Split(8, 4, 264)),
         (64, 16, 5120, 4096, Few(8, 64, 128, 0, 2, 3), Split(8, 2, 264)),
+        # Mixtral 8x22B over four ranks, and one: w2 has 192 tiles of 256 rows, two waves, or 384 of 128, three.
+        (512, 8, 6144, 4096, Large(128, 256, 0), Large(128, 128, 0)),
+        (512, 8, 6144, 16384, Large(128, 256, 0), Large(128, 128, 0)),
+        (4096, 128, 2048, 768, Large(64, 256, 0), Large(64, 256, 0)),
     ],
 )
-def test_few_tiles_of_long_sums_are_shared(
-    slots: int, experts: int, hidden: int, inner: int, w13: Config, w2: Config
-) -> None:
+def test_tiles_fill_the_gpu(slots: int, experts: int, hidden: int, inner: int, w13: Config, w2: Config) -> None:
     assert nvfp4_hopper.moe_config(slots, experts, hidden, inner, HOPPER) == PairConfig(w13, w2)
 
 
