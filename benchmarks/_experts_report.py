@@ -30,8 +30,7 @@ def nvfp4(name: str, result: dict[str, Any]) -> str:
 
 
 def _title(form: str, name: str) -> str:
-    untuned = ", models that nothing was tuned for" if "untuned" in name else ""
-    return f"Routed experts in {form}{untuned}{', H200' if 'h200' in name else ''}"
+    return f"Routed experts in {form}" + (", models that nothing was tuned for" if "untuned" in name else "")
 
 
 def _section(name: str, result: dict[str, Any], title: str, everyone: list[str], who: str) -> str:

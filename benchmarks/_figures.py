@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import _harness as harness
 from benchmarks._engine_report import SHAPES, loading_table
 from benchmarks._fusion_report import base_of
-from benchmarks._markdown import RESULTS, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
+from benchmarks._markdown import RESULTS, gpu_model, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
 from benchmarks._quick_reduce_report import size
 
 ROOT = Path(__file__).parent.parent
@@ -68,8 +68,8 @@ def commit(result: Row) -> str:
 
 
 def device(result: Row) -> str:
-    """In short, "H100" of "NVIDIA H100 80GB HBM3"."""
-    return result["environment"]["device"].removeprefix("NVIDIA ").split(" ")[0]
+    """In short, the GPU of a result."""
+    return gpu_model(result["environment"]["device"])
 
 
 # --- the all-reduce

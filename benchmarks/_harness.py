@@ -4,13 +4,12 @@ results and times them."""
 
 import json
 import os
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._markdown import RESULTS
+from benchmarks._markdown import RESULTS, gpu_model
 from llm_quant_rocm import hardware, provenance
 
 # Llama-3-70B's layers as [N, K].
@@ -59,9 +58,8 @@ def gpu() -> str:
     if not torch.cuda.is_available():
         return hardware.CPU.arch
     arch = hardware.detect(torch.device("cuda")).arch
-    name = re.sub(r"^(NVIDIA|AMD Instinct) ", "", torch.cuda.get_device_name())
-    model = re.split(r"\W", name.lower())[0]
-    return arch if model == "h100" else f"{model}_{arch}"
+    name = gpu_model(torch.cuda.get_device_name())
+    return arch if name == "H100" else f"{name.lower()}_{arch}"
 
 
 def show(row: dict[str, Any], base: str) -> str:

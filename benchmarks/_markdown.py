@@ -2,9 +2,12 @@
 """What the report's sections share: reading results/*.json and writing tables."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from llm_quant_rocm import provenance
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -17,6 +20,18 @@ def measured_on(result: dict[str, Any]) -> str:
     environment = result["environment"]
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment)
     return f"{environment['device']}, {versions}, commit {environment['commit']}, {environment['date']}"
+
+
+def gpu_model(device: str) -> str:
+    """Of one GPU or several, in short: "H100" of "2 x NVIDIA H100 80GB HBM3"."""
+    name = provenance.without_count(device)
+    return re.sub(r"^(NVIDIA|AMD Instinct) ", "", name).split(" ")[0]
+
+
+def named_gpu(name: str, result: dict[str, Any]) -> str:
+    """Behind a section's title, the GPU of a file that is named by it, as `_harness.gpu` does."""
+    gpu = gpu_model(result["environment"]["device"])
+    return f", {gpu}" if f"_{gpu.lower()}_" in name else ""
 
 
 def gpus(count: int) -> str:

@@ -44,7 +44,7 @@ def gemm(name: str, result: dict[str, Any]) -> str:
         for row in rows
     ]
     means_table = table(["M", *names, "limit"], means)
-    title = f"NVFP4 GEMM{', layers that nothing was tuned for' if untuned else ''}{', H200' if 'h200' in name else ''}"
+    title = f"NVFP4 GEMM{', layers that nothing was tuned for' if untuned else ''}"
     averaged = "all" if untuned else "Llama-3-70B's"
     return (
         f"## {title}\n\n{measured_on(result)}{rates(result)}\n\n![speed-up over bf16]({name}.png)\n\n"
@@ -109,8 +109,7 @@ def engine(name: str, result: dict[str, Any]) -> str:
     lines.bars(name, f"NVFP4 in vLLM {result['vllm']}\n{measured_on(result)}", panels)
     shape = result["shape"]
     return (
-        f"## NVFP4 in vLLM {result['vllm']}: {nvfp4_engine_title(name)}, {shape['num_hidden_layers']} layers"
-        f"{', H200' if 'h200' in name else ''}\n\n"
+        f"## NVFP4 in vLLM {result['vllm']}: {nvfp4_engine_title(name)}, {shape['num_hidden_layers']} layers\n\n"
         f"{measured_on(result)}\n\n"
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8. `ptpc_fp8`, this project's, and "

@@ -23,7 +23,7 @@ from benchmarks import (
     _ptpc_report,
     _quick_reduce_report,
 )
-from benchmarks._markdown import RESULTS, load, measured_on, table
+from benchmarks._markdown import RESULTS, load, measured_on, named_gpu, table
 
 Section = Callable[[str, dict[str, Any]], str]
 # In the page's order: names of files, and what makes a section (and a plot) of one. The first pattern that fits counts.
@@ -94,11 +94,11 @@ def page(names: list[str]) -> str:
     overview, parts = [], {part: [f"# {part}"] for part, _ in SECTIONS}
     for part, name, make in chosen(names):
         result = load(f"{name}.json")
-        section = make(name, result)
-        title = section.partition("\n")[0].removeprefix("## ")
+        title, _, text = make(name, result).partition("\n")
+        title = title.removeprefix("## ") + named_gpu(name, result)
         anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
         overview.append([f"[{title}](#{anchor})", f"[{name}.json]({name}.json)", measured_on(result)])
-        parts[part].append(section)
+        parts[part].append(f"## {title}\n{text}")
     sections = "\n\n".join("\n\n".join(part) for part in parts.values() if len(part) > 1)
     return (
         "# Results\n\nMade by `python -m benchmarks.report` from the JSON files beside it, which `python "

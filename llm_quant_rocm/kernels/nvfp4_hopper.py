@@ -198,6 +198,7 @@ _EXPERTS = (
     _Experts(60, Large(64, 256, 0), Large(64, 256, 0), Few(64, 128, 64, 0, 4, 2, 8)),
     _Experts(inf, *3 * [Large(128, 256, 0)]),
 )
+# Columns: sums of up to 2048 were measured as short, of 4096 and more as long, and none between.
 _SHORT = 2048
 
 
@@ -207,10 +208,10 @@ def moe_config(slots: int, experts: int, hidden: int, inner: int, hardware: Hard
     w13, w2 = usual.w13, usual.short if inner <= _SHORT else usual.long
     chosen = min(slots, experts)
     if w13.block_m == 8:
-        w13 = _of_few_tiles(chosen * cdiv(2 * inner, 64), hidden) or w13
-        if inner > _SHORT:
-            w2 = _of_few_tiles(chosen * cdiv(hidden, 64), inner) or w2
-        elif chosen * cdiv(hidden, 64) <= 16 * SMS:
+        w13_tiles, w2_tiles = (chosen * cdiv(n, 64) for n in (2 * inner, hidden))
+        w13 = _of_few_tiles(w13_tiles, hidden) or w13
+        w2 = _of_few_tiles(w2_tiles, inner) or w2
+        if inner <= _SHORT and w2_tiles <= 16 * SMS:
             # A program for each tile divides nothing before its first request.
             w2 = Few(8, 64, 128, 0, 2, 2)
     # The last tile of an expert is half full on average.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import _harness as harness
+from benchmarks._markdown import named_gpu
 from llm_quant_rocm import hardware
 
 
@@ -31,21 +32,24 @@ def test_the_gpus_of_a_result(
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "expected"),
+    ("name", "found", "expected", "title"),
     [
-        ("NVIDIA H100 80GB HBM3", (9, 0), "sm_90"),
-        ("NVIDIA H200", (9, 0), "h200_sm_90"),
-        ("NVIDIA GH200 480GB", (9, 0), "gh200_sm_90"),
+        ("NVIDIA H100 80GB HBM3", hardware.nvidia(9, 0), "sm_90", ""),
+        ("NVIDIA H200", hardware.nvidia(9, 0), "h200_sm_90", ", H200"),
+        ("NVIDIA GH200 480GB", hardware.nvidia(9, 0), "gh200_sm_90", ", GH200"),
+        ("AMD Instinct MI300X", hardware.amd("gfx942"), "mi300x_gfx942", ", MI300X"),
     ],
 )
 def test_files_of_other_gpus_are_others(
-    name: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+    name: str, found: hardware.Hardware, expected: str, title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is measured on one does not take the place of what was on another."""
+    """What is measured on one does not take the place of what was on another, nor has its title."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    monkeypatch.setattr(hardware, "detect", lambda device: hardware.nvidia(*capability))
+    monkeypatch.setattr(hardware, "detect", lambda device: found)
     assert harness.gpu() == expected
-    monkeypatch.setattr(hardware, "detect", lambda device: hardware.amd("gfx942"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
-    assert harness.gpu() == "mi300x_gfx942"
+    assert named_gpu(f"nvfp4_moe_{harness.gpu()}", {"environment": {"device": name}}) == title
+
+
+def test_several_gpus_name_no_file() -> None:
+    assert named_gpu("quick_reduce_sm_90_tp2", {"environment": {"device": "2 of 4 x NVIDIA H200"}}) == ""
