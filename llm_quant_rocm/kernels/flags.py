@@ -19,30 +19,31 @@ from triton.runtime import driver
 FLAGS = 8192
 STREAMS = 64
 
-_flags: dict[torch.device, torch.Tensor] = {}
-_places: dict[tuple[torch.device, int], int] = {}
+# A GPU's, [STREAMS, FLAGS], and those of one of its streams.
+_all: dict[torch.device, torch.Tensor] = {}
+_flags: dict[tuple[torch.device, int], torch.Tensor] = {}
 _lock = threading.Lock()
 
 
 def flags_of(device: torch.device) -> torch.Tensor:
     """`FLAGS` zeros, int32, for a kernel that is launched on the current stream of the GPU `device`."""
     key = device, driver.active.get_current_stream(device.index)
-    place = _places.get(key)
-    if place is None:
-        with _lock:  # two threads, each with a stream of its own, must not get one place
-            place = _place_of(key)
-    return torch.zeros(FLAGS, dtype=torch.int32, device=device) if place is None else _flags[device][place]
+    flags = _flags.get(key)
+    if flags is None:
+        with _lock:  # two threads, each with a stream of its own, must not get the same ones
+            flags = _flags_of_stream(key)
+    return torch.zeros(FLAGS, dtype=torch.int32, device=device) if flags is None else flags
 
 
-def _place_of(key: tuple[torch.device, int]) -> int | None:
-    """A stream's place from now on; None where it gets none."""
+def _flags_of_stream(key: tuple[torch.device, int]) -> torch.Tensor | None:
+    """A stream's from now on; None where it gets none."""
     device, _ = key
     # What a capture allocates belongs to its graph, and is zero when that is replayed, not before.
-    if device not in _flags and not torch.cuda.is_current_stream_capturing():
+    if device not in _all and not torch.cuda.is_current_stream_capturing():
         with ThreadPoolExecutor(1) as elsewhere:
-            _flags[device] = elsewhere.submit(torch.zeros, (STREAMS, FLAGS), dtype=torch.int32, device=device).result()
+            _all[device] = elsewhere.submit(torch.zeros, (STREAMS, FLAGS), dtype=torch.int32, device=device).result()
         torch.cuda.synchronize(device)  # another stream may be the next to use them
-    place = sum(known == device for known, _ in _places)
-    if device not in _flags or place >= STREAMS:
+    place = sum(known == device for known, _ in _flags)
+    if device not in _all or place >= STREAMS:
         return None
-    return _places.setdefault(key, place)
+    return _flags.setdefault(key, _all[device][place])

@@ -7,7 +7,7 @@ launches, in prefill above all, a GPU may have to wait for the host then. What T
 kept here.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import FutureKernel, knobs
@@ -18,9 +18,21 @@ from triton.runtime.jit import JITFunction
 
 # Whether Triton compiles for shorter addresses where a tensor's memory allows it: for AMD.
 ADDRESSES_BY_SIZE = torch.version.hip is not None
-# By kind of arguments: what Triton compiled, the values of its constants, and objects whose identity is part of the
-# key, which nothing else may come to have.
-_kept: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any], tuple[Any, ...]]] = {}
+# So many plans of launches (`Launch`) are kept, the last ones: there is one for each number of rows of each kind of
+# layer, and a server meets tens of thousands.
+PLANS = 1024
+
+
+class _Kept(NamedTuple):
+    """What is kept of a kind of arguments: what Triton compiled, the values of its constants, and objects whose
+    identity is part of the key, which nothing else may come to have."""
+
+    compiled: CompiledKernel
+    constants: list[Any]
+    identities: tuple[Any, ...]
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, **options: Any) -> None:
@@ -31,25 +43,74 @@ def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, cluster: int = 1, 
     Triton's options by name; none is left to a default. Triton launches what is new, what is not its own kernel (an
     interpreted one), and everything while somebody has replaced its `run`.
     """
+    _launch(kernel, grid, args, cluster, options)
+
+
+class Launch:
+    """`launch` but for the tensors: `Launch(kernel, grid, *numbers, **options)(*tensors)` is
+    `launch(kernel, grid, *tensors, *numbers, **options)`.
+
+    What a call needs beside tensors follows from its sizes, and all layers of a kind have the same ones. So it is
+    worked out for the first of them (functions called `_plan`), and of the others only the tensors are looked at.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], /, *numbers: Any, cluster: int = 1, **options: Any) -> None:
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._cluster, self._options = cluster, options
+        self._is_tritons = isinstance(kernel, JITFunction)
+        self._kept: dict[tuple[Any, ...], _Kept] = {}
+
+    def __call__(self, *tensors: Any) -> None:
+        """Tensors, their descriptors, or None."""
+        args = (*tensors, *self._numbers)
+        if not self._is_tritons or _is_replaced():
+            _launch(self._kernel, self._grid, args, self._cluster, self._options)
+            return
+        device = driver.active.get_current_device()
+        kind = (device, *_kinds(tensors))
+        kept = self._kept.get(kind)
+        if kept is not None:
+            _launch_kept(kept, self._grid, device, args)
+            return
+        kept = _launch(self._kernel, self._grid, args, self._cluster, self._options)
+        if kept is not None:
+            self._kept[kind] = kept
+
+
+def _is_replaced() -> bool:
+    """Whether somebody has replaced Triton's `run`."""
+    return JITFunction.run.__module__ != JITFunction.__module__
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], cluster: int, options: dict[str, Any]
+) -> _Kept | None:
+    """`launch`; what is kept of it, if anything."""
     if not isinstance(kernel, JITFunction):
         kernel[grid](*args, **options)
-        return
-    if JITFunction.run.__module__ != JITFunction.__module__:
+        return None
+    if _is_replaced():
         if cluster == 1 or _in_clusters(cluster, kernel, grid, args, options):
             kernel[grid](*args, **options)
-        return
+        return None
     device = driver.active.get_current_device()
     kind = (id(kernel), device, *_kinds(args), *options, *options.values())
     kept = _kept.get(kind)
-    if kept is None:
-        if cluster > 1 and not _in_clusters(cluster, kernel, grid, args, options):
-            return
-        compiled = kernel[grid](*args, **options)
-        if isinstance(compiled, CompiledKernel):
-            layouts = (getattr(value, "layout", None) for value in args)
-            constants = [options[name] for name in kernel.arg_names[len(args) :]]
-            _kept[kind] = compiled, constants, (kernel, *layouts)
-        return
+    if kept is not None:
+        _launch_kept(kept, grid, device, args)
+        return kept
+    if cluster > 1 and not _in_clusters(cluster, kernel, grid, args, options):
+        return None
+    compiled = kernel[grid](*args, **options)
+    if not isinstance(compiled, CompiledKernel):
+        return None
+    layouts = (getattr(value, "layout", None) for value in args)
+    constants = [options[name] for name in kernel.arg_names[len(args) :]]
+    kept = _kept[kind] = _Kept(compiled, constants, (kernel, *layouts))
+    return kept
+
+
+def _launch_kept(kept: _Kept, grid: tuple[int, ...], device: int, args: tuple[Any, ...]) -> None:
     compiled, constants, _ = kept
     if _calls(knobs.runtime.launch_enter_hook) or _calls(knobs.runtime.launch_exit_hook):
         compiled[(*grid, 1, 1)](*args, *constants)

@@ -18,8 +18,9 @@ The sum over K of a tile can be cut among `split_k` programs, whose parts a seco
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -31,7 +32,7 @@ from llm_quant_rocm.formats.nvfp4_mfma import PAD_K
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_cdna import FACTOR, decode_scales, decode_words
-from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.launch import PLANS, Launch
 from llm_quant_rocm.kernels.routing import Schedule
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 from llm_quant_rocm.kernels.stretches import begin_of
@@ -400,25 +401,52 @@ def gemm(
         # A lane loads 16 bytes, which Triton allows with strides that it knows to be multiples of 16 elements.
         x = x.clone(memory_format=torch.contiguous_format)
     out = torch.empty((rows, n if activation is None else n // 2), dtype=x.dtype, device=x.device)
+    plan = _plan(config, m, n, k, x.stride(0), x.dtype == torch.float16, activation, slots_per_row, hardware)
+    partial = torch.empty(plan.parts, dtype=torch.float32, device=x.device) if plan.parts else None
+    plan.multiply(
+        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_map,
+        row_weight,
+    )  # fmt: skip
+    if plan.add is not None:
+        plan.add(partial, global_scale, bias, out, tile_expert, tile_rows, row_map, row_weight)
+    return out
+
+
+class _Plan(NamedTuple):
+    """The launch that multiplies, and where K is split that which adds up parts, and their shape."""
+
+    multiply: Launch
+    add: Launch | None
+    parts: tuple[int, ...] | None
+
+
+@lru_cache(PLANS)
+def _plan(
+    config: Config,
+    m: int,
+    n: int,
+    k: int,
+    stride: int,
+    fp16: bool,
+    activation: str | None,
+    slots_per_row: int,
+    hardware: Hardware,
+) -> _Plan:
     block_m, block_n = config.block_m, config.block_n
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     split_k = min(config.split_k, cdiv(k, PAD_K))
-    partial = None
-    if split_k > 1:
-        partial = torch.empty((tiles, split_k, block_m, block_n), dtype=torch.float32, device=x.device)
-    unscale = 1 / FACTOR[hardware.arch, x.dtype == torch.float16]
-    launch(
-        nvfp4_mfma_kernel, (tiles, split_k),
-        x, words, scale_bytes.view(torch.int32), global_scale, bias, out, partial, tile_expert, tile_rows, row_map,
-        row_weight, m, n, k, x.stride(0), BLOCK_M=block_m, BLOCK_N=block_n, EVEN_K=k % PAD_K == 0, ARCH=hardware.arch,
-        UNSCALE=unscale, ACTIVATION=activation, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds,
-        num_warps=config.warps,
+    constants: dict[str, Any] = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "ARCH": hardware.arch, "UNSCALE": 1 / FACTOR[hardware.arch, fp16],
+        "ACTIVATION": activation, "num_warps": config.warps,
+    }  # fmt: skip
+    multiply = Launch(
+        nvfp4_mfma_kernel, (tiles, split_k), m, n, k, stride,
+        EVEN_K=k % PAD_K == 0, SLOTS_PER_ROW=slots_per_row, XCDS=hardware.xcds, **constants,
     )  # fmt: skip
-    if split_k > 1:
-        launch(
-            nvfp4_mfma_add_kernel, (tiles, cdiv(min(m, block_m), PART_ROWS)),
-            partial, global_scale, bias, out, tile_expert, tile_rows, row_map, row_weight, m, n,
-            BLOCK_M=block_m, BLOCK_N=block_n, SPLIT_K=split_k, ROWS=PART_ROWS, ARCH=hardware.arch, UNSCALE=unscale,
-            ACTIVATION=activation, num_warps=config.warps,
-        )  # fmt: skip
-    return out
+    if split_k == 1:
+        return _Plan(multiply, None, None)
+    add = Launch(
+        nvfp4_mfma_add_kernel, (tiles, cdiv(min(m, block_m), PART_ROWS)), m, n,
+        SPLIT_K=split_k, ROWS=PART_ROWS, **constants,
+    )  # fmt: skip
+    return _Plan(multiply, add, (tiles, split_k, block_m, block_n))

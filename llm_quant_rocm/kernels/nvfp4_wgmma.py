@@ -17,6 +17,7 @@ finds its share there.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from llm_quant_rocm.kernels.hopper import (
     place_after,
     rounded,
 )
-from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.launch import PLANS, Launch
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.stretches import begin_of
@@ -527,7 +528,7 @@ class Routed(NamedTuple):
 
     def result(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """Room for the product of x [M, K] and a weight [n, K]."""
-        return torch.empty((x.shape[0], n if self.activation is None else n // 2), dtype=x.dtype, device=x.device)
+        return x.new_empty((x.shape[0], n if self.activation is None else n // 2))
 
 
 DENSE = Routed()
@@ -554,26 +555,43 @@ def gemm(
     m, k = x.shape
     if out is None:
         out = routed.result(x, n)
-    depth = config.block_k // COLUMNS
-    tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
-    programs = min(config.programs, tiles_m * tiles_n * cdiv(k, config.block_k * config.unroll), FLAGS)
+    plan = _plan(config, m, n, k, x.dtype == torch.float16, routed.activation, hardware)
     parts = flags = None
-    grid = grid_of_tiles(tiles_m, tiles_n)
-    if programs:
-        parts = torch.empty((programs, 2, config.block_m, config.block_n), dtype=torch.float32, device=x.device)
-        flags = flags_of(x.device)
-        grid = (programs, 1, 1)
-    fp16 = x.dtype == torch.float16
-    # So that two programs of 8 warps, or four of 4, are on a multiprocessor together.
-    registers = 128 if config.block_m <= 32 or (config.block_m == 64 and config.warps == 8) else None
-    pieces, tile_rows = config.unroll * depth, config.block_n // ROWS
-    launch(
-        nvfp4_wgmma_kernel, grid,
-        descriptor(x, [config.block_m, config.unroll * config.block_k], 128),
-        *packed_descriptors(words, scale_bytes, pieces, tile_rows),
-        global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, DEPTH=depth, STAGES=config.stages,
-        UNROLL=config.unroll, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=routed.activation,
-        PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers, **pdl_option(hardware),
+    if plan.parts:
+        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
+    plan.launch(
+        descriptor(x, plan.block, 128), *packed_descriptors(words, scale_bytes, plan.pieces, plan.tile_rows),
+        global_scale, bias, out, parts, flags, *routed.tensors,
     )  # fmt: skip
     return out
+
+
+class _Plan(NamedTuple):
+    """A launch, rows and columns of x in a group of steps, pieces of 64 columns and tiles of 16 rows of the weight in
+    it, and the shape of tiles' parts, if there are any."""
+
+    launch: Launch
+    block: list[int]
+    pieces: int
+    tile_rows: int
+    parts: tuple[int, ...] | None
+
+
+@lru_cache(PLANS)
+def _plan(config: Config, m: int, n: int, k: int, fp16: bool, activation: str | None, hardware: Hardware) -> _Plan:
+    block_m, block_n = config.block_m, config.block_n
+    tiles_m, tiles_n = cdiv(m, block_m), cdiv(n, block_n)
+    programs = min(config.programs, tiles_m * tiles_n * cdiv(k, config.block_k * config.unroll), FLAGS)
+    depth = config.block_k // COLUMNS
+    # So that two programs of 8 warps, or four of 4, are on a multiprocessor together.
+    registers = 128 if block_m <= 32 or (block_m == 64 and config.warps == 8) else None
+    launch = Launch(
+        nvfp4_wgmma_kernel, (programs, 1, 1) if programs else grid_of_tiles(tiles_m, tiles_n), m, n, k,
+        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=config.stages, UNROLL=config.unroll, FP16=fp16,
+        UNSCALE=UNSCALE, ACTIVATION=activation, PDL=hardware.pdl, num_warps=config.warps, maxnreg=registers,
+        **pdl_option(hardware),
+    )  # fmt: skip
+    return _Plan(
+        launch, [block_m, config.unroll * config.block_k], config.unroll * depth, block_n // ROWS,
+        (programs, 2, block_m, block_n) if programs else None,
+    )  # fmt: skip

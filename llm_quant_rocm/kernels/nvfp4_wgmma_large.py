@@ -19,6 +19,10 @@ x may be E4M3 with a scale a row. The weight then becomes E4M3 too, for twice th
 FP8 products with the 14 bits or so that they have for them, as torch._scaled_mm(use_fast_accum=True) has them do.
 """
 
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,7 +45,7 @@ from llm_quant_rocm.kernels.hopper import (
     tile_and_rest,
     tile_descriptor,
 )
-from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.launch import PLANS, Launch
 from llm_quant_rocm.kernels.nvfp4_wgmma import DENSE, Routed, lines_of_16_bytes, load_scales
 from llm_quant_rocm.kernels.nvfp4_wgmma_large_epilogue import (
     add_and_store,
@@ -352,18 +356,69 @@ def _launch(
     m, k = x.shape
     if out is None:
         out = routed.result(x, n)
-    block_k = STEP_BYTES // x.element_size()
+    assert routed.row_map is None, "tiles are stored whole"
+    plan = _plan(
+        config, m, n, k, x.element_size() == 1, out.dtype, routed.tile_expert is not None, routed.activation, hardware,
+        multiprocessors(x.device),
+    )  # fmt: skip
+    parts = flags = None
+    if plan.parts:
+        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
+    plan.launch(
+        row_descriptor(x, plan.rows), row_descriptor(x, plan.tail) if plan.tail else None, row_scale,
+        *packed_descriptors(words, scale_bytes, plan.depth, plan.tile_rows, blocks=x.element_size() == 1),
+        global_scale, bias, tile_descriptor(out, *plan.box) if plan.box else out, out if plan.adds_to_tail else None,
+        parts, flags, routed.tile_expert, routed.tile_rows, routed.tile_count,
+    )  # fmt: skip
+    return out
+
+
+class _Plan(NamedTuple):
+    """A launch, and what its tensors are to be.
+
+    Attributes:
+        rows: of x, in a box.
+        tail: the same of a tail's; 0: there is none.
+        depth, tile_rows: pieces of 64 columns and tiles of 16 rows of the weight in a step.
+        box: rows and columns of the result that the accelerator stores together; None: threads store it.
+        adds_to_tail: whether parts of a tail's tiles are added up.
+        parts: their shape, if there are any.
+    """
+
+    launch: Launch
+    rows: int
+    tail: int
+    depth: int
+    tile_rows: int
+    box: tuple[int, int] | None
+    adds_to_tail: bool
+    parts: tuple[int, ...] | None
+
+
+@lru_cache(PLANS)
+def _plan(
+    config: Config,
+    m: int,
+    n: int,
+    k: int,
+    fp8: bool,
+    dtype: torch.dtype,
+    of_experts: bool,
+    activation: str | None,
+    hardware: Hardware,
+    programs: int,
+) -> _Plan:
+    """Of a result in `dtype`, by so many programs, no more than run together: one waits for what another adds."""
+    block_k = STEP_BYTES if fp8 else STEP_BYTES // 2
     block_m, rest = tile_and_rest(config.block_m, m)
     # Of tiles with 64 rows of the weight only the accelerator stores results.
     block_n = config.block_n if n % 8 == 0 else max(config.block_n, 128)
-    # No more than run together: one waits for what another adds.
-    programs = multiprocessors(x.device)
     tiles = cdiv(m, block_m) * cdiv(n, block_n)
     groups = groups_of(k, block_k)
     # Only the accelerator stores its results.
     tail = tail_of(config, m, tiles, programs) if n % 8 == 0 else 0
     shares = shares_of(config, tiles, groups, programs, tail)
-    if routed.tile_expert is not None:
+    if of_experts:
         shares, tail, whole = 0, 0, tiles
     elif tail or shares:
         whole = tiles // programs * programs
@@ -371,33 +426,25 @@ def _launch(
             programs = tiles * shares
     else:
         whole = whole_tiles(tiles, groups, programs, config.cut)
-    parts = flags = None
+    parts = None
     if whole < tiles and (shares or not tail):
-        parts = torch.empty((programs, block_n, tail or block_m), dtype=torch.float32, device=x.device)
-        flags = flags_of(x.device)
-    fp16 = out.dtype == torch.float16
-    depth, row_tiles = block_k // COLUMNS, block_n // ROWS
-    stores, ring_bytes, target = 0, RING_BYTES, out
-    if (tail or parts is None) and out.shape[1] % 8 == 0:
-        rows = min(STORE[0], main_part(block_m) // 2)
+        parts = programs, block_n, tail or block_m
+    stores, ring_bytes, box = 0, RING_BYTES, None
+    if (tail or parts is None) and (n if activation is None else n // 2) % 8 == 0:
         # An activation makes one of two columns.
-        columns = STORE[1] if routed.activation is None else min(STORE[1], block_n // 4)
-        stores, target = STORES, tile_descriptor(out, rows, columns)
-        ring_bytes -= 2 * stores * rows * columns * out.element_size()
+        columns = STORE[1] if activation is None else min(STORE[1], block_n // 4)
+        stores, box = STORES, (min(STORE[0], main_part(block_m) // 2), columns)
+        ring_bytes -= 2 * stores * prod(box) * dtype.itemsize
     assert stores or block_n > 64, "two consumers exchange sums where the accelerator stores them"
-    assert stores or routed.tile_expert is None, "rows of experts are lines of 16 bytes"
-    assert routed.row_map is None, "tiles are stored whole"
-    assert routed.activation is None or block_n > 64, "what two consumers add up is stored as it is"
-    launch(
-        nvfp4_wgmma_large_kernel, (programs,),
-        row_descriptor(x, rest or block_m), row_descriptor(x, tail) if tail else None, row_scale,
-        *packed_descriptors(words, scale_bytes, depth, row_tiles, blocks=x.element_size() == 1),
-        global_scale, bias, target, out if tail and shares else None, parts, flags,
-        routed.tile_expert, routed.tile_rows, routed.tile_count, m, n, k, whole,
-        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth,
-        STORES=stores, STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
-        UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=fp16,
-        UNSCALE=UNSCALE if x.element_size() == 2 else UNSCALE_FP8,
-        ACTIVATION=routed.activation, PDL=hardware.pdl, num_warps=4, **pdl_option(hardware),
+    assert stores or not of_experts, "rows of experts are lines of 16 bytes"
+    assert activation is None or block_n > 64, "what two consumers add up is stored as it is"
+    launch = Launch(
+        nvfp4_wgmma_large_kernel, (programs,), m, n, k, whole,
+        BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=block_k // COLUMNS, STORES=stores,
+        STAGES=ring_bytes // (block_m * STEP_BYTES + block_n * block_k * 9 // 16),
+        UNROLL=UNROLL, SHARES=shares, TAIL=tail, REGISTERS=REGISTERS, FP16=dtype == torch.float16,
+        UNSCALE=UNSCALE_FP8 if fp8 else UNSCALE, ACTIVATION=activation, PDL=hardware.pdl, num_warps=4,
+        **pdl_option(hardware),
     )  # fmt: skip
-    return out
+    adds_to_tail = tail > 0 and shares > 0
+    return _Plan(launch, rest or block_m, tail, block_k // COLUMNS, block_n // ROWS, box, adds_to_tail, parts)

@@ -21,6 +21,7 @@ for the others before it leaves its sums there. Tiles of 96 rows have two accumu
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ from llm_quant_rocm.kernels.hopper import (
     row_in_tile,
     tile_and_rest,
 )
-from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.launch import PLANS, Launch
 from llm_quant_rocm.kernels.nvfp4_wgmma import (
     DENSE,
     Routed,
@@ -541,13 +542,49 @@ def gemm_split(
     m, k = x.shape
     if out is None:
         out = routed.result(x, n)
+    assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
+    fp16, together = x.dtype == torch.float16, multiprocessors(x.device) * config.programs_together
+    plan = _plan(config, m, n, k, fp16, routed.tile_expert is not None, routed.activation, hardware, together)
+    parts = flags = None
+    if plan.parts:
+        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
+    plan.launch(
+        row_descriptor(x, plan.rows), *packed_descriptors(words, scale_bytes, plan.depth, plan.tile_rows),
+        global_scale, bias, out, parts, flags, *routed.tensors,
+    )  # fmt: skip
+    return out
+
+
+class _Plan(NamedTuple):
+    """A launch, rows of x in a box, pieces of 64 columns and tiles of 16 rows of the weight in a step, and the shape of
+    tiles' parts, if there are any."""
+
+    launch: Launch
+    rows: int
+    depth: int
+    tile_rows: int
+    parts: tuple[int, ...] | None
+
+
+@lru_cache(PLANS)
+def _plan(
+    config: Config,
+    m: int,
+    n: int,
+    k: int,
+    fp16: bool,
+    of_experts: bool,
+    activation: str | None,
+    hardware: Hardware,
+    together: int,
+) -> _Plan:
+    """`together` programs run at a time."""
     block_n = config.block_n
     block_m, rest = tile_and_rest(config.block_m, m)
     tiles = config.tiles(m, n)
-    programs, parts, flags = tiles, None, None
+    programs, parts = tiles, None
     # Of experts only the GPU knows.
-    turns = 0 if routed.tile_expert is not None else config.turns(m, n, k)
-    depth = _depth(block_m, turns)
+    depth = _depth(block_m, 0 if of_experts else config.turns(m, n, k))
     room = ROOM[config.consumers, config.programs_together]
     ring_bytes = room.ring_bytes - config.inbox_bytes
     sum_bytes = 4 * prod(sums_shape(block_m, config.split_k, config.consumers))
@@ -560,24 +597,15 @@ def gemm_split(
     )
     beside = config.programs > 0 or roomy == most or (config.cluster == 1 and roomy >= ENOUGH_STAGES)
     stages = roomy if beside else most
-    assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
     if config.programs:
         # No more than run together: one waits for what another adds.
-        together = multiprocessors(x.device) * config.programs_together
         programs = min(config.programs, together, tiles * cdiv(k, depth * COLUMNS))
-        slice_m = max(block_m // config.split_k, 8)
-        parts = torch.empty((programs, config.consumers, 64 * slice_m), dtype=torch.float32, device=x.device)
-        flags = flags_of(x.device)
-    fp16 = x.dtype == torch.float16
-    row_tiles = block_n // ROWS
-    launch(
-        nvfp4_wgmma_split_kernel, (programs,),
-        row_descriptor(x, rest or block_m),
-        *packed_descriptors(words, scale_bytes, depth, row_tiles),
-        global_scale, bias, out, parts, flags, *routed.tensors, m, n, k,
+        parts = programs, config.consumers, 64 * max(block_m // config.split_k, 8)
+    launch = Launch(
+        nvfp4_wgmma_split_kernel, (programs,), m, n, k,
         BLOCK_M=block_m, BLOCK_N=block_n, DEPTH=depth, STAGES=stages, SPLIT_K=config.split_k,
         EAGER=min(_eager(block_m), stages), BESIDE=beside, CLUSTER=config.cluster, REGISTERS=room.registers,
-        FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=routed.activation,
+        FEW_REGISTERS=room.few_registers, FP16=fp16, UNSCALE=UNSCALE, ACTIVATION=activation,
         PDL=hardware.pdl, num_warps=4, cluster=config.cluster, **room.options, **pdl_option(hardware),
     )  # fmt: skip
-    return out
+    return _Plan(launch, rest or block_m, depth, block_n // ROWS, parts)

@@ -14,13 +14,15 @@ its row.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.launch import PLANS, Launch
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 
@@ -243,46 +245,73 @@ def schedule(
 
     Waits for nothing, and may be captured in a graph. One launch or two, by the numbers of slots and tiles.
     """
-    slots, device = topk_ids.numel(), topk_ids.device
-    tiles = max_tiles(slots, experts, block_m)
-    row_map = torch.empty(tiles * block_m, dtype=torch.int32, device=device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=device)
-    tile_rows = torch.empty(tiles, dtype=torch.int32, device=device)
-    tile_count = torch.empty(1, dtype=torch.int32, device=device)
-    slot_row = torch.empty(slots, dtype=torch.int32, device=device)
-    row_weight = None
-    if topk_weights is not None:
-        row_weight = torch.empty(tiles * block_m, dtype=torch.float32, device=device)
-    if not tiles:
-        return Schedule(row_map, tile_expert, tile_rows, tile_count.zero_(), row_weight, slot_row)
+    tokens, topk = topk_ids.shape
     known = experts if expert_map is None else expert_map.numel()
+    plan = _plan(tokens, topk, experts, known, block_m, hardware, MANY_READS, _MOST_PARTS)
+    tiles, new = plan.tiles, partial(topk_ids.new_empty, dtype=torch.int32)
+    row_map, tile_expert, tile_rows, tile_count = new(tiles * block_m), new(tiles), new(tiles), new(1)
+    slot_row = new(tokens * topk)
+    row_weight = None if topk_weights is None else new(tiles * block_m, dtype=torch.float32)
+    found = Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
+    if plan.place is None:
+        tile_count.zero_()
+        return found
+    counted = ()
+    if plan.count is not None:
+        counted = (new(plan.counts, dtype=plan.counts_dtype),)
+        plan.count(topk_ids, expert_map, padding, *counted, slot_row)
+    plan.place(
+        topk_ids, expert_map, padding, topk_weights, *counted, row_map, tile_expert, tile_rows, tile_count, row_weight,
+        slot_row,
+    )  # fmt: skip
+    return found
+
+
+class _Plan(NamedTuple):
+    """How a schedule is made.
+
+    Attributes:
+        tiles: how many it has.
+        place: the launch that makes it; None if it has no tiles.
+        count: of many slots the launch before, with counts of this shape and dtype.
+    """
+
+    tiles: int
+    place: Launch | None
+    count: Launch | None = None
+    counts: tuple[int, int] = (0, 0)
+    counts_dtype: torch.dtype = torch.int32
+
+
+@lru_cache(PLANS)
+def _plan(
+    tokens: int, topk: int, experts: int, known: int, block_m: int, hardware: Hardware, many_reads: int, most_parts: int
+) -> _Plan:
+    """Of ids below `known`; with two launches beyond `many_reads`, of up to `most_parts` parts."""
+    slots = tokens * topk
+    tiles = max_tiles(slots, experts, block_m)
+    if not tiles:
+        return _Plan(0, None)
     bins = max(64, next_power_of_2(experts))
-    constants = {"TOPK": topk_ids.shape[1], "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
-    if slots * tiles <= MANY_READS:
+    constants = {"TOPK": topk, "BINS": bins, "PDL": hardware.pdl, **pdl_option(hardware)}
+    if slots * tiles <= many_reads:
         chunk, warps = (128, 4) if slots <= 128 else (1024, 8)
-        launch(
-            schedule_kernel, (tiles,),
-            topk_ids, expert_map, padding, topk_weights, row_map, tile_expert, tile_rows, tile_count, row_weight,
-            slot_row, slots, known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants,
-        )  # fmt: skip
-        return Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
-    parts = min(_MOST_PARTS, cdiv(slots, _CHUNK * _PARTS_BLOCK) * _PARTS_BLOCK)
+        place = Launch(
+            schedule_kernel, (tiles,), slots, known, CHUNK=chunk, BLOCK_M=block_m, num_warps=warps, **constants
+        )
+        return _Plan(tiles, place)
+    parts = min(most_parts, cdiv(slots, _CHUNK * _PARTS_BLOCK) * _PARTS_BLOCK)
     part_slots = cdiv(slots, parts * 16) * 16
-    # Every program reads all counts: they are as short as they can be. A thread a slot: of fewer slots than threads
-    # Triton repeats the loads in every layout.
-    counts = torch.empty((parts, bins), dtype=torch.int16 if part_slots < 2**15 else torch.int32, device=device)
-    launch(
-        count_kernel, (parts,),
-        topk_ids, expert_map, padding, counts, slot_row, slots, known, part_slots, CHUNK=_CHUNK,
-        num_warps=_CHUNK // hardware.lanes, **constants,
+    # A thread a slot: of fewer slots than threads Triton repeats the loads in every layout.
+    count = Launch(
+        count_kernel, (parts,), slots, known, part_slots, CHUNK=_CHUNK, num_warps=_CHUNK // hardware.lanes, **constants
+    )
+    place = Launch(
+        place_kernel, (parts,), slots, known, parts, part_slots, tiles, cdiv(tiles, parts),
+        CHUNK=512, BLOCK_M=block_m, PARTS_BLOCK=_PARTS_BLOCK, TILES_BLOCK=16, num_warps=4, **constants,
     )  # fmt: skip
-    launch(
-        place_kernel, (parts,),
-        topk_ids, expert_map, padding, topk_weights, counts, row_map, tile_expert, tile_rows, tile_count, row_weight,
-        slot_row, slots, known, parts, part_slots, tiles, cdiv(tiles, parts), CHUNK=512, BLOCK_M=block_m,
-        PARTS_BLOCK=_PARTS_BLOCK, TILES_BLOCK=16, num_warps=4, **constants,
-    )  # fmt: skip
-    return Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
+    # Every program reads all counts: they are as short as they can be.
+    return _Plan(tiles, place, count, (parts, bins), torch.int16 if part_slots < 2**15 else torch.int32)
 
 
 @triton.jit
@@ -315,13 +344,17 @@ def scatter_rows(x: torch.Tensor, slot_row: torch.Tensor, rows: int, hardware: H
     tokens, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if x.numel():
-        block = min(1024, next_power_of_2(columns))
-        launch(
-            scatter_rows_kernel, (tokens, cdiv(columns, block)),
-            x, slot_row, out, columns, TOPK=slot_row.numel() // tokens, BLOCK=block, PDL=hardware.pdl, num_warps=2,
-            **pdl_option(hardware),
-        )  # fmt: skip
+        _scatter(tokens, columns, slot_row.numel() // tokens, hardware)(x, slot_row, out)
     return out
+
+
+@lru_cache(PLANS)
+def _scatter(tokens: int, columns: int, topk: int, hardware: Hardware) -> Launch:
+    block = min(1024, next_power_of_2(columns))
+    return Launch(
+        scatter_rows_kernel, (tokens, cdiv(columns, block)), columns,
+        TOPK=topk, BLOCK=block, PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -369,11 +402,15 @@ def sum_rows(
     """
     tokens, columns = slot_row.numel() // topk, rows.shape[1]
     out = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
-    if out.numel():
-        block = min(1024, next_power_of_2(columns))
-        launch(
-            sum_rows_kernel, (tokens, cdiv(columns, block)),
-            rows, slot_row, topk_weights, out, columns, TOPK=topk, IN_TILES=in_tiles, BLOCK=block, PDL=hardware.pdl,
-            num_warps=2, **pdl_option(hardware),
-        )  # fmt: skip
+    if tokens and columns:
+        _sum(tokens, columns, topk, in_tiles, hardware)(rows, slot_row, topk_weights, out)
     return out
+
+
+@lru_cache(PLANS)
+def _sum(tokens: int, columns: int, topk: int, in_tiles: bool, hardware: Hardware) -> Launch:
+    block = min(1024, next_power_of_2(columns))
+    return Launch(
+        sum_rows_kernel, (tokens, cdiv(columns, block)), columns,
+        TOPK=topk, IN_TILES=in_tiles, BLOCK=block, PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
+    )  # fmt: skip

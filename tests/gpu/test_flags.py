@@ -36,19 +36,20 @@ def test_a_stream_has_zeros_of_its_own_and_kernels_leave_them() -> None:
 def test_streams_beyond_those_that_have_zeros() -> None:
     from llm_quant_rocm.kernels import flags
 
-    places = dict(flags._places)
+    known = dict(flags._flags)
     try:
-        flags._places.update({(torch.device("cuda", 0), -number): number for number in range(1, flags.STREAMS + 1)})
+        others = range(1, flags.STREAMS + 1)
+        flags._flags.update({(torch.device("cuda", 0), -number): torch.empty(0) for number in others})
         stream = torch.cuda.Stream()
-        flags._places.pop((torch.device("cuda", 0), stream.cuda_stream), None)
+        flags._flags.pop((torch.device("cuda", 0), stream.cuda_stream), None)
         with torch.cuda.stream(stream):
             first, second = flags.flags_of(torch.device("cuda", 0)), flags.flags_of(torch.device("cuda", 0))
         stream.synchronize()
         assert first.data_ptr() != second.data_ptr()
         assert not first.any() and not second.any()
     finally:
-        flags._places.clear()
-        flags._places.update(places)
+        flags._flags.clear()
+        flags._flags.update(known)
 
 
 def test_graphs_of_streams_that_nothing_ran_on_before() -> None:

@@ -147,6 +147,35 @@ def twice(arch: str) -> tuple[list[Any], list[Any], int]:
     return theirs, ours, len(launches._kept)
 
 
+def planned(arch: str) -> tuple[list[Any], list[Any], list[str]]:
+    """What the driver is given by Triton's own launches and by those of one plan, each first by the plan's and then as
+    it was kept, and who launched while somebody had replaced Triton's `run`."""
+    recorder = Recorder(arch)
+    use(recorder)
+    options: dict[str, Any] = {"NOTE": "a", "BLOCK": 64, "num_warps": 4, "SIGN": -1.0}
+    x, y = torch.zeros(64), torch.zeros(65)
+    given = [(x, y), (x, y[1:]), (x, None), (y, x), (x.bfloat16(), y)]
+    theirs, ours = [], []
+    for tensors in given:
+        add_kernel[(3, 2)](*tensors, 48, 1, 0.5, **options)
+        theirs.append(list(map(plain, without_hooks(recorder.launched.pop()))))
+    plan = launches.Launch(add_kernel, (3, 2), 48, 1, 0.5, **options)
+    for _ in range(2):
+        ours.clear()
+        for tensors in given:
+            plan(*tensors)
+            ours.append(list(map(plain, without_hooks(recorder.launched.pop()))))
+    said: list[str] = []
+    run: Any = JITFunction.run
+    function: Any = JITFunction
+    function.run = lambda kernel, *args, **options: said.append("somebody")
+    plan(x, y)
+    function.run = run
+    plan(x, y)
+    said.extend(["the driver"] * len(recorder.launched))
+    return theirs, ours, said
+
+
 def descriptors() -> tuple[list[Any], list[Any], int]:
     """`twice`, for a kernel that takes descriptors; its first launch is Triton's."""
     recorder = Recorder("sm_90")

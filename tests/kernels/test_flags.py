@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Each thread has a stream of its own, and none captures unless `capturing`."""
     state = SimpleNamespace(capturing=False)
+    monkeypatch.setattr(flags, "_all", {})
     monkeypatch.setattr(flags, "_flags", {})
-    monkeypatch.setattr(flags, "_places", {})
     active = SimpleNamespace(get_current_stream=lambda device: threading.get_native_id())
     monkeypatch.setattr(flags, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
@@ -34,7 +34,7 @@ def test_threads_that_come_at_once_get_zeros_of_their_own(
 ) -> None:
     together = threading.Barrier(2)
 
-    class SlowPlaces(dict[Any, int]):
+    class SlowFlags(dict[Any, torch.Tensor]):
         """Whoever counts them is held up until another does, if it is let."""
 
         def __iter__(self) -> Iterator[Any]:
@@ -43,7 +43,7 @@ def test_threads_that_come_at_once_get_zeros_of_their_own(
                 together.wait(0.3)
             return iter(known)
 
-    monkeypatch.setattr(flags, "_places", SlowPlaces())
+    monkeypatch.setattr(flags, "_flags", SlowFlags())
     start = threading.Barrier(2)
 
     def both(_: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def test_threads_that_come_at_once_get_zeros_of_their_own(
 def test_a_first_capture_gets_zeros_of_its_graph(streams: SimpleNamespace) -> None:
     streams.capturing = True
     assert flags.flags_of(CPU).shape == (flags.FLAGS,)
-    assert not flags._flags and not flags._places
+    assert not flags._all and not flags._flags
     streams.capturing = False
     assert flags.flags_of(CPU).data_ptr() == flags.flags_of(CPU).data_ptr()
 

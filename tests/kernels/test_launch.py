@@ -7,7 +7,7 @@ from tests.amd import isolated, tritons
 
 pytest.importorskip("triton")
 
-from tests.kernels.launches import TARGETS, clusters, coarser, descriptors, hooked, replaced, twice
+from tests.kernels.launches import TARGETS, clusters, coarser, descriptors, hooked, planned, replaced, twice
 
 every_triton = pytest.mark.parametrize("triton", tritons.VERSIONS)
 every_arch = pytest.mark.parametrize("arch", TARGETS)
@@ -27,6 +27,14 @@ def test_the_driver_is_given_the_same(arch: str, triton: str) -> None:
     theirs, ours, kinds = isolated.call(triton, twice, arch)
     assert ours == theirs
     assert kinds == 6, "64 and 48 elements are alike, as are two values of a number that nothing is compiled for"
+
+
+@every_triton
+@every_arch
+def test_a_plan_gives_the_driver_the_same(arch: str, triton: str) -> None:
+    theirs, ours, said = isolated.call(triton, planned, arch)
+    assert ours == theirs
+    assert said == ["somebody", "the driver"]
 
 
 @every_triton

@@ -451,6 +451,7 @@ def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any,
             return lambda *arguments, **options: launches.append((arguments, options | {"grid": grid}))
 
     monkeypatch.setattr(module, f"{module.__name__.rpartition('.')[2]}_kernel", Kernel())
+    monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)  # those that are kept have the real kernel
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132, raising=False)
     monkeypatch.setattr(module, "flags_of", lambda device: None)
     return launches
@@ -573,10 +574,13 @@ def test_the_grid_has_a_cluster_for_each_tile(monkeypatch: pytest.MonkeyPatch) -
     from llm_quant_rocm.kernels import nvfp4_wgmma_split, nvfp4_wgmma_split_tiles
 
     said: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        nvfp4_wgmma_split, "launch",
-        lambda kernel, grid, *args, cluster, **options: said.append((grid, cluster, options["CLUSTER"])),
-    )  # fmt: skip
+
+    def planned(kernel: Any, grid: Any, *numbers: int, cluster: int, **options: Any) -> Callable[..., None]:
+        return lambda *tensors: said.append((grid, cluster, options["CLUSTER"]))
+
+    monkeypatch.setattr(nvfp4_wgmma_split, "Launch", planned)
+    monkeypatch.setattr(nvfp4_wgmma_split, "_plan", nvfp4_wgmma_split._plan.__wrapped__)
+    monkeypatch.setattr(nvfp4_wgmma_split, "multiprocessors", lambda device: 132)
     x, words = torch.zeros(40, 1024, dtype=torch.bfloat16), torch.zeros(16, 32, 128, dtype=torch.int32)
     scales = torch.zeros(16, 32, 64, dtype=torch.uint8)
     for config in nvfp4_wgmma_split_tiles.cluster_configs(16) + nvfp4_wgmma_split_tiles.configs(16):
