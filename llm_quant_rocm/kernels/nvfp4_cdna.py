@@ -42,11 +42,6 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> nvfp4_mfma.Con
     return nvfp4_mfma.default_config(m, n, k, hardware.units)
 
 
-def fitted(config: nvfp4_mfma.Config, m: int, n: int, k: int, measured_m: int) -> nvfp4_mfma.Config:
-    """`config`, the fastest of `measured_m` rows, for m rows, fewer than these."""
-    return config
-
-
 def expert_products(
     x: torch.Tensor, w13: Weight, w2: Weight, activation: str, routing: Schedule, hardware: Hardware, config: PairConfig
 ) -> tuple[torch.Tensor, bool]:

@@ -43,18 +43,6 @@ def default_config(m: int, n: int, k: int, hardware: Hardware) -> Config:
     return nvfp4_estimate.fastest(m, n, k) or nvfp4_wgmma.default_config(m, n, k)
 
 
-def fitted(config: Config, m: int, n: int, k: int, measured_m: int) -> Config:
-    """`config`, the fastest of `measured_m` rows, or what should be faster of m rows, fewer than these, by much: more
-    tiles may hold none of them, or the last ones few."""
-    m = _planned(m)
-    if m <= 64 or m >= measured_m or isinstance(config, Few):
-        return config
-    other = nvfp4_estimate.fastest(m, n, k)
-    assert other is not None, "there are configurations for more than 64 rows"
-    theirs, ours = (nvfp4_estimate.microseconds(each, m, n, k) for each in (config, other))
-    return other if ours < 0.92 * theirs else config
-
-
 def _planned(m: int) -> int:
     """The number of rows for which a configuration is chosen: each is compiled at its first call, so there should be
     few."""

@@ -134,10 +134,9 @@ def _run_triton(
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
-    if measured is None:
+    if measured is None or not tuning.counts(device.arch, measured, m):
         return kernels.default_config(m, n, k, device)
-    config = tuning.configured(NAME, device.arch, measured, kernels.config_of)
-    return kernels.fitted(config, m, n, k, measured.m)
+    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
 
 
 def _torch_refusal(call: GemmCall) -> str | None:

@@ -2,7 +2,7 @@
 """The estimate by which the NVFP4 GEMM on Hopper is configured for weights that nobody has measured."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -122,17 +122,20 @@ def test_few_numbers_of_rows_decide_what_is_chosen() -> None:
             assert nvfp4_hopper.default_config(m, n, k, HOPPER) == nvfp4_hopper.default_config(planned, n, k, HOPPER)
 
 
-def test_a_measured_configuration_gives_way_where_it_would_compute_many_rows_for_nothing() -> None:
-    measured, shape = Large(256, 128, 1), (10240, 8192)
-    fitted = partial(nvfp4_hopper.fitted, measured, n=shape[0], k=shape[1], measured_m=512)
-    assert fitted(300) == nvfp4_estimate.fastest(320, *shape)
-    assert fitted(300).block_m == 128
-    assert fitted(512) == fitted(500) == measured
-    few = Split(128, 2, programs=132)
-    assert nvfp4_hopper.fitted(few, 65, *shape, measured_m=128) is few
-    assert nvfp4_hopper.fitted(Split(128, 2), 65, 7680, 5120, measured_m=128) == Split(96, 4)
-    unknown = nvfp4_wgmma.Config(128, 64, 64)
-    assert nvfp4_hopper.fitted(unknown, 300, *shape, measured_m=512) is unknown
+def test_between_numbers_of_rows_that_were_measured_the_estimate_chooses() -> None:
+    """Of weights that were tuned for. With what won at the next larger number, unless by the estimate another took 8%
+    less, an H100 took 1.7% longer than with the fastest, and an H200 1.6%, 12% at most."""
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    for rows in (EXACT, H200):
+        slower = []
+        for row in rows:
+            m, n, k = row["m"], row["n"], row["k"]
+            if m in (192, 300, 700) and tuning.lookup("nvfp4_gemm", "sm_90", m, n, k):
+                us = dict(_estimate_fit.measured(row))
+                slower.append(us[module._config(HOPPER, m, n, k)] / min(us.values()))
+        assert len(slower) == 42
+        assert np.mean(slower) < 1.01
+        assert max(slower) < 1.08
 
 
 def test_the_choice_with_the_exact_product_and_both_in_fp8_is_near_the_fastest() -> None:
