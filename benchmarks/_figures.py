@@ -245,16 +245,18 @@ def fp8_prefill() -> str:
     return f"{measured_on(result)}:\n\n{table(['rows', *harness.LAYERS, 'mean'], rows)}"
 
 
-def untuned(name: str, shown: Mapping[str, tuple[str, str]]) -> str:
+def untuned(shown: Mapping[str, tuple[str, str]], *names: str) -> str:
     """By rows of x, the mean over layers that nothing was tuned for of one's time over another's, and the least, with
-    those who were there to be timed."""
-    result = load(name)
-    shown = {title: pair for title, pair in shown.items() if any(pair[0] in row["us"] for row in result["rows"])}
-    rows = [
-        [str(m), *(mean_and_least(result, m, theirs, ours) for theirs, ours in shown.values())]
-        for m in harness.UNTUNED_MS
-    ]
-    return f"{measured_on(result)}:\n\n{table(['rows', *shown], rows)}"
+    those who were there to be timed; of each file."""
+    tables = []
+    for result in map(load, names):
+        here = {title: pair for title, pair in shown.items() if any(pair[0] in row["us"] for row in result["rows"])}
+        rows = [
+            [str(m), *(mean_and_least(result, m, theirs, ours) for theirs, ours in here.values())]
+            for m in harness.UNTUNED_MS
+        ]
+        tables.append(f"{measured_on(result)}:\n\n{table(['rows', *here], rows)}")
+    return "\n\n".join(tables)
 
 
 def mean_and_least(result: Row, m: int, theirs: str, ours: str) -> str:
@@ -432,11 +434,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "all_reduce": all_reduce,
     "fused_norm": fused_norm,
     "fused_engine": fused_engine,
-    "ptpc_untuned": partial(untuned, "ptpc_gemm_untuned_sm_90.json", PTPC_UNTUNED),
+    "ptpc_untuned": partial(untuned, PTPC_UNTUNED, "ptpc_gemm_untuned_sm_90.json"),
     "ptpc_experts": partial(ptpc_experts, "ptpc_moe_sm_90.json"),
     "ptpc_experts_untuned": partial(ptpc_experts, "ptpc_moe_untuned_sm_90.json"),
     "fp8_prefill": fp8_prefill,
-    "nvfp4_untuned": partial(untuned, "nvfp4_gemm_untuned_sm_90.json", NVFP4_UNTUNED),
+    "nvfp4_untuned": partial(
+        untuned, NVFP4_UNTUNED, "nvfp4_gemm_untuned_sm_90.json", "nvfp4_gemm_untuned_h200_sm_90.json"
+    ),
     "nvfp4_means": nvfp4_means,
     "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_h200_sm_90.json", "nvfp4_moe_sm_90.json"),
     "nvfp4_experts_untuned": partial(
