@@ -543,8 +543,10 @@ def gemm_split(
     if out is None:
         out = routed.result(x, n)
     assert config.programs or routed.tile_expert is None, "only the GPU knows how many tiles experts have"
-    fp16, together = x.dtype == torch.float16, multiprocessors(x.device) * config.programs_together
-    plan = _plan(config, m, n, k, fp16, routed.tile_expert is not None, routed.activation, hardware, together)
+    plan = _plan(
+        config, m, n, k, x.dtype == torch.float16, routed.tile_expert is not None, routed.activation, hardware,
+        multiprocessors(x.device),
+    )  # fmt: skip
     parts = flags = None
     if plan.parts:
         parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
@@ -576,9 +578,9 @@ def _plan(
     of_experts: bool,
     activation: str | None,
     hardware: Hardware,
-    together: int,
+    units: int,
 ) -> _Plan:
-    """`together` programs run at a time."""
+    """On a GPU of so many multiprocessors."""
     block_n = config.block_n
     block_m, rest = tile_and_rest(config.block_m, m)
     tiles = config.tiles(m, n)
@@ -599,6 +601,7 @@ def _plan(
     stages = roomy if beside else most
     if config.programs:
         # No more than run together: one waits for what another adds.
+        together = units * config.programs_together
         programs = min(config.programs, together, tiles * cdiv(k, depth * COLUMNS))
         parts = programs, config.consumers, 64 * max(block_m // config.split_k, 8)
     launch = Launch(
