@@ -147,6 +147,12 @@ def counts(arch: str, shape: Measured, m: int) -> bool:
     return arch not in OWN_WEIGHT or shape.m - m < 32
 
 
+def lookup_product(operator: str, arch: str, m: int, n: int, k: int) -> Measured | None:
+    """What `lookup` finds of a product of m rows and a weight [n, k], if that `counts`."""
+    found: Measured | None = lookup(operator, arch, m, n, k)
+    return found if found and counts(arch, found, m) else None
+
+
 def text_of(file: Traversable) -> str | None:
     """What a file of measurements holds; None where there is none, and, with a warning, where it may not be read, as in
     containers whose user has no right to HOME.

@@ -223,7 +223,7 @@ def test_what_more_rows_were_measured_with_counts_where_tiles_are_as_full(
     on(arch)
     winner = tuning.Measured(n=8192, k=8192, m=256, backend="torch", config={})
     monkeypatch.setattr(tuning, "shapes", lambda operator, arch: (winner,))
-    assert gemm_operator._measured(arch, m, 8192, 8192) == (winner if counts else None)
+    assert tuning.lookup_product("ptpc_gemm", arch, m, 8192, 8192) == (winner if counts else None)
 
 
 @pytest.mark.parametrize("operator", [quant_operator, norm_operator], ids=["per_token_quant", "rms_norm_quant"])

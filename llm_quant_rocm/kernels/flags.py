@@ -35,6 +35,13 @@ def flags_of(device: torch.device) -> torch.Tensor:
     return torch.zeros(FLAGS, dtype=torch.int32, device=device) if flags is None else flags
 
 
+def parts_and_flags(
+    shape: tuple[int, ...] | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Memory for parts of tiles, fp32 of that shape, and `flags_of` for those who add them up; for None neither."""
+    return (torch.empty(shape, dtype=torch.float32, device=device), flags_of(device)) if shape else (None, None)
+
+
 def _flags_of_stream(key: tuple[torch.device, int]) -> torch.Tensor | None:
     """A stream's from now on; None where it gets none."""
     device, _ = key

@@ -35,7 +35,7 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.activate import activate
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, decode_words, split_pairs
-from llm_quant_rocm.kernels.flags import FLAGS, flags_of
+from llm_quant_rocm.kernels.flags import FLAGS, parts_and_flags
 from llm_quant_rocm.kernels.hopper import (
     cta_barrier,
     descriptor,
@@ -556,12 +556,9 @@ def gemm(
     if out is None:
         out = routed.result(x, n)
     plan = _plan(config, m, n, k, x.dtype == torch.float16, routed.activation, hardware)
-    parts = flags = None
-    if plan.parts:
-        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
     plan.launch(
         descriptor(x, plan.block, 128), *packed_descriptors(words, scale_bytes, plan.pieces, plan.tile_rows),
-        global_scale, bias, out, parts, flags, *routed.tensors,
+        global_scale, bias, out, *parts_and_flags(plan.parts, x.device), *routed.tensors,
     )  # fmt: skip
     return out
 

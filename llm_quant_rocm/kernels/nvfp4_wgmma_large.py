@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE, UNSCALE_FP8, declare_fp8_table, fill_fp8_table
-from llm_quant_rocm.kernels.flags import flags_of
+from llm_quant_rocm.kernels.flags import parts_and_flags
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
     allocate_ring,
@@ -361,14 +361,11 @@ def _launch(
         config, m, n, k, x.element_size() == 1, out.dtype, routed.tile_expert is not None, routed.activation, hardware,
         multiprocessors(x.device),
     )  # fmt: skip
-    parts = flags = None
-    if plan.parts:
-        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
     plan.launch(
         row_descriptor(x, plan.rows), row_descriptor(x, plan.tail) if plan.tail else None, row_scale,
         *packed_descriptors(words, scale_bytes, plan.depth, plan.tile_rows, blocks=x.element_size() == 1),
         global_scale, bias, tile_descriptor(out, *plan.box) if plan.box else out, out if plan.adds_to_tail else None,
-        parts, flags, routed.tile_expert, routed.tile_rows, routed.tile_count,
+        *parts_and_flags(plan.parts, x.device), routed.tile_expert, routed.tile_rows, routed.tile_count,
     )  # fmt: skip
     return out
 

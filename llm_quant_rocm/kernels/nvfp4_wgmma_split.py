@@ -40,7 +40,7 @@ from llm_quant_rocm.formats.nvfp4_wgmma import COLUMNS, ROWS
 from llm_quant_rocm.hardware import Hardware, multiprocessors
 from llm_quant_rocm.kernels.cluster import arrive, inbox_of, init_inbox, wait_for_all
 from llm_quant_rocm.kernels.decode_hopper import UNSCALE
-from llm_quant_rocm.kernels.flags import flags_of
+from llm_quant_rocm.kernels.flags import parts_and_flags
 from llm_quant_rocm.kernels.hopper import (
     acc_layout_of,
     advance,
@@ -547,12 +547,9 @@ def gemm_split(
         config, m, n, k, x.dtype == torch.float16, routed.tile_expert is not None, routed.activation, hardware,
         multiprocessors(x.device),
     )  # fmt: skip
-    parts = flags = None
-    if plan.parts:
-        parts, flags = torch.empty(plan.parts, dtype=torch.float32, device=x.device), flags_of(x.device)
     plan.launch(
         row_descriptor(x, plan.rows), *packed_descriptors(words, scale_bytes, plan.depth, plan.tile_rows),
-        global_scale, bias, out, parts, flags, *routed.tensors,
+        global_scale, bias, out, *parts_and_flags(plan.parts, x.device), *routed.tensors,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ its row.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -350,10 +350,15 @@ def scatter_rows(x: torch.Tensor, slot_row: torch.Tensor, rows: int, hardware: H
 
 @lru_cache(PLANS)
 def _scatter(tokens: int, columns: int, topk: int, hardware: Hardware) -> Launch:
+    return _by_rows(scatter_rows_kernel, tokens, columns, hardware, TOPK=topk)
+
+
+def _by_rows(kernel: Any, tokens: int, columns: int, hardware: Hardware, **constants: Any) -> Launch:
+    """A program for each block of columns of each token."""
     block = min(1024, next_power_of_2(columns))
     return Launch(
-        scatter_rows_kernel, (tokens, cdiv(columns, block)), columns,
-        TOPK=topk, BLOCK=block, PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
+        kernel, (tokens, cdiv(columns, block)), columns,
+        BLOCK=block, PDL=hardware.pdl, num_warps=2, **constants, **pdl_option(hardware),
     )  # fmt: skip
 
 
@@ -409,8 +414,4 @@ def sum_rows(
 
 @lru_cache(PLANS)
 def _sum(tokens: int, columns: int, topk: int, in_tiles: bool, hardware: Hardware) -> Launch:
-    block = min(1024, next_power_of_2(columns))
-    return Launch(
-        sum_rows_kernel, (tokens, cdiv(columns, block)), columns,
-        TOPK=topk, IN_TILES=in_tiles, BLOCK=block, PDL=hardware.pdl, num_warps=2, **pdl_option(hardware),
-    )  # fmt: skip
+    return _by_rows(sum_rows_kernel, tokens, columns, hardware, TOPK=topk, IN_TILES=in_tiles)

@@ -106,11 +106,10 @@ def _in_fp8(call: GemmCall) -> bool:
 @lru_cache(tuning.KEPT)
 def _fp8_config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
     """How to compute in FP8; None where the exact product is faster."""
-    kernels, measured = kernels_of(device.arch), tuning.lookup(FP8_NAME, device.arch, m, n, k)
+    kernels, measured = kernels_of(device.arch), tuning.lookup_product(FP8_NAME, device.arch, m, n, k)
     # Not as far as tuning.FARTHEST, within which a configuration serves other weights too: here a measurement says
     # whether FP8 pays at all, and where it does not, it costs more than tiles that fit badly.
-    counts = measured is not None and measured.weight == (n, k) and tuning.counts(device.arch, measured, m)
-    if not counts or measured.m >= 2 * m:
+    if measured is None or measured.weight != (n, k) or measured.m >= 2 * m:
         return kernels.default_fp8_config(m, n, k, device)
     if measured.backend == EXACT:
         return None
@@ -133,8 +132,8 @@ def _run_triton(
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
-    kernels, measured = kernels_of(device.arch), tuning.lookup(NAME, device.arch, m, n, k)
-    if measured is None or not tuning.counts(device.arch, measured, m):
+    kernels, measured = kernels_of(device.arch), tuning.lookup_product(NAME, device.arch, m, n, k)
+    if measured is None:
         return kernels.default_config(m, n, k, device)
     return tuning.configured(NAME, device.arch, measured, kernels.config_of)
 
@@ -172,7 +171,7 @@ BACKENDS = (
 
 @lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
-    measured = tuning.lookup(NAME, call.hardware.arch, call.m, call.n, call.k)
+    measured = tuning.lookup_product(NAME, call.hardware.arch, call.m, call.n, call.k)
     usual = "torch" if call.m >= VENDOR_ROWS and not not_expanded(call.hardware.arch, call.layout) else None
     return choose(NAME, BACKENDS, call, measured.backend if measured else usual)
 

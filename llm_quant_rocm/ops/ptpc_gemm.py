@@ -123,16 +123,10 @@ def kernels_of(arch: str) -> ModuleType:
 
 @lru_cache(tuning.KEPT)
 def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
-    kernels, measured = kernels_of(device.arch), _measured(device.arch, m, n, k)
+    kernels, measured = kernels_of(device.arch), tuning.lookup_product(NAME, device.arch, m, n, k)
     if measured is None:
         return kernels.default_config(device, m, n, k)
     return tuning.configured(NAME, device.arch, measured, kernels.config_of)
-
-
-def _measured(arch: str, m: int, n: int, k: int) -> tuning.Measured | None:
-    """What was measured of the shape, if that counts."""
-    found: tuning.Measured | None = tuning.lookup(NAME, arch, m, n, k)
-    return found if found and tuning.counts(arch, found, m) else None
 
 
 BACKENDS = (
@@ -158,7 +152,7 @@ def _usual(call: GemmCall) -> str | None:
 
 @lru_cache(tuning.KEPT)
 def _choose(call: GemmCall) -> Choice:
-    measured = _measured(call.hardware.arch, call.m, call.n, call.k)
+    measured = tuning.lookup_product(NAME, call.hardware.arch, call.m, call.n, call.k)
     return choose(NAME, BACKENDS, call, measured.backend if measured else _usual(call))
 
 

@@ -30,6 +30,7 @@ from triton.runtime.driver import driver
 from llm_quant_rocm import hardware
 from llm_quant_rocm.formats.fp8 import OCP
 from llm_quant_rocm.kernels import (
+    flags,
     nvfp4_expand,
     nvfp4_hopper,
     nvfp4_wgmma,
@@ -208,7 +209,7 @@ CASES: dict[str, Callable[[], None]] = {
 def ask_no_gpu(module: Any) -> None:
     """Gives a module of kernels what its launches would ask an H100 for."""
     module.multiprocessors = lambda device: 132
-    module.flags_of = lambda device: zeros(8192, dtype=torch.int32)
+    flags.flags_of = lambda device: zeros(8192, dtype=torch.int32)
 
 
 def compiled(case: str) -> list[str]:

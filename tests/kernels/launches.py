@@ -216,7 +216,7 @@ def hooked(arch: str) -> tuple[list[Any], list[Any]]:
 def clusters() -> list[int]:
     """Programs in a cluster that the driver is told of: by the first launch of a kernel, the next, one of a kernel that
     was compiled ahead, one of either kind while somebody has replaced Triton's `run` with another that launches, and
-    one in a thread while another compiles ahead."""
+    one in a thread while another compiles ahead; and by the first launch of a plan and the next."""
     recorder = Recorder("sm_90")
     use(recorder)
     run: Any = JITFunction.run
@@ -226,6 +226,7 @@ def clusters() -> list[int]:
         args = torch.zeros(64), None, 64, 1, 0.5
         launches.launch(add_kernel, (5,), *args, cluster=3, BLOCK=block, SIGN=1.0, NOTE="a")
 
+    plan = launches.Launch(add_kernel, (5,), 64, 1, 0.5, cluster=3, BLOCK=128, SIGN=1.0, NOTE="a")
     ahead: Any = compile_ahead
     ahead.job_of = lambda key, compile_fn: None  # in this process
     launch(64)
@@ -245,6 +246,8 @@ def clusters() -> list[int]:
         other = threading.Thread(target=launch, args=(4,))
         other.start()
     other.join()
+    plan(torch.zeros(64), None)
+    plan(torch.zeros(64), None)
     assert {given[:3] for given in recorder.launched} == {(5, 1, 1)}
     return [given[5][1] for given in recorder.launched]
 

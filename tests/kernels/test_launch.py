@@ -53,7 +53,7 @@ def test_descriptors_are_given_as_they_are(triton: str) -> None:
 
 @every_triton
 def test_every_launch_of_a_cluster_is_one(triton: str) -> None:
-    assert isolated.call(triton, clusters, limit=300) == [3] * 6
+    assert isolated.call(triton, clusters, limit=300) == [3] * 8
 
 
 def test_who_replaces_tritons_run_is_asked() -> None:

@@ -444,6 +444,8 @@ def test_what_comes_to_an_inbox_has_room_of_its_own(columns: int, programs: int)
 def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """What a module's kernel is launched with from now on, on an H100's multiprocessors: arguments, and options with
     the grid."""
+    from llm_quant_rocm.kernels import flags
+
     launches: list[tuple[Any, dict[str, Any]]] = []
 
     class Kernel:
@@ -453,7 +455,7 @@ def launches_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any,
     monkeypatch.setattr(module, f"{module.__name__.rpartition('.')[2]}_kernel", Kernel())
     monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)  # those that are kept have the real kernel
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132, raising=False)
-    monkeypatch.setattr(module, "flags_of", lambda device: None)
+    monkeypatch.setattr(flags, "flags_of", lambda device: None)
     return launches
 
 
