@@ -6,11 +6,11 @@ them the same model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
 
 The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 1, 10 and 64 prompts of 1024 random tokens,
-256 tokens out, CUDA graphs; the prefill is the time of one token out, a step is the rest over 255, each the best of
-five runs, and `steps` says how much of a step is the GPU's. NVFP4 is one random ModelOpt checkpoint, loaded without a
-flag (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others
-load what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where
-none does.
+256 tokens out, CUDA graphs of a step; the prefill is the time of one token out, a step is the rest over 255, each the
+best of five runs, and `steps` says how much of a step is the GPU's. With `--capture-sizes 1 16 64 1024` one prompt's
+prefill is in a graph, too. NVFP4 is one random ModelOpt checkpoint, loaded without a flag (_random_checkpoint.py);
+LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load what it decodes to where
+a router looks at it, and dummy weights (which take the same time and less disk) where none does.
 `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
 weights: rounding makes some, a wrong layer about 1.
 
@@ -26,7 +26,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -83,19 +83,20 @@ TOKENS = 256
 PROMPTS = (1, 10, 64)
 # A busy host makes some of them slow.
 RUNS = 5
+# The sizes to which vLLM pads so many prompts by itself: others would only lengthen the start.
+CAPTURE_SIZES = (1, 16, 64)
 # So many at once: their weights, caches and graphs share the GPU's memory.
 AT_ONCE = 3
 
 
-def start(shape: str, method: str, folder: str) -> Callable[[], dict[str, Any]]:
+def start(shape: str, method: str, folder: str, capture_sizes: list[int]) -> Callable[[], dict[str, Any]]:
     """In a process of its own: an engine of the model in `folder`, for figures and one prompt's log probabilities."""
     load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
     quantization = method if method in ONLINE else "none"
     llm = vllm_engine.engine(
         folder, quantization, load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
         enable_prefix_caching=False, **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS),
-        # The sizes to which vLLM pads so many prompts by itself: others would only lengthen the start.
-        compilation_config={"cudagraph_capture_sizes": [1, 16, 64]},
+        compilation_config={"cudagraph_capture_sizes": capture_sizes},
     )  # fmt: skip
     vllm_engine.warm_up(llm)
     return lambda: figures(llm)
@@ -143,18 +144,23 @@ def is_routed(shape: str) -> bool:
     return "num_experts" in SHAPES[shape]
 
 
-def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> None:
+def measure(
+    shape: str, methods: list[str], at_once: int, start_s: float, capture_sizes: Sequence[int] = CAPTURE_SIZES
+) -> None:
     """Measure `methods` over one checkpoint, and write what they took."""
     from benchmarks import _harness as harness
 
-    found: dict[str, Any] = {"vllm": version("vllm"), "shape": SHAPES[shape], "methods": {}}
+    shown: dict[str, Any] = {"shape": SHAPES[shape], "cudagraph_capture_sizes": [*capture_sizes]}
+    found: dict[str, Any] = {"vllm": version("vllm"), **shown, "methods": {}}
+    captured = f"_captured_to_{max(capture_sizes)}" if max(capture_sizes) > max(CAPTURE_SIZES) else ""
+    sizes = [str(size) for size in capture_sizes]
     expected: list[float] = []
     # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method in ("bf16", *ONLINE) else quantized for method in methods}
         jobs = [
-            vllm_engine.job(method, __file__, (shape, method, str(folder)), Path(scratch), METHODS[method])
+            vllm_engine.job(method, __file__, (shape, method, str(folder), *sizes), Path(scratch), METHODS[method])
             for method, folder in folders.items()
         ]
         prepare = partial(write_checkpoints, shape, dense, quantized)
@@ -167,7 +173,7 @@ def measure(shape: str, methods: list[str], at_once: int, start_s: float) -> Non
                 result["difference"] = engines.difference(logprobs, expected)
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
-            written = harness.write(f"nvfp4_engine_{shape}_{harness.gpu()}", found)
+            written = harness.write(f"nvfp4_engine_{shape}{captured}_{harness.gpu()}", found)
     print("written to", written)
 
 
@@ -175,16 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES, nargs="?")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--run", nargs=4, metavar=("SHAPE", "METHOD", "CHECKPOINT", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--capture-sizes", nargs="+", type=int, default=CAPTURE_SIZES, metavar="N",
+        help="numbers of tokens of which engines have CUDA graphs",
+    )  # fmt: skip
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     engines.add_options(parser, str(AT_ONCE))
     args = parser.parse_args()
     if args.run:
-        shape, method, checkpoint, folder = args.run
+        shape, method, checkpoint, *sizes, folder = args.run
         import vllm  # noqa: F401  while the checkpoint is made
 
-        engines.serve(Path(folder), lambda: start(shape, method, checkpoint))
+        engines.serve(Path(folder), lambda: start(shape, method, checkpoint, [int(size) for size in sizes]))
     elif args.shape:
-        measure(args.shape, args.methods, args.at_once or AT_ONCE, args.start_seconds)
+        measure(args.shape, args.methods, args.at_once or AT_ONCE, args.start_seconds, args.capture_sizes)
     else:
         parser.error("name a shape")
 
