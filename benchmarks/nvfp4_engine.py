@@ -152,7 +152,7 @@ def measure(
 
     shown: dict[str, Any] = {"shape": SHAPES[shape], "cudagraph_capture_sizes": [*capture_sizes]}
     found: dict[str, Any] = {"vllm": version("vllm"), **shown, "methods": {}}
-    captured = f"_captured_to_{max(capture_sizes)}" if max(capture_sizes) > max(CAPTURE_SIZES) else ""
+    graphs = f"_with_graphs_to_{max(capture_sizes)}" if max(capture_sizes) > max(CAPTURE_SIZES) else ""
     sizes = [str(size) for size in capture_sizes]
     expected: list[float] = []
     # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
@@ -173,7 +173,7 @@ def measure(
                 result["difference"] = engines.difference(logprobs, expected)
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
-            written = harness.write(f"nvfp4_engine_{shape}{captured}_{harness.gpu()}", found)
+            written = harness.write(f"nvfp4_engine_{shape}{graphs}_{harness.gpu()}", found)
     print("written to", written)
 
 

@@ -92,6 +92,13 @@ STEPS = (
     Step("vllm_load_{gpu}", "vllm_load.py", engine="vllm", seconds=450),
     Step("nvfp4_engine_llama-3-70b_{gpu}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=600),
     Step("nvfp4_engine_qwen3-30b-a3b_{gpu}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=600),
+    Step(
+        "nvfp4_engine_qwen3-30b-a3b_with_graphs_to_1024_{gpu}",
+        "nvfp4_engine.py",
+        ("qwen3-30b-a3b", "--capture-sizes", "1", "16", "64", "1024"),
+        engine="vllm",
+        seconds=600,
+    ),
     Step("vllm_fusion_demo_{gpu}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),
     *(
         Step(
