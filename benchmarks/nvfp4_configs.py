@@ -32,8 +32,8 @@ from llm_quant_rocm.tune.nvfp4_gemm import weights
 from llm_quant_rocm.tune.search import Compiler
 from llm_quant_rocm.tune.shapes import WELL_KNOWN
 
-MS = (8, 16, 32, 64, 96, 128, 192, 256, 300, 512, 700, 1024, 4096)
-FP8_MS = (192, 256, 300, 512, 700, 1024, 4096, 8192, 16384)
+MS = (8, 16, 32, 64, 96, 128, 160, 192, 256, 288, 300, 512, 700, 1024, 4096)
+FP8_MS = (160, 192, 256, 288, 300, 512, 700, 1024, 4096, 8192, 16384)
 # Beside the well-known ones; tpN is one of N ranks.
 LAYERS = WELL_KNOWN | {
     "llama-8b-qkv": (6144, 4096),

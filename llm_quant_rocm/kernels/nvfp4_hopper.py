@@ -48,7 +48,7 @@ def _planned(m: int) -> int:
     few."""
     if m <= 64:
         return max(8, next_power_of_2(m))
-    step = 32 if m <= 128 else 64
+    step = 32 if m <= 320 else 64
     return cdiv(m, step) * step
 
 

@@ -82,8 +82,9 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import (
 from llm_quant_rocm.kernels.pdl import pdl_option
 from llm_quant_rocm.kernels.sizes import cdiv
 
-# Of a multiprocessor's 227 KiB. The rest has room for barriers, places of tiles, scales of rows and a table of E4M3.
-RING_BYTES = 220 * 1024
+# Of a multiprocessor's 227 KiB, by the bytes of a value of x. The rest has room for barriers, places of tiles, scales
+# of rows and, in FP8, a table of E4M3.
+RING_BYTES = {1: 217 * 1024, 2: 220 * 1024}
 # What of a result a consumer has the accelerator store at once: rows, fewer of tiles of 64, and columns. And how many
 # of these may be on their way.
 STORE = (64, 64)
@@ -236,7 +237,7 @@ def _consumer(
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @gluon.jit(do_not_specialize=["M", "whole"])
 def nvfp4_wgmma_large_kernel(
-    x, tail_x, row_scale, words, scale_pairs, global_scale, bias, out, shared_out, parts, flags,
+    x, rest_x, row_scale, words, scale_pairs, global_scale, bias, out, shared_out, parts, flags,
     tile_expert, tile_rows, tile_count, M, N, K, whole,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
     UNROLL: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, REGISTERS: gl.constexpr, FP16: gl.constexpr,
@@ -247,8 +248,9 @@ def nvfp4_wgmma_large_kernel(
     x (`row_descriptor`), words and scale_pairs are descriptors of [M, K], [pieces of K, row tiles, 128] and [pieces of
     K, row tiles, 32]; x is of 16-bit values or of E4M3 in the order of columns that `decode_words_fp8` names.
     `row_scale` fp32 [M], if given, are factors of its rows: the scales of E4M3, the router's weights of experts.
-    N is the number of rows of the weight that are stored; the packed weight has them padded. The first `whole` tiles
-    are not cut, and with TAIL the others are of so many rows of x, of which `tail_x` is a descriptor. `parts` fp32
+    N is the number of rows of the weight that are stored; the packed weight has them padded. Of tiles whose rows of x
+    are no power of two `rest_x` is a descriptor of the rest. The first `whole` tiles are not cut, and with TAIL the
+    others are of so many rows of x, of which `rest_x` is a descriptor then. `parts` fp32
     [programs, BLOCK_N, BLOCK_M or TAIL] has room for a part of each program, and `flags`, two zeros for each, say which
     are there. With SHARES as many programs compute each tile that is not whole. With STORES, where no tile is cut, but
     for a tail, out is a descriptor, and so many boxes of it each consumer may have waiting in shared memory to be
@@ -296,7 +298,7 @@ def nvfp4_wgmma_large_kernel(
                 TAIL, FP16, UNSCALE, ACTIVATION,
             )),
             (producer, (
-                x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL, CUT, SHARES, TAIL, PDL,
+                x, rest_x, words, scale_pairs, routing, shared, sizes, BLOCK_M, BLOCK_N, UNROLL, CUT, SHARES, TAIL, PDL,
             )),
             (init_barriers, (shared, BLOCK_N)),
             (leave, (M,)),
@@ -362,7 +364,7 @@ def _launch(
         multiprocessors(x.device),
     )  # fmt: skip
     plan.launch(
-        row_descriptor(x, plan.rows), row_descriptor(x, plan.tail) if plan.tail else None, row_scale,
+        row_descriptor(x, plan.rows), row_descriptor(x, plan.rest) if plan.rest else None, row_scale,
         *packed_descriptors(words, scale_bytes, plan.depth, plan.tile_rows, blocks=x.element_size() == 1),
         global_scale, bias, tile_descriptor(out, *plan.box) if plan.box else out, out if plan.adds_to_tail else None,
         *parts_and_flags(plan.parts, x.device), routed.tile_expert, routed.tile_rows, routed.tile_count,
@@ -375,7 +377,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         rows: of x, in a box.
-        tail: the same of a tail's; 0: there is none.
+        rest: the same of the rest of a tile's rows, or of a tail's tiles; 0: there is neither.
         depth, tile_rows: pieces of 64 columns and tiles of 16 rows of the weight in a step.
         box: rows and columns of the result that the accelerator stores together; None: threads store it.
         adds_to_tail: whether parts of a tail's tiles are added up.
@@ -384,7 +386,7 @@ class _Plan(NamedTuple):
 
     launch: Launch
     rows: int
-    tail: int
+    rest: int
     depth: int
     tile_rows: int
     box: tuple[int, int] | None
@@ -426,11 +428,11 @@ def _plan(
     parts = None
     if whole < tiles and (shares or not tail):
         parts = programs, block_n, tail or block_m
-    stores, ring_bytes, box = 0, RING_BYTES, None
+    stores, ring_bytes, box = 0, RING_BYTES[1 if fp8 else 2], None
     if (tail or parts is None) and (n if activation is None else n // 2) % 8 == 0:
         # An activation makes one of two columns.
         columns = STORE[1] if activation is None else min(STORE[1], block_n // 4)
-        stores, box = STORES, (min(STORE[0], main_part(block_m) // 2), columns)
+        stores, box = STORES, (min(STORE[0], main_part(block_m) // 2, rest or STORE[0]), columns)
         ring_bytes -= 2 * stores * prod(box) * dtype.itemsize
     assert stores or block_n > 64, "two consumers exchange sums where the accelerator stores them"
     assert stores or not of_experts, "rows of experts are lines of 16 bytes"
@@ -444,4 +446,4 @@ def _plan(
         **pdl_option(hardware),
     )  # fmt: skip
     adds_to_tail = tail > 0 and shares > 0
-    return _Plan(launch, rest or block_m, tail, block_k // COLUMNS, block_n // ROWS, box, adds_to_tail, parts)
+    return _Plan(launch, block_m - rest, rest or tail, block_k // COLUMNS, block_n // ROWS, box, adds_to_tail, parts)

@@ -292,14 +292,15 @@ def store_shares(
         rest_mine = give_pieces(rest, own + ROWS * MAIN, rank, SHARES, FP8)
     arrived = flags + (program // SHARES * 2 + HALF) * 2
     await_all(arrived, SHARES)
-    PIECE: gl.constexpr = mine.shape[1]
-    if rank < MAIN // PIECE:
-        first = own - rank * (2 * SIZE)
+    first = own - rank * (2 * SIZE)
+    if rank < MAIN // mine.shape[1]:
         total = take_pieces(mine, first, rank, 2 * SIZE, SHARES)
-        _store_columns(total, scales, number + rank * PIECE, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
-        if REST:
+        place = rank * mine.shape[1]
+        _store_columns(total, scales, number + place, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
+    if REST:  # noqa: SIM102  # constants decide what is compiled
+        if rank < REST // rest_mine.shape[1]:
             total = take_pieces(rest_mine, first + ROWS * MAIN, rank, 2 * SIZE, SHARES)
-            place = MAIN + rank * total.shape[1]
+            place = MAIN + rank * rest_mine.shape[1]
             _store_columns(total, scales, number + place, tile_m, tile_n, result, HALF, BLOCK_M, UNSCALE)
     clear(arrived, SHARES)
 

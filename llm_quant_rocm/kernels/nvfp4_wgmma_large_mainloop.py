@@ -102,9 +102,11 @@ def init_barriers(shared, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, wanted=True):
-    """Has the accelerator fill a stage with ROWS rows of x, from row `number` of a tile on: all of the tile's, or as
-    many as one of the tail has."""
+def _fetch_x(
+    x, rest_x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, ROWS: gl.constexpr, wanted=True
+):  # fmt: skip
+    """Has the accelerator fill a stage with ROWS rows of x, from row `number` of a tile on: all of the tile's, the rest
+    of them by `rest_x`, or as many as one of the tail has."""
     ring, rest_ring, codes, pairs, places, ready, empty, started, exchanged = shared
     MAIN: gl.constexpr = main_rows(BLOCK_M)
     column = step * ring.shape[2]
@@ -113,12 +115,12 @@ def _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M: gl.constexpr, R
     load_rows(x, row, column, ready.index(stage), tile if ROWS >= MAIN else tile.slice(0, ROWS), wanted)
     if MAIN < ROWS:
         row = row_in_tile(tile_m, MAIN, M, BLOCK_M)
-        load_rows(x, row, column, ready.index(stage), rest_ring.index(stage), wanted)
+        load_rows(rest_x, row, column, ready.index(stage), rest_ring.index(stage), wanted)
 
 
 @gluon.jit
 def _fill(
-    x, words, scale_pairs, stage, phase, tile_m, tile_n, number, expert, rows, first, last, shared, M, K,
+    x, rest_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, expert, rows, first, last, shared, M, K,
     BLOCK_M: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """Fills the ring with the steps from `first` to `last` of a tile, or of one of the tail."""
@@ -129,14 +131,14 @@ def _fill(
         _tell_place(places, stage, tile_m, tile_n, expert, rows)
         mbarrier.expect(ready.index(stage), _stage_bytes(ring, codes, ROWS))
         fetch_weight(words, scale_pairs, codes, pairs, ready, stage, tile_n, step, first_piece_of(expert, K), True)
-        _fetch_x(x, stage, tile_m, number, step, shared, M, BLOCK_M, ROWS)
+        _fetch_x(x, rest_x, stage, tile_m, number, step, shared, M, BLOCK_M, ROWS)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
 def producer(
-    x, tail_x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    x, rest_x, words, scale_pairs, routing, shared, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     UNROLL: gl.constexpr, CUT: gl.constexpr, SHARES: gl.constexpr, TAIL: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
     """Fills the ring, in the order in which the consumers take it."""
@@ -164,7 +166,7 @@ def producer(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    _fetch_x(x, 0, tile_m, 0, first * UNROLL, shared, M, BLOCK_M, BLOCK_M, pieces > 0)
+    _fetch_x(x, rest_x, 0, tile_m, 0, first * UNROLL, shared, M, BLOCK_M, BLOCK_M, pieces > 0)
     mbarrier.wait(started, 0)
     stage, phase = advance(gl.to_tensor(0), gl.to_tensor(1), STAGES)
     for index in range(0, pieces):
@@ -175,13 +177,13 @@ def producer(
         # The very first step is on its way.
         begin_step = first * UNROLL + gl.where(index == 0, 1, 0)
         stage, phase = _fill(
-            x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, expert, rows, begin_step, last * UNROLL, shared, M,
-            K, BLOCK_M, BLOCK_M,
+            x, rest_x, words, scale_pairs, stage, phase, tile_m, tile_n, 0, expert, rows, begin_step, last * UNROLL,
+            shared, M, K, BLOCK_M, BLOCK_M,
         )  # fmt: skip
     if TAIL:
         tile_m, tile_n, number, first, last = program_tail(tiles_m, tiles_n, whole, tile_groups, BLOCK_M, TAIL, SHARES)
         stage, phase = _fill(
-            tail_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, BLOCK_M, first * UNROLL,
+            rest_x, rest_x, words, scale_pairs, stage, phase, tile_m, tile_n, number, 0, BLOCK_M, first * UNROLL,
             last * UNROLL, shared, M, K, BLOCK_M, TAIL,
         )  # fmt: skip
     leave(stage)

@@ -9,8 +9,8 @@ parts of all. Programs with the same columns of x then read them at the same tim
 than that all have the same number of steps. Or each of these tiles, the tail, is several of fewer rows of x. Nothing is
 added then, but each of them decodes the weight. A few tiles are both: the fewer rows a part has, the less is exchanged.
 
-A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 192 and of
-320 rows, too, whose accumulator is two, of a power of two of rows and of the 64 others.
+A weight is decoded once a tile, and a tile costs what its rows of x do, filled or not. So there are tiles of 160, 192,
+288 and 320 rows, too, whose accumulator is two, of 128 or 256 rows and of the 32 or 64 others.
 """
 
 from dataclasses import dataclass, replace
@@ -29,6 +29,8 @@ STEP_BYTES = 128
 UNROLL = 4
 # How many programs may compute one tile.
 SHARES = (2, 3, 4, 6, 8)
+# Rows of x in a tile of 128 rows of the weight.
+_HEIGHTS = (160, 192, 256, 288, 320)
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class Config:
     """How the product is cut.
 
     Attributes:
-        block_m, block_n: rows of x, 64, 128, 192, 256 or 320, and of the weight, 64, 128 or 256, in a tile; 256 of
-            the weight only with up to 128 of x, 192 and 320 of x with 128, and 64 of the weight with 256 of x.
+        block_m, block_n: rows of x, 64, 128, 160, 192, 256, 288 or 320, and of the weight, 64, 128 or 256, in a tile;
+            256 of the weight only with up to 128 of x, rows of x that are no power of two with 128, and 64 of the
+            weight with 256 of x.
         cut: how many waves of tiles may be cut, so that their sums are of parts: none, the last one if it is not full
-            (1), or that and the full one before it (2), for longer stretches. None of tiles of 192 and 320 rows, and
-            of 64 rows of the weight.
+            (1), or that and the full one before it (2), for longer stretches. None of tiles whose rows of x are no
+            power of two, and of 64 rows of the weight.
         shares: so many programs, 2 to 8, compute each tile of the last wave if that is not full, or of the tail, where
             they run together; `cut` is for where they do not.
         tail_m: tiles of the last wave are of so many rows of x instead, 64 or 128 of 256, where these run together;
@@ -67,9 +70,7 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     them spills registers in a loop but tiles of 320 rows with `shares`, a few in a group of steps."""
     if m <= 32:
         return []
-    shapes = [(64, 128), (64, 256)] if m <= 64 else [(192, 128), (256, 128)] if m > 128 else []
-    if m > 256:
-        shapes.append((320, 128))
+    shapes = [(64, 128), (64, 256)] if m <= 64 else [(height, 128) for height in _heights(m)] if m > 128 else []
     # The multiprocessors read more of x for as many products: for a few waves only.
     if m > 128 and n % 8 == 0 and cdiv(m, 256) * cdiv(n, 64) <= 4 * SMS:
         shapes.append((256, 64))
@@ -88,6 +89,13 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
         if (block_m, block_n) == (256, 128):
             found += _tailed(m, tiles, groups_of(k, STEP_BYTES if fp8 else STEP_BYTES // 2))
     return found
+
+
+def _heights(m: int) -> list[int]:
+    """Rows of x in tiles of 128 rows of the weight for m of more than 128: 256, which may be cut, and the fewest of
+    which so many tiles have room for m."""
+    fewest = {cdiv(m, height): height for height in sorted(_HEIGHTS, reverse=True)}
+    return sorted({*fewest.values(), 256})
 
 
 def _tailed(m: int, tiles: int, groups: int) -> list[Config]:
