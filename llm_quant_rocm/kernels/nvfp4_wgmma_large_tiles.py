@@ -75,8 +75,10 @@ def configs(m: int, n: int, k: int, fp8: bool = False) -> list[Config]:
     if m > 128 and n % 8 == 0 and cdiv(m, 256) * cdiv(n, 64) <= 4 * SMS:
         shapes.append((256, 64))
     if m > 64 and (m <= 512 or n * k < 2**24 or fp8):
-        # In FP8 the tile of 128 x 256 would spill.
-        shapes += [(128, 128)] if fp8 else [(128, 128), (128, 256)]
+        shapes.append((128, 128))
+    # In FP8 it would spill.
+    if 64 < m <= 128 and not fp8:
+        shapes.append((128, 256))
     found = []
     for block_m, block_n in shapes:
         tiles = cdiv(m, block_m) * cdiv(n, block_n)

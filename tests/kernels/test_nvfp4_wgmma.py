@@ -639,7 +639,7 @@ def test_the_accelerator_stores_what_no_other_program_adds_to(m: int, n: int, mo
         else:
             assert options["BLOCK_N"] > 64, "nobody else stores what two consumers add up"
             assert parts is not None or n == 1001
-        assert nvfp4_wgmma_large.RING_BYTES - stage < used <= nvfp4_wgmma_large.RING_BYTES
+        assert nvfp4_wgmma_large.RING_BYTES[2] - stage < used <= nvfp4_wgmma_large.RING_BYTES[2]
     assert len({options["STORES"] for _, options in launches}) == (2 if n == 5120 else 1)
 
 
