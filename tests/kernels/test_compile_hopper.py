@@ -62,7 +62,7 @@ def test_products_stay_in_flight_and_the_weight_alone_is_asked_for_early(case: s
     if case.endswith("tiles of few rows of the weight"):
         # Four products a step. Of the ring's stages, an odd number, each consumer waits for the other's, too.
         assert float(waits) == 2 / 4
-    if "8 rows" in case and case.startswith("K split"):
+    if " 8 rows" in case and case.startswith("K split"):
         # One for a step of 128 columns, or of 256.
         assert float(waits) == (1 / 16 if "long steps" in case else 1 / 8)
     if case.startswith("K split"):
