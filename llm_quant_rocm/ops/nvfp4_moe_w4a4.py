@@ -5,6 +5,7 @@ import torch
 
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.ops._register import isolated
 from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF
 
@@ -27,7 +28,8 @@ def nvfp4_moe_w4a4(
     """`nvfp4_moe` with the inputs of both products rounded to NVFP4: [T, H] in x's dtype.
 
     `input_scales` are fp32 [E] each, the encoding scales (2688 / amax) of every expert's input and of its activation.
-    The reference runs it: slow, and not for CUDA graphs, as the host reads which experts have tokens.
+    The reference runs it: slow, without a gradient, and not for CUDA graphs, as the host reads which experts have
+    tokens.
 
     Raises:
         TypeError: x is neither bf16 nor fp16, input_scales are not fp32, or a dtype of the router's results,
@@ -51,8 +53,9 @@ def nvfp4_moe_w4a4(
     for label, weight in (("w13", w13), ("w2", w2)):
         check_device(NAME, label, weight.codes, x)
     check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
-    x, weights, ids, expert_map, padding = routed(
-        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
-    )
-    ids = local_ids(ids, expert_map, experts, padding)
-    return reference.nvfp4_moe(x, w13, w2, weights, ids, activation, input_scales)
+    with isolated(x):
+        x, weights, ids, expert_map, padding = routed(
+            x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
+        )
+        ids = local_ids(ids, expert_map, experts, padding)
+        return reference.nvfp4_moe(x, w13, w2, weights, ids, activation, input_scales)

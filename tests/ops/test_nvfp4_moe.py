@@ -214,6 +214,17 @@ def test_activations_in_nvfp4() -> None:
     assert relative_error(exact, expected) > 0.02
 
 
+def test_autocast_and_gradients_stay_outside_of_activations_in_nvfp4() -> None:
+    """As of the operators that are registered (`tests/ops/test_register.py`)."""
+    arguments = w4a4_arguments()
+    expected = ops.nvfp4_moe_w4a4(**arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(ops.nvfp4_moe_w4a4(**arguments), expected)
+    found = ops.nvfp4_moe_w4a4(**arguments | {"x": arguments["x"].requires_grad_()})
+    assert not found.requires_grad
+    assert_same(found, expected)
+
+
 def test_a_weight_that_is_not_prepared_is_read_as_it_is() -> None:
     arguments = w4a4_arguments()
     del arguments["input_scales"]
