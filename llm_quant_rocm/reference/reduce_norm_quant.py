@@ -37,7 +37,9 @@ def padded(x: torch.Tensor) -> torch.Tensor:
 
 def norm_quant(s: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
     """What follows on the all-reduce s [M, K]."""
-    normed, z = rms_norm(s, norm.weight.float() + norm.weight_bias, norm.eps, residual)
+    # Only where there is a bias: a weight of -0 and 0 are +0.
+    weight = norm.weight.float() + norm.weight_bias if norm.weight_bias else norm.weight
+    normed, z = rms_norm(s, weight, norm.eps, residual)
     return Result(z, normed if target.normed else None, *_quantized(normed, norm.scale, target))
 
 

@@ -30,8 +30,9 @@ def compare(found: Result, expected: Result) -> None:
 @pytest.mark.parametrize("bias", [0.0, 1.0])
 def test_is_the_separate_operators(dtype: torch.dtype, with_residual: bool, bias: float) -> None:
     x, weight, given = nasty_rows(80, dtype), torch.linspace(-2, 2, 80), torch.tensor([37.0])
+    weight[3:6] = -0.0
     residual = x.flip(0) if with_residual else None
-    normed, z = rms_norm(x, weight + bias, 1e-5, residual)
+    normed, z = rms_norm(x, weight + bias if bias else weight, 1e-5, residual)
     common: dict[str, Any] = {"eps": 1e-5, "weight_bias": bias, "normed": True}
     compare(ops.reduce_norm_quant(x, weight, residual, quantization="none", **common), Result(z, normed, None, None))
     compare(ops.reduce_norm_quant(x, weight, residual, **common), Result(z, normed, *ops.per_token_quant_fp8(normed)))
