@@ -63,6 +63,7 @@ def _quantized(
     if target.quantization is Quantization.NONE:
         return None, None
     assert scale is not None
+    scale = scale.reshape(())  # of any number of dimensions, which results do not take over
     if target.quantization is Quantization.NVFP4:
         codes, scales = nvfp4.quantize_activation(normed, scale)
         return codes, arrange_scales(scales, target.layout)

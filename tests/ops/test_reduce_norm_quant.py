@@ -97,7 +97,7 @@ def test_layouts_of_scales(layout: ScaleLayout, rows: int, blocks: int) -> None:
 @WITH_RESIDUAL
 def test_shapes_and_fakes(shape: tuple[int, ...], quantization: Quantization, with_residual: bool) -> None:
     x, weight = torch.randn(shape).bfloat16(), torch.ones(shape[-1])
-    scale = torch.ones(1) if quantization in ("fp8_static", "nvfp4") else None
+    scale = torch.ones(1, 1, 1, 1) if quantization in ("fp8_static", "nvfp4") else None
     for layout in ScaleLayout if quantization == "nvfp4" else (ScaleLayout.LINEAR,):
         arguments = (x, x if with_residual else None, weight, scale, 1e-6, 0.0, "", quantization, layout, True)
         torch.library.opcheck(OPERATOR, arguments)
