@@ -60,8 +60,10 @@ def _triton(ranks: Ranks, x: torch.Tensor, residual: torch.Tensor | None, norm: 
 
 def _reference(ranks: Ranks, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
     out = reference.norm_quant(ranks.all_reduce(x), residual, norm, target)
+    if residual is not None:
+        return out
     # An operator's result may not be its input.
-    return out._replace(residual=out.residual.clone()) if residual is None else out
+    return out._replace(residual=out.residual.clone(memory_format=torch.contiguous_format))
 
 
 BACKENDS = (

@@ -28,12 +28,14 @@ def rms_norm(
 
     z = T(x + residual)                                   (x itself without a residual)
     n = T(z / sqrt(mean(z * z) + eps) * weight)           in fp32, rounded once; the mean by `mean_square`
+
+    What is computed is contiguous; a copy is made only where rows overlap, as those of a sliding window.
     """
-    z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    z = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
     wide = z.float()
     # In fp64, because torch's fp32 root is not correctly rounded on every CPU.
     inverse = 1.0 / torch.sqrt((mean_square(wide) + eps).double()).float()
-    return (wide * inverse * weight.float()).to(x.dtype), z
+    return (wide * inverse * weight.float()).to(x.dtype).contiguous(), z
 
 
 def rms_norm_quant_fp8(

@@ -109,6 +109,13 @@ def test_shapes_and_fakes(shape: tuple[int, ...], quantization: Quantization, wi
             assert found.codes.shape == (*shape[:-1], shape[-1] // (2 if quantization == "nvfp4" else 1))
 
 
+@WITH_RESIDUAL
+def test_rows_that_overlap(with_residual: bool) -> None:
+    x = random_rows(1, 18, torch.bfloat16)[0].unfold(0, 16, 1)
+    arguments = (x, x if with_residual else None, torch.ones(16), torch.ones(()))
+    torch.library.opcheck(OPERATOR, (*arguments, 1e-6, 0.0, "", "nvfp4", "linear", True))
+
+
 def test_strides_and_memory() -> None:
     wide, weight = random_rows(12, 160, torch.bfloat16), torch.linspace(-2, 2, 160)
     x, residual = wide[::2, ::2], wide[1::2, 80:]

@@ -46,6 +46,12 @@ def test_strides() -> None:
         assert_same(part, whole)
 
 
+def test_rows_that_overlap() -> None:
+    x, weight = random_rows(1, 18, torch.bfloat16)[0].unfold(0, 16, 1), torch.ones(16)
+    torch.library.opcheck(OPERATORS.rms_norm_quant_fp8.default, (x, weight, 1e-6))
+    torch.library.opcheck(OPERATORS.add_rms_norm_quant_fp8.default, (x, weight, 1e-6, x))
+
+
 def test_the_results_own_their_memory() -> None:
     x, residual, weight = random_rows(4, 16, torch.float32), torch.zeros(4, 16), torch.ones(16)
     before = x.clone()
