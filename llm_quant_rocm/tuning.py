@@ -220,6 +220,7 @@ def others(measured_on: Mapping[str, str | None], here: Mapping[str, str | None]
 
 
 def _is_sound(shape: Shape) -> bool:
-    sizes = [value for value in vars(shape).values() if value not in (shape.backend, shape.config)]
-    are_sizes = all(isinstance(size, int) and size > 0 for size in sizes)
+    sizes = [value for name, value in vars(shape).items() if name not in ("backend", "config")]
+    # Not a bool, which is an int to Python; and no kernel counts further than in 32 bits.
+    are_sizes = all(type(size) is int and 0 < size < 2**31 for size in sizes)
     return are_sizes and isinstance(shape.backend, str) and isinstance(shape.config, dict)

@@ -220,6 +220,7 @@ def test_a_cache_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, caplog: p
 SHAPE = {"n": 32, "k": 32, "m": 4, "backend": "triton", "config": {}}
 BROKEN = [
     *({**SHAPE, **change} for change in ({"n": "32"}, {"n": 0}, {"m": None}, {"m": 4.5}, {"config": []}, {"more": 1})),
+    *({**SHAPE, "n": no_size} for no_size in ("triton", {}, True, 2**31, 10**400)),
     {"experts": 4, "hidden": 32, "inner": 32, "slots": 4, "backend": "triton", "config": {}},
     {"n": 1},
 ]
