@@ -45,14 +45,20 @@ def pack_pieces(
             row_padding = -(some.stop - first) % rows
             pieces = (some.stop - first + row_padding) // rows
             packed = pack_rows(
-                torch.nn.functional.pad(codes[experts, some], (0, column_padding, 0, row_padding)).flatten(0, 1),
-                torch.nn.functional.pad(scales[experts, some], (0, column_padding // 8, 0, row_padding)).flatten(0, 1),
+                _padded(codes[experts, some], row_padding, column_padding),
+                _padded(scales[experts, some], row_padding, column_padding // 8),
             )
             for result, part in zip(results, packed, strict=True):
                 place = result[experts, :, first // rows : first // rows + pieces]
                 place.copy_(part.unflatten(1, (-1, pieces)).transpose(0, 1))
     words, scale_bytes = (result.view(*leading, *result.shape[1:]) for result in results)
     return words, scale_bytes
+
+
+def _padded(part: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The rows of all experts in `part` [E, N, K], with so many rows and columns of zeros behind each one's."""
+    # Contiguous also where there is nothing to add and the weight is column-major: of rows, words are views.
+    return torch.nn.functional.pad(part, (0, columns, 0, rows)).flatten(0, 1).contiguous()
 
 
 def move_bits(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:

@@ -30,3 +30,14 @@ def test_two_experts_at_a_time_and_the_last_alone(layout: str, monkeypatch: pyte
     monkeypatch.setattr(nvfp4_packing, "_ELEMENTS", 256 * 272)
     for together, parts in zip(packing.pack(weight.codes, weight.scales, layout), alone, strict=True):
         assert_same(together, torch.stack(parts))
+
+
+@pytest.mark.parametrize("layout", [nvfp4_wgmma.LAYOUT, nvfp4_mfma.LAYOUT, nvfp4_mfma.LAYOUT_FP4])
+def test_columns_in_the_order_of_memory(layout: str) -> None:
+    """Of whole tiles, where no padding makes rows of them."""
+    packing = nvfp4_wgmma if layout in nvfp4_wgmma.LAYOUTS else nvfp4_mfma
+    weight = nasty_weight(128, 256)
+    transposed = (part.t().contiguous().t() for part in (weight.codes, weight.scales))
+    expected = packing.pack(weight.codes, weight.scales, layout)
+    for found, whole in zip(packing.pack(*transposed, layout), expected, strict=True):
+        assert_same(found, whole)
