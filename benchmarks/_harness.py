@@ -50,16 +50,22 @@ def environment(gpus: int | None = None) -> dict[str, str]:
     return {"commit": "unknown", **provenance.environment(gpus)}
 
 
+def arch() -> str:
+    """How the names of files about several GPUs of this machine end: their architecture; "cpu" without a GPU."""
+    import torch
+
+    return hardware.detect(torch.device("cuda" if torch.cuda.is_available() else "cpu")).arch
+
+
 def gpu() -> str:
-    """How the names of files about this machine's GPU end: its architecture, and before that its model, but for the
-    H100, which came first; "cpu" without a GPU."""
+    """How the names of files about one GPU of this machine end: its architecture, and before that its model, but for
+    the H100, which came first; "cpu" without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return hardware.CPU.arch
-    arch = hardware.detect(torch.device("cuda")).arch
+        return arch()
     name = gpu_model(torch.cuda.get_device_name())
-    return arch if name == "H100" else f"{name.lower()}_{arch}"
+    return arch() if name == "H100" else f"{name.lower()}_{arch()}"
 
 
 def show(row: dict[str, Any], base: str) -> str:

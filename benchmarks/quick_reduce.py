@@ -21,7 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.measure import all_reduce
 from llm_quant_rocm.tune import quick_reduce as tuner
 from llm_quant_rocm.tuning import cache_file
@@ -39,7 +38,7 @@ def main() -> None:
         parser.error(
             f"{args.world} ranks on {torch.cuda.device_count()} GPUs: each rank needs a GPU, and there are two or more"
         )
-    arch = detect(torch.device("cuda", 0)).arch
+    arch = harness.arch()
     found: dict[str, Any] = {"unit": "microseconds a call", "world": args.world, "errors": {}, "rows": []}
 
     def heard(word: str, what: Any) -> None:

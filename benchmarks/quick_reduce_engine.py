@@ -50,12 +50,8 @@ def accuracy(ranks: int) -> Callable[[], dict[str, Any]]:
 
 
 def measure(ranks: int, codecs: Sequence[str], at_once: int, start_s: float) -> None:
-    import torch
-
     from benchmarks import _harness as harness
-    from llm_quant_rocm import hardware
 
-    arch = hardware.detect(torch.device("cuda" if torch.cuda.is_available() else "cpu")).arch
     found: dict[str, Any] = {"vllm": version("vllm"), "ranks": ranks, "codecs": {}}
     expected: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,7 +73,7 @@ def measure(ranks: int, codecs: Sequence[str], at_once: int, start_s: float) -> 
                 "log": vllm_engine.lines_of_the_plugin(log),
             }
             print(json.dumps({codec: found["codecs"][codec]}), flush=True)
-            written = harness.write(f"quick_reduce_engine_tp{ranks}_{arch}", found)
+            written = harness.write(f"quick_reduce_engine_tp{ranks}_{harness.arch()}", found)
     print("written to", written)
 
 

@@ -22,7 +22,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
-from llm_quant_rocm import hardware
 from llm_quant_rocm.comm.reduce_norm_quant import OPERATOR
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.measure import reduce_norm_quant
@@ -43,7 +42,7 @@ def main() -> None:
     library = next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so")) if args.vllm_ops else None
     theirs = distributions(name="vllm", path=[str(args.vllm_ops)]) if args.vllm_ops else ()
     versions = {found.name: found.version for found in theirs}
-    arch = hardware.detect(torch.device("cuda", 0)).arch
+    arch = harness.arch()
     name = f"reduce_norm_quant_{'sweep_' * args.sweep}tp{args.world}_{arch}"
     result: dict[str, Any] = {"world": args.world, "norm_and_quant": "vLLM's" if library else "ours", "rows": []}
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import _harness as harness
 from benchmarks._markdown import RESULTS
+from llm_quant_rocm import provenance
 
 ROOT = Path(__file__).parent.parent
 VLLM, SGLANG, HUMMING = "{vllm}", "{sglang}", "{humming}"
@@ -39,7 +40,7 @@ class Step:
 
     Attributes:
         result: the JSON file it writes, without its ending; {gpu} is what `harness.gpu` says, and {arch}, of several
-            GPUs, their architecture.
+            GPUs, what `harness.arch` does.
         script: in this folder.
         arguments: fixed ones; those that hold VLLM or HUMMING are given with the option before them, where that folder
             is known.
@@ -159,13 +160,16 @@ def why_not(
     for path in paths:
         if path.is_file():
             found = json.loads(path.read_text())
-            same = all(
-                found["environment"].get(name) == here.get(name) for name in ("commit", "device", "torch", "triton")
-            )
             # Those that were stopped on their way have no time.
-            if same and "seconds" in found:
+            if "seconds" in found and _facts(found["environment"]) == _facts(here):
                 return "measured already"
     return None
+
+
+def _facts(environment: dict[str, str]) -> list[str | None]:
+    """What figures depend on. A file says how many of a machine's GPUs were used, and the machine how many it has."""
+    device = provenance.without_count(environment.get("device", ""))
+    return [device, *(environment.get(name) for name in ("commit", "torch", "triton"))]
 
 
 def finish(path: Path, seconds: float) -> None:
@@ -178,14 +182,11 @@ def run(steps: Sequence[Step], folders: dict[str, str | None], budget: float, ag
     """Run the steps one after the other, or list them; the names of those that failed or were not begun."""
     import torch
 
-    from llm_quant_rocm import hardware, provenance
-
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = provenance.environment()
     if "commit" not in here:
         raise SystemExit("regenerate: figures need their commit: run in a git checkout, or set LLM_QUANT_ROCM_COMMIT")
-    arch = hardware.detect(torch.device("cuda")).arch if gpus else hardware.CPU.arch
-    names = {step: step.result.format(arch=arch, gpu=harness.gpu()) for step in steps}
+    names = {step: step.result.format(arch=harness.arch(), gpu=harness.gpu()) for step in steps}
     folder = Path(os.environ.get("OUT", RESULTS))
     places = {"vllm": folders[VLLM], "sglang": folders[SGLANG]}
     engines = [name for name, place in places.items() if place or importlib.util.find_spec(name)]

@@ -234,7 +234,7 @@ def main() -> None:
     from benchmarks import _harness as harness
 
     several = args.ranks > 1
-    file = f"sglang_engine_{args.ranks}_ranks_sm_90" if several else f"sglang_engine_{harness.gpu()}"
+    file = f"sglang_engine_{args.ranks}_ranks_{harness.arch()}" if several else f"sglang_engine_{harness.gpu()}"
     result: dict[str, Any] = {"sglang": version("sglang"), "ranks": args.ranks}
     with (
         tempfile.TemporaryDirectory() as entry_points,

@@ -323,17 +323,21 @@ def measure_methods(at_once: int, start_s: float) -> None:
 
 
 def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: int, start_s: float) -> None:
-    """Written anew after each variant, beside those that benchmarks/results has. One that fails stops no other."""
+    """Written anew after each variant, beside those that benchmarks/results has of this vLLM on such a machine. One
+    that fails stops no other."""
     from benchmarks import _harness as harness
     from benchmarks._markdown import RESULTS
 
     what = "demo" if is_demo else f"{ranks}_ranks"
-    name = f"vllm_fusion_{what}_{harness.gpu() if ranks == 1 else 'sm_90'}"
+    name = f"vllm_fusion_{what}_{harness.gpu() if ranks == 1 else harness.arch()}"
     arguments = ("demo", "ptpc_fp8") if is_demo else ("fusion", str(ranks))
     file = RESULTS / f"{name}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     layers = None if is_demo else DEEP_LLAMA["num_hidden_layers"]
-    results = before.get("variants", {}) if before.get("layers") == layers else {}
+    facts = {"vllm": version("vllm"), "ranks": ranks, "layers": layers}
+    device = before.get("environment", {}).get("device")
+    comparable = before.items() >= facts.items() and device == harness.environment(ranks)["device"]
+    results = before["variants"] if comparable else {}
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         jobs = [job(variant, __file__, arguments, Path(scratch), FUSION[variant]) for variant in variants]
@@ -346,8 +350,7 @@ def measure_fusion(ranks: int, variants: Sequence[str], is_demo: bool, at_once: 
             said = lines_of_the_plugin(log)
             results[variant] = {**result, "log": said, "commit": harness.environment()["commit"]}
             print(json.dumps({variant: results[variant]}), flush=True)
-            figures = {"vllm": version("vllm"), "ranks": ranks, "layers": layers, "variants": results}
-            print("written to", harness.write(name, figures))
+            print("written to", harness.write(name, {**facts, "variants": results}))
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -14,7 +14,7 @@ from benchmarks.regenerate import HUMMING, SGLANG, STEPS, VLLM, Step, command, f
 from llm_quant_rocm import provenance
 
 FOLDER = Path(regenerate.__file__).parent
-HERE = {"commit": "abc", "device": "a GPU", "torch": "1", "triton": "3", "date": "today"}
+HERE = {"commit": "abc", "device": "2 x a GPU", "torch": "1", "triton": "3", "date": "today"}
 
 
 def test_every_benchmark_is_a_step() -> None:
@@ -42,12 +42,13 @@ def test_folders_that_are_not_known_take_their_option_along() -> None:
         (Step("x", "x.py", engine="vllm"), None, False, "needs vllm: name its folder by --vllm"),
         (Step("x", "x.py", engine="sglang"), None, False, None),
         (Step("x", "x.py"), HERE | {"date": "yesterday"}, False, "measured already"),
+        (Step("x", "x.py"), HERE | {"device": "1 of 2 x a GPU"}, False, "measured already"),
         (Step("x", "x.py"), HERE, True, None),
         (Step("x", "x.py"), HERE | {"unfinished": "yes"}, False, None),
         (Step("x", "x.py"), HERE | {"commit": "def"}, False, None),
         (Step("x", "x.py"), HERE | {"device": "another"}, False, None),
     ],
-    ids=["new", "gpus", "no-gpus", "no-engine", "engine", "there", "again", "unfinished", "commit", "device"],
+    ids=["new", "gpus", "no-gpus", "no-engine", "engine", "there", "fewer", "again", "unfinished", "commit", "device"],
 )
 def test_what_is_passed_over(
     tmp_path: Path, step: Step, there: dict[str, str] | None, again: bool, reason: str | None
