@@ -68,6 +68,18 @@ def gpu() -> str:
     return arch() if name == "H100" else f"{name.lower()}_{arch()}"
 
 
+def vllm_library(folder: Path, name: str = "_C_stable_libtorch") -> Path:
+    """vLLM's library of operators at any depth of `folder`, which needs no other part of vLLM.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = sorted(folder.glob(f"**/{name}.abi3.so"))
+    if not found:
+        raise FileNotFoundError(f"no {name}.abi3.so under {folder}")
+    return found[0]
+
+
 def show(row: dict[str, Any], base: str) -> str:
     """The figures of a row of `timing.measure`: microseconds and, in brackets, `base`'s over them."""
     us = row["us"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks._harness import vllm_library
 from llm_quant_rocm.formats.nvfp4 import BLOCK, E4M3_MAX, NvFp4Weight
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,10 +27,7 @@ class Marlin:
     """vLLM's Marlin, 16-bit activations and NVFP4 weights. `folder` holds `_C_stable_libtorch.abi3.so` at any depth."""
 
     def __init__(self, folder: Path) -> None:
-        libraries = sorted(folder.glob("**/_C_stable_libtorch.abi3.so"))
-        if not libraries:
-            raise FileNotFoundError(f"no _C_stable_libtorch.abi3.so under {folder}")
-        torch.ops.load_library(str(libraries[0]))
+        torch.ops.load_library(vllm_library(folder))
         count = torch.cuda.get_device_properties(0).multi_processor_count
         self.locks = torch.zeros(count, dtype=torch.int32, device="cuda")
 

@@ -29,7 +29,7 @@ def load_vllm(folder: Path | None) -> Callable[..., object] | None:
     """vLLM's CUTLASS product from its operator library, or None."""
     if folder is None:
         return None
-    torch.ops.load_library(str(next(folder.glob("**/_C_stable_libtorch.abi3.so"))))
+    torch.ops.load_library(harness.vllm_library(folder))
     return torch.ops._C.cutlass_scaled_mm
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time launch configurations, and find crossovers")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the ranks after so many")
     args = parser.parse_args()
-    library = next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so")) if args.vllm_ops else None
+    library = harness.vllm_library(args.vllm_ops) if args.vllm_ops else None
     theirs = distributions(name="vllm", path=[str(args.vllm_ops)]) if args.vllm_ops else ()
     versions = {found.name: found.version for found in theirs}
     arch = harness.arch()

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _moe_C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     if args.vllm_ops:
-        torch.ops.load_library(str(next(args.vllm_ops.glob("**/_moe_C_stable_libtorch.abi3.so"))))
+        torch.ops.load_library(harness.vllm_library(args.vllm_ops, "_moe_C_stable_libtorch"))
     rows = []
     for name, shape in SHAPES.items():
         for tokens in TOKENS:

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--vllm-ops", type=Path, help="folder that holds vLLM's _C_stable_libtorch.abi3.so")
     args = parser.parse_args()
     if args.vllm_ops:
-        torch.ops.load_library(str(next(args.vllm_ops.glob("**/_C_stable_libtorch.abi3.so"))))
+        torch.ops.load_library(harness.vllm_library(args.vllm_ops))
     bandwidth = timing.copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     rows: list[dict[str, Any]] = []
