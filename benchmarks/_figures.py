@@ -19,14 +19,13 @@ from benchmarks import _harness as harness
 from benchmarks._engine_report import SHAPES, loading_table
 from benchmarks._fusion_report import base_of
 from benchmarks._markdown import RESULTS, gpu_model, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
-from benchmarks._quick_reduce_report import size
+from benchmarks._quick_reduce_report import CODECS, PEERS, fastest, size
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 MIB = 1 << 20
 SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 1 << 30)
-OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
 # Of which README speaks; a file may have 1 as well.
 PROMPTS = ("10 prompts", "64 prompts")
 # Of which README speaks.
@@ -75,22 +74,16 @@ def device(result: Row) -> str:
 # --- the all-reduce
 
 
-def fastest(us: Mapping[str, float], codec: str) -> float:
-    """Of a codec's two shots."""
-    return min(us[name] for name in (codec, f"{codec} one-shot") if name in us)
-
-
 def all_reduce() -> str:
     parts = []
     for _, result in results("quick_reduce_sm_90_tp*"):
-        codecs = ("FP4", "INT4", "INT8", "FP8", "FP")
         rows = []
         for row in (row for row in result["rows"] if row["bytes"] in SIZES):
             us, base = row["us"], row["us"]["NCCL"]
-            others = min(us[name] for name in OTHERS if name in us)
-            cells = [f"{t:.1f} ({base / t:.2f})" for t in (fastest(us, codec) for codec in codecs)]
+            others = min(us[name] for name in PEERS if name in us)
+            cells = [f"{t:.1f} ({base / t:.2f})" for t in (fastest(us, codec) for codec in CODECS)]
             rows.append([size(row["bytes"]), f"{base:.1f}", f"{others:.1f}", *cells])
-        parts.append(f"{measured_on(result)}:\n\n{table(['message', 'NCCL', 'others', *codecs], rows)}")
+        parts.append(f"{measured_on(result)}:\n\n{table(['message', 'NCCL', 'others', *CODECS], rows)}")
     return "\n\n".join(parts)
 
 

@@ -33,19 +33,33 @@ def by_size(axis: Any, sizes: Sequence[float], text: Callable[[Any], str] = "{:g
     axis.minorticks_off()
 
 
+def grid(
+    panels: int, most: int, panel: tuple[float, float], margin: tuple[float, float] = (0, 0), least: float = 0
+) -> tuple[Any, Sequence[Any]]:
+    """A figure with the axes of so many panels, at most `most` in a row: width and height of a panel and of what is
+    around all, and the least width, in inches."""
+    columns = min(most, panels)
+    rows = -(-panels // columns)
+    size = max(least, margin[0] + panel[0] * columns), margin[1] + panel[1] * rows
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[panels:]:
+        axis.set_visible(False)
+    return figure, axes.flat[:panels]
+
+
+def save(figure: Any, name: str) -> None:
+    """results/NAME.png."""
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
 def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], sizes: str, numbers: str) -> None:
     """results/NAME.png, with a grey line at 1; numbers begin at 0."""
-    columns = min(3, len(panels))
-    count = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        count, columns, figsize=(2.2 + 4.2 * columns, 0.8 + 3.4 * count), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
+    figure, axes = grid(len(panels), 3, (4.2, 3.4), (2.2, 0.8))
     names = dict.fromkeys(who for curves in panels.values() for who in curves)
     colours = {who: f"C{place}" for place, who in enumerate(names)}
     legend = {}
-    for axis, (label, curves) in zip(axes.flat, panels.items(), strict=False):
+    for axis, (label, curves) in zip(axes, panels.items(), strict=True):
         for who, points in curves.items():
             xs, ys = zip(*points, strict=True)
             (legend[who],) = axis.plot(xs, ys, color=colours[who], marker=".", linewidth=1.4)
@@ -58,20 +72,13 @@ def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], size
     figure.supxlabel(sizes)
     figure.supylabel(numbers)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-    plt.close(figure)
+    save(figure, name)
 
 
 def bars(name: str, title: str, panels: Mapping[str, Mapping[str, float]]) -> None:
     """results/NAME.png: a bar a case, a panel a number; as wide as a title with a device and versions at least."""
-    columns = len(panels) if len(panels) < 5 else 3
-    count = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        count, columns, figsize=(max(8.0, 1 + 3.6 * columns), 0.4 + 3.2 * count), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (label, values) in zip(axes.flat, panels.items(), strict=False):
+    figure, axes = grid(len(panels), 4 if len(panels) < 5 else 3, (3.6, 3.2), (1, 0.4), least=8)
+    for axis, (label, values) in zip(axes, panels.items(), strict=True):
         drawn = axis.bar(range(len(values)), list(values.values()))
         axis.bar_label(drawn, fmt="%.4g", fontsize=7)
         axis.margins(y=0.12)
@@ -79,5 +86,4 @@ def bars(name: str, title: str, panels: Mapping[str, Mapping[str, float]]) -> No
         axis.set_title(label, fontsize=9)
         axis.grid(axis="y", alpha=0.3)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-    plt.close(figure)
+    save(figure, name)

@@ -3,12 +3,9 @@
 
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 from benchmarks import _harness as harness
 from benchmarks import _lines as lines
 from benchmarks._markdown import (
-    RESULTS,
     cells,
     failures,
     gpu_ms,
@@ -60,10 +57,8 @@ def gemm(name: str, result: dict[str, Any]) -> str:
 def plot(result: dict[str, Any], name: str) -> None:
     """Speed-up over cuBLAS bf16 against M, a panel a layer, with the limit."""
     layers = list(dict.fromkeys(row["layer"] for row in result["rows"]))
-    columns = min(4, len(layers))
-    count = -(-len(layers) // columns)
-    figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3.2 * count), squeeze=False, layout="constrained")
-    for axis, layer in zip(axes.flat, layers, strict=False):
+    figure, axes = lines.grid(len(layers), 4, (4, 3.2))
+    for axis, layer in zip(axes, layers, strict=True):
         rows = [_with_limit(row) for row in result["rows"] if row["layer"] == layer]
         for who in [name for name in [*measured(rows, EVERYONE), "limit"] if name != "bf16"]:
             points = [(row["m"], row["us"]["bf16"] / row["us"][who]) for row in rows if {who, "bf16"} <= set(row["us"])]
@@ -78,13 +73,11 @@ def plot(result: dict[str, Any], name: str) -> None:
         axis.set_ylim(bottom=0)
         axis.set_title(f"{layer}: N={rows[0]['n']} K={rows[0]['k']}", fontsize=9)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=7)
-    for axis in axes.flat[len(layers) :]:
-        axis.set_visible(False)
+    axes[0].legend(fontsize=7)
     figure.supxlabel("M (tokens)")
     figure.supylabel("speed-up over cuBLAS bf16")
     figure.suptitle(f"NVFP4 GEMM\n{measured_on(result)}", fontsize=10)
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    lines.save(figure, name)
 
 
 def engine(name: str, result: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks import _lines as lines
-from benchmarks._markdown import RESULTS, measured_on, table
+from benchmarks._markdown import measured_on, table
 
 GEMMS = (
     "per_tensor", "torch_rowwise", "vllm_cutlass", "naive", "triton", "ptpc_gemm", "torch_linear", "ptpc_linear",
@@ -44,8 +44,7 @@ def plot_rows(name: str, result: dict[str, Any]) -> None:
         f"Per-token FP8 quantization, alone and behind RMSNorm or an activation\n{measured_on(result)}", fontsize=10
     )
     figure.tight_layout()
-    figure.savefig(RESULTS / f"{name}.png", dpi=110)
-    plt.close(figure)
+    lines.save(figure, name)
 
 
 def gemm_table(result: dict[str, Any]) -> str:

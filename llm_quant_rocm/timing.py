@@ -74,11 +74,12 @@ def time_graphs(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes counted: the median of ten."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(0, 255)
+def copy_bandwidth(device: torch.device | str = "cuda", nbytes: int = 2**30) -> float:
+    """Bytes a second of a copy of `nbytes` within a GPU's memory, read and written bytes counted: the median of ten."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _seconds(partial(target.copy_, source), 60)
+    with torch.cuda.device(device):
+        return 2 * nbytes / _seconds(partial(target.copy_, source), 60)
 
 
 def bf16_rate() -> float:

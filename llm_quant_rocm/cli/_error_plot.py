@@ -25,12 +25,10 @@ def series(errors: Mapping[str, float]) -> dict[str, dict[int, float]]:
 
 def draw(errors: Mapping[str, float], path: Path, title: str) -> None:
     """Write a PNG: relative error in percent against the layer, a line a kind of module."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     for kind, layers in series(errors).items():
         axis.plot(list(layers), [100 * error for error in layers.values()], marker=".", label=kind)

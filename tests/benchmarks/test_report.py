@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import _figures, _lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report
+from benchmarks import _figures, _lines, _markdown, report
 from benchmarks.regenerate import STEPS
 
 RESULTS = Path(report.__file__).parent / "results"
@@ -21,7 +21,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the JSON files, where the report draws."""
     for file in RESULTS.glob("*.json"):
         shutil.copy(file, tmp_path)
-    for module in (_lines, _markdown, _nvfp4_report, _ptpc_report, _quick_reduce_report, report):
+    for module in (_lines, _markdown, report):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     return tmp_path
 

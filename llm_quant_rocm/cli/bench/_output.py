@@ -53,11 +53,9 @@ def check_plot(plot: Path | None) -> None:
 
 def draw(panels: Sequence[Panel], path: Path, title: str) -> None:
     """Write a PNG with the panels side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 5 * len(panels), 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name, points in panel.lines.items():
             axis.plot(*zip(*points, strict=True), marker=".", linewidth=1.4, label=name)

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 def draw(found: "Loads", path: Path, title: str) -> None:
     """Write a PNG: time to the first token, time of a token and tokens a second, a bar a method, groups by load."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = (("time to first token, ms", "ttft_ms"), ("time a token, ms", "tpot_ms"), ("tokens/s", "output_tokens_s"))
     counts = list(next(iter(found.values())))
     width = 0.8 / len(found)

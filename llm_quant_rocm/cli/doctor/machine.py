@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from llm_quant_rocm import hardware
+from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.formats import fp8
 
 _GIB = 2**30
 # Far above any cache, and copied in some milliseconds; and what is too little to say anything.
 _COPY_BYTES, _LEAST_BYTES = 512 * 2**20, 128 * 2**20
-_COPIES = 10
 # What the kernel drivers of AMD's and NVIDIA's GPUs put there, and the vendor's build of torch.
 DRIVERS = {Path("/dev/kfd"): ("an AMD GPU", "ROCm"), Path("/dev/nvidia0"): ("an NVIDIA GPU", "CUDA")}
 # How to be let at them, by that build.
@@ -99,22 +98,13 @@ def _fp8(facts: hardware.Hardware) -> str:
 
 
 def _copy_bandwidth(device: torch.device, size: int) -> float | None:
-    """GB/s, reads and writes counted, of copies of `size` bytes; None where the memory has no room for them."""
+    """`timing.copy_bandwidth` in GB/s; None where the memory has no room for copies of `size` bytes."""
     if size < _LEAST_BYTES:
         return None
     try:
-        source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        return timing.copy_bandwidth(device, size) / 1e9
     except torch.OutOfMemoryError:
         return None
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        target.copy_(source)
-        start.record()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        end.record()
-        end.synchronize()
-    return 2 * size * _COPIES / start.elapsed_time(end) / 1e6
 
 
 def _unseen(drivers: dict[Path, tuple[str, str]]) -> list[Problem]:
