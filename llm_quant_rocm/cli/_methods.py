@@ -12,7 +12,8 @@ from rich.console import Console
 
 from llm_quant_rocm.cli import _vllm, _worker
 from llm_quant_rocm.cli._arguments import listed
-from llm_quant_rocm.cli._errors import CommandError, sentence
+from llm_quant_rocm.cli._errors import CommandError, sentence, understood
+from llm_quant_rocm.json_files import json_object
 
 _SECONDS = 300  # importing vLLM for the first time may compile
 
@@ -81,6 +82,34 @@ def methods_named(names: str) -> dict[str, Method]:
     if not methods:
         raise CommandError("--quantization names nothing: name some, for example bf16,ptpc_fp8,nvfp4.")
     return methods
+
+
+def config_of(
+    model: Path,
+    methods: Mapping[str, Method],
+    cure: str = "give the 16-bit checkpoint as MODEL, and name this folder, with a /, in --quantization",
+) -> dict[str, Any]:
+    """What config.json says of the model that `methods` are to be compared on.
+
+    Raises:
+        CommandError: it cannot be read, or the model is quantized already and one of the methods is made of it: an
+            engine would serve it quantized under the name bf16. Not where all methods have folders of their own.
+    """
+    from llm_quant_rocm.checkpoint.survey import quantization_of
+
+    with understood(model):
+        config = json_object(model / "config.json")
+        quantized = quantization_of(model, config) is not None
+    if quantized and any(method.folder is None for method in methods.values()):
+        raise CommandError(f"{model} is quantized already, and would be measured as if it were not: {cure}.")
+    return config
+
+
+def longest_of(model: Path, config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of a model, in tokens, where its config.json says so."""
+    with understood(model):
+        found = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 class Failures:

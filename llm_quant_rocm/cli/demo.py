@@ -17,7 +17,7 @@ from llm_quant_rocm.cli import _evaluate, _vllm
 from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._json import print_json
-from llm_quant_rocm.cli._methods import Method
+from llm_quant_rocm.cli._methods import Method, config_of
 from llm_quant_rocm.cli._server import complete, serving
 
 PROMPT = "The following methods are supported by"
@@ -65,6 +65,7 @@ def demo(
     with reported("demo", messages):
         folder = find_model(model)
         _vllm.require()
+        config_of(folder, METHODS, "name a 16-bit checkpoint by --model")
         start = time.monotonic()
         completion = _serve_and_complete(folder, messages)
         results = _evaluate.evaluate_all(folder, folder / "heldout.txt", METHODS, messages, context=CONTEXT)

@@ -13,12 +13,11 @@ from rich.console import Console
 
 from llm_quant_rocm.cli import _evaluate, _vllm, _worker
 from llm_quant_rocm.cli._arguments import listed, name_of
-from llm_quant_rocm.cli._errors import CommandError, reported, understood
+from llm_quant_rocm.cli._errors import CommandError, reported
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._json import print_json
-from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import Failures, Method, config_of, longest_of, methods_named, refuse_unknown
 from llm_quant_rocm.environment import read
-from llm_quant_rocm.json_files import json_object
 
 CONTEXT = 2048  # tokens, where the model has room for as many
 GPU_MEMORY = 0.85
@@ -53,8 +52,9 @@ def evaluate(
         document = text or model / "heldout.txt"
         named = _tasks_named(tasks, include, limit)
         _check(model, document)
+        longest = longest_of(model, config_of(model, methods))
         refuse_unknown(methods, messages)
-        tokens = context or min(CONTEXT, _longest(model))
+        tokens = context or min(CONTEXT, longest or CONTEXT)
         fraction = None if _vllm.on_cpu() else GPU_MEMORY
         failures = Failures()
         results = _evaluate.evaluate_all(
@@ -189,11 +189,3 @@ def _check(model: Path, text: Path) -> None:
             f"{text} has {words} words in {len(content)} characters, and perplexity is that of a word: name a text "
             "with blanks between words by --text."
         )
-
-
-def _longest(model: Path) -> int:
-    """The longest sequence of a model, in tokens."""
-    with understood(model):
-        config = json_object(model / "config.json")
-        found = (config | (config.get("text_config") or {})).get("max_position_embeddings")
-    return found if isinstance(found, int) else CONTEXT

@@ -157,6 +157,53 @@ def test_what_cannot_be_read_is_one_sentence(
     assert result.stderr.startswith("eval: FAILED. ") and message in result.stderr and result.stderr.count("\n") == 1
 
 
+QUANTIZED = pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "compressed-tensors"}}),
+        ("config.json", {"text_config": {"quantization_config": {"quant_method": "modelopt"}}}),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
+    ],
+    ids=["config", "text config", "hf_quant_config"],
+)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("command", ["eval", "bench serve"])
+def test_a_quantized_model_is_no_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, file: str, content: dict[str, Any]
+) -> None:
+    """An engine serves it quantized without a flag: under the name bf16, with the loss of a quantization as 0."""
+    pretend(lambda *_: pytest.fail("an engine was started"), tmp_path, monkeypatch)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
+    (tmp_path / file).write_text(json.dumps(content))
+    result = CliRunner().invoke(app, [*command.split(), str(tmp_path), "--quantization", f"bf16,{tmp_path}/"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"{command}: FAILED. {tmp_path} is quantized already, and would be measured as if it were not: give the 16-bit "
+        "checkpoint as MODEL, and name this folder, with a /, in --quantization.\n"
+    )
+
+
+@QUANTIZED
+def test_a_quantized_model_is_no_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: dict[str, Any]
+) -> None:
+    pretend(lambda *_: pytest.fail("an engine was started"), tmp_path, monkeypatch)
+    (tmp_path / file).write_text(json.dumps(content))
+    result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is quantized already" in result.stdout and "name a 16-bit checkpoint by --model." in result.stdout
+
+
+def test_a_quantized_model_is_measured_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is called bf16 where all methods are folders."""
+    pretend(lambda *_: {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}, tmp_path, monkeypatch)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "modelopt"}}))
+    result = CliRunner().invoke(app, ["eval", str(tmp_path), "--quantization", f"{tmp_path}/", "--json"])
+    assert list(json.loads(result.stdout)["methods"]) == [f"{tmp_path}/"]
+
+
 def pretend(run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM and lm-eval are there, `run` is what their processes give, and `tmp_path` a model with a text."""
     monkeypatch.setattr(_vllm, "require", lambda: None)

@@ -29,8 +29,9 @@ def strict(text: str) -> Any:
 
 
 def test_the_figures_of_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serve, "_check", lambda *_: None)
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
     monkeypatch.setattr(serve, "_measure", lambda *_: {2: Load(1.0, INF, 3.0, NAN)})
+    (tmp_path / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["bench", "serve", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     load = {"seconds": 1.0, "output_tokens_s": None, "ttft_ms": 3.0, "tpot_ms": None, "speedup": None}

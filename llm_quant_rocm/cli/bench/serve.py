@@ -20,7 +20,7 @@ from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import name_of, numbers
 from llm_quant_rocm.cli._errors import CommandError, end_of, reported
 from llm_quant_rocm.cli._json import print_json
-from llm_quant_rocm.cli._methods import Failures, Method, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import Failures, Method, config_of, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
 from llm_quant_rocm.cli.bench._output import check_plot
 
@@ -49,7 +49,7 @@ Loads = dict[str, dict[int, Load]]  # by method and number of prompts
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="The folder of a Hugging Face checkpoint.")],
+    model: Annotated[Path, typer.Argument(help="The folder of a Hugging Face checkpoint in 16 bits.")],
     quantization: Annotated[
         str,
         typer.Option(
@@ -71,6 +71,7 @@ def serve(
     with reported("bench serve", messages):
         methods, counts = methods_named(quantization), list(numbers("--prompts", prompts))
         _check(model, plot)
+        config_of(model, methods)
         try:
             more = shlex.split(serve_args)
         except ValueError as error:
