@@ -38,9 +38,7 @@ class Output:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder = folder
         self._settings = json.loads(json.dumps(settings))
-        self.files: dict[str, Any] = {}
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            self.files = self._read()
+        self.files: dict[str, Any] = self._read()
 
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:
@@ -53,6 +51,7 @@ class Output:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self._folder} is being written by another run: let it end, or stop it") from None
+            self.files = self._read()  # another run may have come and gone since
             for left in self._folder.rglob(f"*{_PART}"):
                 left.unlink()
             self._record()
@@ -103,8 +102,8 @@ class Output:
         """The whole files of an earlier run with the same settings."""
         report, cure = self._folder / REPORT, "name another folder, or remove it"
         left = [file.name for file in self._folder.iterdir()] if self._folder.is_dir() else []
-        if left == [f"{REPORT}{_PART}"]:  # which is written first
-            return {}
+        if not self._folder.exists() or (self._folder.is_dir() and left in ([], [f"{REPORT}{_PART}"])):
+            return {}  # the report is written first
         if not report.is_file():
             raise ValueError(f"{self._folder} is not an empty folder: {cure}")
         try:

@@ -208,6 +208,17 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, target)
 
 
+def test_a_run_that_came_and_went_meanwhile(tmp_path: Path) -> None:
+    """Between a run's look at the folder and its lock."""
+    same, other, first = (Output(tmp_path / "target", {"scheme": name}) for name in ("nvfp4", "ptpc_fp8", "nvfp4"))
+    with first.written():
+        first.save("model.safetensors", {"w": torch.zeros(2)}, {})
+    with pytest.raises(ValueError, match="another run, whose scheme was nvfp4"), other.written():
+        pass
+    with same.written():
+        assert same.files == first.files
+
+
 def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """safetensors has an error of its own for it."""
 
