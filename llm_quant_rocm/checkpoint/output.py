@@ -7,6 +7,7 @@ layers. config.json is written last: a folder that has it is whole, and no engin
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,16 @@ from safetensors.torch import save_file
 REPORT = "quantization_report.json"
 # Nobody else's: what has it is removed.
 _PART = ".llm-quant-rocm-part"
+# What users call the settings and their values: the options of `quantize`.
+_OPTIONS = {
+    "scheme": "--scheme", "layout": "--format", "ignore": "--ignore", "device": "--device",
+    "share_global_scales": "--global-scales", "search": "--block-scales",
+}  # fmt: skip
+_VALUES = {
+    "share_global_scales": {"True": "shared", "False": "separate"},
+    "search": {"True": "search", "False": "nearest"},
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Output:
@@ -105,7 +116,8 @@ class Output:
         if not self._folder.exists() or (self._folder.is_dir() and left in ([], [f"{REPORT}{_PART}"])):
             return {}  # the report is written first
         if not report.is_file():
-            raise ValueError(f"{self._folder} is not an empty folder: {cure}")
+            # It may be the user's only copy of something: nobody is told to remove it.
+            raise ValueError(f"{self._folder} is not an empty folder: name another folder")
         try:
             found = json.loads(report.read_text())
             settings, files = found["settings"], found["files"]
@@ -116,13 +128,22 @@ class Output:
         except (AttributeError, ValueError, KeyError, TypeError):
             raise ValueError(f"{report} cannot be read: {cure}") from None
         for name, value in others.items():
-            what = "another model" if name == "source" else f"another run, whose {name} was {value}"
-            raise ValueError(f"{self._folder} holds {what}: {cure}")
+            raise ValueError(f"{self._folder} holds {_other(name, value)}: {cure}")
         return whole
 
     def _holds(self, file: str, size: int) -> bool:
         path = self._folder / file
         return path.is_file() and path.stat().st_size == size
+
+
+def _other(setting: str, value: Any) -> str:
+    """Whose folder it is, by one of its settings that is not this run's."""
+    if setting == "source":
+        return "another model"
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    value = _VALUES.get(setting, {}).get(str(value), value)
+    return f"another run, whose {_OPTIONS.get(setting, setting)} was {value}"
 
 
 @contextlib.contextmanager
@@ -131,7 +152,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:  # the latter is no OSError
-        if str(getattr(error, "filename", None) or path) != str(path):  # what was to be copied is at fault
+        copied = str(getattr(error, "filename", None) or path) != str(path)
+        if copied and getattr(error, "errno", None) not in _FULL:  # what was to be copied is at fault
             raise
         cure = "make room, or see who may write there, and the same command goes on"
         # The system's words without its number, and without the name again.

@@ -105,6 +105,8 @@ def quantize_checkpoint(
     """
     _check_options(scheme, layout, input_amax, search)
     reader = Reader(source)
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} is the model itself: name another folder")
     others = _others(source, target)
     chosen = _chosen(reader, source, scheme, layout, ignore)
     if input_amax is not None:

@@ -588,8 +588,10 @@ def test_arguments(tmp_path: Path) -> None:
             quantize_checkpoint(source, tmp_path / "target", input_amax=inputs)
     with pytest.raises(ValueError, match="source has no two-dimensional weight that ignore leaves"):
         quantize_checkpoint(source, tmp_path / "target", ignore=("*",))
-    with pytest.raises(ValueError, match="source is not an empty folder"):
-        quantize_checkpoint(source, source)
+    (tmp_path / "link").symlink_to(source)
+    for itself in (source, source / ".." / "source", tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"^{itself} is the model itself: name another folder$"):
+            quantize_checkpoint(source, itself)
     with pytest.raises(ValueError, match=r"ignore keeps model.layers.0.self_attn.k_proj but not .*q_proj, and engines"):
         quantize_checkpoint(source, tmp_path / "target", ignore=("*.k_proj",))
     assert not (tmp_path / "target").exists()

@@ -133,11 +133,11 @@ def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scheme": "ptpc_fp8"}, "another run, whose scheme was nvfp4: name another folder, or remove it"),
-        ({"layout": "modelopt"}, "another run, whose layout was compressed-tensors"),
-        ({"ignore": ("lm_head", "*embed*")}, "another run, whose ignore was"),
-        ({"search": True}, "another run, whose search was False"),
-        ({"share_global_scales": False}, "another run, whose share_global_scales was True"),
+        ({"scheme": "ptpc_fp8"}, "another run, whose --scheme was nvfp4: name another folder, or remove it"),
+        ({"layout": "modelopt"}, "another run, whose --format was compressed-tensors"),
+        ({"ignore": ("lm_head", "*embed*")}, "another run, whose --ignore was lm_head, \\*.lm_head, score"),
+        ({"search": True}, "another run, whose --block-scales was nearest"),
+        ({"share_global_scales": False}, "another run, whose --global-scales was shared"),
     ],
     ids=["scheme", "layout", "ignore", "search", "global-scales"],
 )
@@ -184,7 +184,7 @@ def test_files_of_others_are_not_removed(source: Path, tmp_path: Path) -> None:
     downloads = tmp_path / "downloads"
     downloads.mkdir()
     (downloads / "film.part").write_text("half of it")
-    with pytest.raises(ValueError, match="downloads is not an empty folder: name another folder, or remove it"):
+    with pytest.raises(ValueError, match="downloads is not an empty folder: name another folder$"):
         quantize_checkpoint(source, downloads)
     target = tmp_path / "target"
     (source / "notes.part").write_text("one")
@@ -213,7 +213,7 @@ def test_a_run_that_came_and_went_meanwhile(tmp_path: Path) -> None:
     same, other, first = (Output(tmp_path / "target", {"scheme": name}) for name in ("nvfp4", "ptpc_fp8", "nvfp4"))
     with first.written():
         first.save("model.safetensors", {"w": torch.zeros(2)}, {})
-    with pytest.raises(ValueError, match="another run, whose scheme was nvfp4"), other.written():
+    with pytest.raises(ValueError, match="another run, whose --scheme was nvfp4"), other.written():
         pass
     with same.written():
         assert same.files == first.files
@@ -254,6 +254,31 @@ def test_a_disk_that_fills_up_before_the_last_file(
     assert (tmp_path / "target" / "config.json").exists()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_disk_that_fills_up_under_a_copy(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The system names what was copied first, where the fault is not."""
+
+    def full(copied: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code), str(copied), None, str(target))
+
+    monkeypatch.setattr("shutil.copy2", full)
+    part = tmp_path / "target" / "tokenizer.json.llm-quant-rocm-part"
+    with pytest.raises(OSError, match=rf"^{part} cannot be written \({os.strerror(code)}\): make room"):
+        quantize_checkpoint(source, tmp_path / "target")
+
+
+def test_a_file_that_cannot_be_copied_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(copied: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(copied))
+
+    monkeypatch.setattr("shutil.copy2", refuse)
+    with pytest.raises(PermissionError) as caught:
+        quantize_checkpoint(source, tmp_path / "target")
+    assert caught.value.filename == str(source / "tokenizer.json")
+
+
 def test_a_folder_that_may_not_be_made() -> None:
     refusal = r"/dev/null/target cannot be written \(.*Not a directory.*\): .*who may write there"
     with pytest.raises(OSError, match=refusal), Output(Path("/dev/null/target"), {}).written():
@@ -262,7 +287,7 @@ def test_a_folder_that_may_not_be_made() -> None:
 
 def test_a_target_that_is_a_file(source: Path, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("mine")
-    with pytest.raises(ValueError, match="target is not an empty folder: name another folder, or remove it"):
+    with pytest.raises(ValueError, match="target is not an empty folder: name another folder$"):
         quantize_checkpoint(source, tmp_path / "target")
     assert (tmp_path / "target").read_text() == "mine"
 
