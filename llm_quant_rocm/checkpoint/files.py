@@ -21,6 +21,8 @@ BITS = {
 
 _MISTRALS = "params.json"
 _CURE = "copy or download the file again"
+# What git leaves in the place of a large file where git-lfs was not there.
+_POINTER = b"version https://git-lfs"
 _NUMBERED = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.safetensors)")
 
 
@@ -39,16 +41,23 @@ def read_header(file: Path) -> dict[str, Tensor]:
     A header is 8 bytes of length and a JSON text that gives the bytes of every tensor, counted from its end.
 
     Raises:
-        ValueError: the file is shorter or longer than its header says, or has none, or a tensor's bytes are not as
-            many as its shape takes or not behind those of another; the message names the file, and the first such
-            tensor.
+        ValueError: the file is shorter or longer than its header says, or has none, or stands for one that Git LFS
+            keeps, or a tensor's bytes are not as many as its shape takes or not behind those of another; the message
+            names the file, and the first such tensor.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        first = stream.read(len(_POINTER))
+        if first == _POINTER:
+            raise ValueError(
+                f"{file} is a Git LFS pointer and not the weights: run `git lfs pull` in its folder, or download the "
+                "file"
+            )
+        length = int.from_bytes(first[:8], "little")
         start = 8 + length
         if size < start:
             raise ValueError(f"{file} is truncated in its header, after {size} bytes: {_CURE}")
+        stream.seek(8)
         text = stream.read(length)
     try:
         header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}

@@ -15,6 +15,7 @@ from llm_quant_rocm.checkpoint.files import (
     INDEX,
     files_without_index,
     read_config,
+    read_header,
     read_index,
     refuse_dead_links,
     refuse_missing_parts,
@@ -107,4 +108,5 @@ class Reader:
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
+            read_header(path)  # says what of it is broken, as `doctor` does, and which tensor is cut off
             raise ValueError(f"{path} is not a whole safetensors file ({error}): download it again") from error

@@ -415,6 +415,14 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+# What git leaves in the place of a large file where git-lfs was not there.
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 4976698672\n"
+
+
+def point_to_lfs(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").write_text(LFS_POINTER)
+
+
 def write_text(file: str, text: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         (folder / file).write_text(text)
@@ -460,7 +468,8 @@ def remove_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "model-00002-of-00003.safetensors is not a whole safetensors file .*download it again"),
+        (truncate, r"model-00002-of-00003.safetensors is truncated: it has \d+ of \d+ bytes, and .* is the first of"),
+        (point_to_lfs, "model-00002-of-00003.safetensors is a Git LFS pointer and not the weights: run `git lfs pull`"),
         (lambda folder: (folder / "model-00003-of-00003.safetensors").unlink(), "00003.safetensors is missing, but"),
         (edit_config, "is quantized already: start from the 16-bit checkpoint"),
         (
@@ -508,6 +517,18 @@ def test_broken_checkpoints(tmp_path: Path, damage: Callable[[Path], None], mess
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("damage", [truncate, point_to_lfs])
+def test_a_broken_file_is_told_alike(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """To who quantizes a checkpoint, to who serves it, and by the doctor."""
+    source = write(tmp_path / "source", tensors_of_a_model(), 3)
+    damage(source)
+    with pytest.raises(ValueError) as quantizing:
+        quantize_checkpoint(source, tmp_path / "target")
+    with pytest.raises(ValueError) as serving:
+        refuse_broken_files(source)
+    assert str(quantizing.value) == str(serving.value) == survey(source).faults[0]
 
 
 def test_a_folder_is_no_weight_file(tmp_path: Path) -> None:

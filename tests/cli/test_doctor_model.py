@@ -443,6 +443,15 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     assert cure == "copy or download the file again"
 
 
+def test_a_pointer_in_the_place_of_the_weights(tmp_path: Path) -> None:
+    file = write(tmp_path, llama(weight)) / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4976698672\n")
+    assert fault(tmp_path) == (
+        f"{file} is a Git LFS pointer and not the weights",
+        "run `git lfs pull` in its folder, or download the file",
+    )
+
+
 def test_a_file_with_something_behind_its_tensors(tmp_path: Path) -> None:
     """safetensors refuses it, and so does every engine."""
     with (write(tmp_path, llama(weight)) / "model.safetensors").open("ab") as stream:
