@@ -52,11 +52,15 @@ def quantize(
         typer.Option(help="A module to keep in 16 bits, * for anything, beside lm_head, embeddings and routers."),
     ] = None,
     block_scales: Annotated[
-        BlockScales, typer.Option(help="NVFP4: map a block's largest value to 6, or take the best of eight scales.")
-    ] = BlockScales.SEARCH,
+        BlockScales | None,
+        typer.Option(
+            help="NVFP4: map a block's largest value to 6, or take the best of eight scales (search, where left out)."
+        ),
+    ] = None,
     global_scales: Annotated[
-        GlobalScales, typer.Option(help="NVFP4: one for layers that engines fuse, or each its own.")
-    ] = GlobalScales.SHARED,
+        GlobalScales | None,
+        typer.Option(help="NVFP4: one for layers that engines fuse (shared, where left out), or each its own."),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, or a GPU, cuda, which is faster.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
@@ -80,8 +84,8 @@ def _run(
     scheme: Scheme,
     format: Format,
     ignore: list[str],
-    block_scales: BlockScales,
-    global_scales: GlobalScales,
+    block_scales: BlockScales | None,
+    global_scales: GlobalScales | None,
     device: str,
     messages: Console,
 ) -> "Report":
@@ -91,6 +95,8 @@ def _run(
             raise CommandError(f"{package} is not installed: pip install 'llm-quant-rocm[tools]'")
     if not model.is_dir():
         raise CommandError(f"{model} is no folder: download the checkpoint, and name the folder that has config.json.")
+    if scheme is not Scheme.NVFP4 and (block_scales or global_scales):
+        raise CommandError(f"--block-scales and --global-scales are for --scheme nvfp4, not {scheme}: leave them out.")
     _check_device(device)
     import torch
 
@@ -106,9 +112,9 @@ def _run(
                 out,
                 format,
                 (*IGNORE, *ignore),
-                global_scales is GlobalScales.SHARED,
+                global_scales is not GlobalScales.SEPARATE,
                 scheme=scheme,
-                search=scheme is Scheme.NVFP4 and block_scales is BlockScales.SEARCH,
+                search=scheme is Scheme.NVFP4 and block_scales is not BlockScales.NEAREST,
                 device=device,
                 on_progress=lambda done, whole: progress.update(task, completed=done, total=whole),
             )

@@ -76,6 +76,16 @@ def test_fused_layers_share_a_global_scale_unless_it_is_to_be_separate(tmp_path:
         assert len(scales) == count, choice
 
 
+@pytest.mark.parametrize("option", [("--block-scales", "search"), ("--global-scales", "separate")], ids=" ".join)
+def test_nvfp4s_options_are_not_ignored(tmp_path: Path, option: tuple[str, str]) -> None:
+    """Nor are its defaults, which somebody has asked for."""
+    result = run(DEMO_MODEL, tmp_path / "out", "--scheme", "ptpc_fp8", *option)
+    assert result.exit_code == 1 and result.stderr == (
+        "quantize: FAILED. --block-scales and --global-scales are for --scheme nvfp4, not ptpc_fp8: leave them out.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def nan(folder: Path) -> Path:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = tensors_of_a_model()
