@@ -65,6 +65,8 @@ def evaluate(
     ranks: int = 1,
     memory_fraction: float | None = None,
     timeout: float = 900.0,
+    name: str | None = None,
+    raised_by: str | None = None,
 ) -> Evaluation:
     """Run vLLM over ``text``.
 
@@ -76,6 +78,8 @@ def evaluate(
         ranks: vLLM's tensor parallelism.
         memory_fraction: vLLM's ``gpu_memory_utilization``; None leaves room for other programs.
         timeout: seconds the engine may take.
+        name: what messages call the method.
+        raised_by: the option of the command that gives the engine more time.
 
     Raises:
         CommandError: the engine failed; holds the end of its log.
@@ -88,10 +92,9 @@ def evaluate(
         "ranks": ranks,
         "memory_fraction": memory_fraction or _vllm.memory_fraction(),
     }
-    what = f"vLLM with quantization={quantization}"
-    data = _worker.run(
-        "llm_quant_rocm.cli._evaluate_worker", job, what, engine_variables() | dict(environment or {}), timeout
-    )
+    variables = engine_variables() | dict(environment or {})
+    what = f"vLLM on {name or quantization or model}"
+    data = _worker.run("llm_quant_rocm.cli._evaluate_worker", job, what, variables, timeout, raised_by)
     return Evaluation(data["loss"], data["words"], tuple(data["greedy"]), tuple(data["kernels"]))
 
 
@@ -115,6 +118,7 @@ def evaluate_all(
     ranks: int = 1,
     memory_fraction: float | None = None,
     timeout: float = 900.0,
+    raised_by: str | None = None,
     failures: Failures | None = None,
 ) -> dict[str, Evaluation]:
     """`evaluate` for every method, in turns. NVFP4 checkpoints are made in a temporary folder (TMPDIR). Methods that
@@ -134,6 +138,8 @@ def evaluate_all(
                         ranks=ranks,
                         memory_fraction=memory_fraction,
                         timeout=timeout,
+                        name=name,
+                        raised_by=raised_by,
                     )
                 messages.print(f"measured {name} in {time.monotonic() - began:.0f} s", highlight=False)
     return results

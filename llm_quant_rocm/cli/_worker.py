@@ -15,13 +15,21 @@ from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._errors import CommandError, end_of
 
 
-def run(module: str, job: Mapping[str, Any], what: str, environment: Mapping[str, str], timeout: float) -> Any:
+def run(
+    module: str,
+    job: Mapping[str, Any],
+    what: str,
+    environment: Mapping[str, str],
+    timeout: float,
+    raised_by: str | None = None,
+) -> Any:
     """What `python -m module JOB` writes to the JSON file that JOB names as "result".
 
     Args:
         what: for messages, what it does.
         environment: variables of the process, over those of this one.
         timeout: seconds it may take.
+        raised_by: the option of the command that gives it more of them.
 
     Raises:
         CommandError: it failed; holds the end of its log.
@@ -46,7 +54,8 @@ def run(module: str, job: Mapping[str, Any], what: str, environment: Mapping[str
             finally:
                 _end(process)
         if code != 0:
-            how = f"ended with exit code {code}" if code is not None else f"was not done after {timeout:.0f} s"
+            cure = f" (raise {raised_by})" if raised_by else ""
+            how = f"ended with exit code {code}" if code is not None else f"was not done after {timeout:.0f} s{cure}"
             raise CommandError(f"{what} {how}:\n{end_of(log.read_text(errors='replace'))}")
         return json.loads(result.read_text())
 

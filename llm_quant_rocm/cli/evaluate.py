@@ -21,6 +21,7 @@ from llm_quant_rocm.environment import read
 
 CONTEXT = 2048  # tokens, where the model has room for as many
 GPU_MEMORY = 0.85
+_TIMEOUT = "--timeout"
 _LONGEST_WORDS = 50  # characters on average, of a text that has words at all
 Tasks = dict[str, dict[str, dict[str, float]]]  # by method, task and metric
 
@@ -42,7 +43,7 @@ def evaluate(
         int | None, typer.Option(min=3, help="Tokens of a window of the text, and of the engine.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="GPUs the model is cut over.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds that one engine may take.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one engine may take.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
     """Measure the word perplexity of a text, and lm-eval's tasks, under several quantizations, in vLLM."""
@@ -59,7 +60,7 @@ def evaluate(
         failures = Failures()
         results = _evaluate.evaluate_all(
             model, document, methods, messages, context=tokens, ranks=tp, memory_fraction=fraction, timeout=timeout,
-            failures=failures,
+            raised_by=_TIMEOUT, failures=failures,
         )  # fmt: skip
         scores: Tasks = {}
         if named:
@@ -107,6 +108,7 @@ def run_tasks(
                         {**_evaluate.engine_variables(), "HF_HUB_OFFLINE": read("HF_HUB_OFFLINE") or "0"}
                         | dict(method.environment),
                         timeout,
+                        _TIMEOUT,
                     )
                 messages.print(f"ran the tasks on {name} in {time.monotonic() - began:.0f} s", highlight=False)
             if not scores:

@@ -242,6 +242,31 @@ def test_a_method_that_fails_costs_the_others_nothing(
     assert ("lm-eval on ptpc_fp8" in asked) == (broken != "ptpc_fp8")
 
 
+def test_an_engine_that_takes_too_long_is_named_as_the_user_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(module: str, job: dict[str, Any], what: str, variables: object, timeout: float, raised_by: str) -> Any:
+        asked.append((what, timeout, raised_by))
+        if module.endswith("_tasks_worker"):
+            return {"gsm8k": {"acc": 0.5}}
+        return {"loss": 1.0, "words": 1, "greedy": [1], "kernels": []}
+
+    pretend(run, tmp_path, monkeypatch)
+    options = ["--quantization", f"bf16,{tmp_path}/", "--tasks", "gsm8k", "--timeout", "7"]
+    assert CliRunner().invoke(app, ["eval", str(tmp_path), *options]).exit_code == 0
+    methods = ("bf16", f"{tmp_path}/")
+    assert asked == [(f"{what} on {name}", 7, "--timeout") for what in ("vLLM", "lm-eval") for name in methods]
+
+
+@pytest.mark.parametrize("command", ["eval", "bench serve"])
+@pytest.mark.parametrize("seconds", ["-5", "0"])
+def test_no_time_at_all_is_none(command: str, seconds: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "model", "--timeout", seconds])
+    assert result.exit_code == 2 and "--timeout" in result.stderr
+
+
 def test_a_first_method_that_fails_is_the_end() -> None:
     """The others would be compared with nothing."""
     failures, messages = Failures(), Console(quiet=True)

@@ -34,3 +34,10 @@ def test_children_end_with_their_engine(tmp_path: Path) -> None:
             except BlockingIOError:
                 assert time.monotonic() < end, "its child lives"
                 time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("option", "cure"), [("--timeout", r" \(raise --timeout\)"), (None, "")])
+def test_what_takes_too_long_names_the_option(tmp_path: Path, option: str | None, cure: str) -> None:
+    (tmp_path / "an_engine.py").write_text("import time\ntime.sleep(600)")
+    with pytest.raises(CommandError, match=f"^serving was not done after 1 s{cure}:\n$"):
+        _worker.run("an_engine", {}, "serving", {"PYTHONPATH": str(tmp_path)}, 1, option)

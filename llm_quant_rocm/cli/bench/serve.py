@@ -62,7 +62,7 @@ def serve(
     output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 256,
     tp: Annotated[int, typer.Option(min=1, help="GPUs the model is cut over.")] = 1,
     serve_args: Annotated[str, typer.Option(help="More arguments of vllm serve, in quotes.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds that a server may take to come up.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a server may take to come up.")] = 1800.0,
     plot: Annotated[Path | None, typer.Option(help="A PNG to draw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
 ) -> None:
