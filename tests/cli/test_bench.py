@@ -75,6 +75,40 @@ def test_an_open_quotation_is_said_before_a_server_starts(monkeypatch: pytest.Mo
     )
 
 
+ROPE = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 320}}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "refused"),
+    [
+        ({"max_position_embeddings": 335}, [], True),
+        ({"text_config": {"max_position_embeddings": 335}}, [], True),
+        ({"max_position_embeddings": 336}, [], False),
+        ({}, [], False),
+        ({"max_position_embeddings": 320} | ROPE, [], False),
+        ({"max_position_embeddings": 320, "rope_parameters": {"full_attention": {"factor": 8.0}}}, [], False),
+        ({"max_position_embeddings": 335, "rope_parameters": {"rope_theta": 1e6}}, [], True),
+        ({"max_position_embeddings": 335}, ["--serve-args", "--hf-overrides={}"], False),
+    ],
+    ids=["short", "short text", "room", "silent", "scaled", "scaled by kind", "not scaled", "overridden"],
+)
+def test_sequences_too_long_for_the_model_are_said_before_a_server_starts(
+    config: dict[str, Any], options: list[str], refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_vllm, "require_command", lambda: None)
+    monkeypatch.setattr(serve, "_measure", lambda *_: FOUND["bf16"])
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["bench", "serve", str(tmp_path), "--quantization", "bf16", "--input-len", "256", "--output-len", "64"]
+    result = CliRunner().invoke(app, [*arguments, *options])
+    assert result.exit_code == refused, result.output
+    if refused:
+        assert result.stderr == (
+            f"bench serve: FAILED. {tmp_path} has room for 335 tokens, and 256 in and 64 out are asked for, with 16 "
+            "that vLLM's prompts may have beyond: lower --input-len or --output-len.\n"
+        )
+
+
 def test_a_vllm_whose_command_does_not_run_is_said_before_a_server_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,14 +18,15 @@ from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import name_of, numbers
-from llm_quant_rocm.cli._errors import CommandError, end_of, reported
+from llm_quant_rocm.cli._errors import CommandError, end_of, reported, understood
 from llm_quant_rocm.cli._json import print_json
-from llm_quant_rocm.cli._methods import Failures, Method, config_of, methods_named, refuse_unknown
+from llm_quant_rocm.cli._methods import Failures, Method, config_of, longest_of, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
 from llm_quant_rocm.cli.bench._output import check_plot
 
 GPU_MEMORY = 0.85
 _WARMUPS = 4  # requests before the clock runs
+_MORE = 16  # tokens by which vLLM's random prompts may be longer than asked for
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ def serve(
     with reported("bench serve", messages):
         methods, counts = methods_named(quantization), list(numbers("--prompts", prompts))
         _check(model, plot)
-        config_of(model, methods)
+        config = config_of(model, methods)
         try:
             more = shlex.split(serve_args)
         except ValueError as error:
             raise CommandError(f"--serve-args {serve_args}: {error}: write it as a shell would read it.") from error
+        if not any(argument.startswith("--hf-overrides") for argument in more):
+            _check_lengths(model, config, input_len, output_len)
         refuse_unknown(methods, messages)
         options = [
             "--tensor-parallel-size", str(tp), "--no-enable-prefix-caching", "--max-num-seqs", str(max(counts)),
@@ -143,6 +146,23 @@ def _check(model: Path, plot: Path | None) -> None:
     check_plot(plot)
 
 
+def _check_lengths(model: Path, config: Mapping[str, Any], input_len: int, output_len: int) -> None:
+    """Whether the model takes so long a sequence, where its config.json says so in a way that needs no arithmetic of
+    vLLM's: not where positions are scaled."""
+    if "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in _vllm.environment():
+        return
+    longest = longest_of(model, config)
+    with understood(model):
+        inner = {**config, **(config.get("text_config") or {})}
+        # There may be one for each kind of layer.
+        scaled = '"factor"' in json.dumps([inner.get("rope_scaling"), inner.get("rope_parameters")])
+    if longest is not None and not scaled and input_len + output_len + _MORE > longest:
+        raise CommandError(
+            f"{model} has room for {longest} tokens, and {input_len} in and {output_len} out are asked for, with "
+            f"{_MORE} that vLLM's prompts may have beyond: lower --input-len or --output-len."
+        )
+
+
 def _measure(
     model: Path,
     name: str,
@@ -161,8 +181,7 @@ def _measure(
         folder = method.checkpoint(model, scratch)
         with serving(
             folder,
-            # vLLM's random prompts may be some tokens longer than asked for.
-            input_len + output_len + 16,
+            input_len + output_len + _MORE,
             method.quantization,
             options,
             method.environment,
