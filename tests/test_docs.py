@@ -64,10 +64,24 @@ def checks(program: str) -> Callable[[Callable[[list[str], Path], None]], Callab
     return register
 
 
+# Of Qwen3-30B-A3B: the demo model has no experts, nor heads for 8 GPUs.
+SHAPE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+
+
 def filled_in(arguments: list[str], folder: Path) -> list[str]:
-    """With a checkpoint for MODEL and a new folder for other names in capitals."""
-    known = {"MODEL": str(ROOT / "examples" / "demo_model"), "COMMAND": "doctor"}
-    return [known.get(a) or (str(folder / a) if re.fullmatch(r"[A-Z][A-Z0-9-]+", a) else a) for a in arguments]
+    """With a checkpoint for MODEL, the config.json of one for that of --model, of which shapes alone are read, and a
+    new folder for other names in capitals."""
+    known = {"MODEL": str(ROOT / "examples" / "demo_model"), "COMMAND": "doctor", "FP4": "FP4"}
+    filled = [known.get(a) or (str(folder / a) if re.fullmatch(r"[A-Z][A-Z0-9-]+", a) else a) for a in arguments]
+    for place, before in enumerate(filled[:-1], 1):
+        if before == "--model":
+            filled[place] = str(folder / "config.json")
+            (folder / "config.json").write_text(json.dumps(SHAPE))
+    return filled
 
 
 @checks("llm-quant-rocm")

@@ -66,11 +66,22 @@ def experts(model: Path | None, ranks: int, patterns: Sequence[str] | None) -> E
 
 def _of(model: Path, ranks: int, shapes: Callable[[Any, int], dict[str, Shape]]) -> dict[str, Shape]:
     """What `shapes` finds in a model's config.json."""
+    config = config_at(model)
+    with understood(model):
+        return shapes(config, ranks)
+
+
+def config_at(model: Path) -> dict[str, Any]:
+    """What a model's config.json says; `model` is its folder, or the file.
+
+    Raises:
+        CommandError: there is none, or it cannot be read.
+    """
     with understood(model):
         file = model / "config.json" if model.is_dir() else model
         if not file.is_file():
             raise CommandError(f"{model} has no config.json: name a checkpoint's folder.")
-        return shapes(json_object(file), ranks)
+        return json_object(file)
 
 
 def _chosen(
@@ -100,5 +111,14 @@ def require_gpu(count: int = 1) -> None:
         raise CommandError("no GPU is here, or torch cannot use it: measure on the machine that will serve the model.")
     if torch.cuda.device_count() < count:
         raise CommandError(f"{torch.cuda.device_count()} GPUs are here, and {count} are needed: lower --tp.")
+    require_triton()
+
+
+def require_triton() -> None:
+    """Make sure that Triton is here.
+
+    Raises:
+        CommandError: it is not.
+    """
     if importlib.util.find_spec("triton") is None:
         raise CommandError("Triton is not installed, and the kernels are written in it: pip install triton.")

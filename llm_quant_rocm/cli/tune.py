@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llm_quant_rocm.cli._arguments import experts, layers, numbers, require_gpu
+from llm_quant_rocm.cli._arguments import config_at, experts, layers, numbers, require_gpu
 from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 from llm_quant_rocm.cli._json import print_json
 
@@ -93,9 +93,10 @@ def tune(
     with reported("tune", messages, goes_on=True):
         from llm_quant_rocm.tune import QUICK_REDUCE
 
+        _check(operators, model)
+        rows = numbers("--ms", ms) if ms is not None else None
         require_gpu()
         chosen = _chosen(operators, model, tp, layers, messages)
-        rows = numbers("--ms", ms) if ms is not None else None
         from llm_quant_rocm import provenance
         from llm_quant_rocm.hardware import detect
         from llm_quant_rocm.ops.nvfp4_weight import PACKINGS
@@ -123,17 +124,30 @@ def tune(
             print_json(output, contents)
 
 
+def _every() -> tuple[str, ...]:
+    """What can be tuned."""
+    from llm_quant_rocm.tune import OPERATORS, QUICK_REDUCE
+
+    return (*OPERATORS, QUICK_REDUCE)
+
+
+def _check(names: list[str] | None, model: Path | None) -> None:
+    """What is wrong on any machine: it is said where no GPU is, too."""
+    unknown = [name for name in names or [] if name not in _every()]
+    if unknown:
+        raise CommandError(f"{unknown[0]} is not one of {', '.join(_every())}.")
+    if model is not None:
+        config_at(model)
+
+
 def _chosen(
     names: list[str] | None, model: Path | None, tp: int, patterns: list[str] | None, messages: Console
 ) -> dict[str, Shapes]:
     """By operator, the shapes to measure: of the all-reduce, whose sizes are fixed, none."""
     from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES
-    from llm_quant_rocm.tune import OPERATORS, QUICK_REDUCE, tuner
+    from llm_quant_rocm.tune import QUICK_REDUCE, tuner
 
-    every = (*OPERATORS, QUICK_REDUCE)
-    unknown = [name for name in names or [] if name not in every]
-    if unknown:
-        raise CommandError(f"{unknown[0]} is not one of {', '.join(every)}.")
+    every = _every()
     found: dict[str, Shapes] = {}
     refusals: dict[str, CommandError] = {}
     for name in names or every:

@@ -212,6 +212,28 @@ def test_one_sentence_for_what_is_wrong(arguments: list[str], message: str, monk
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemm", "--layers", "nothing"], "--layers matches none of "),
+        (["gemm", "--model", "/nowhere"], "/nowhere has no config.json"),
+        (["moe", "--ms", "1,x"], "--ms 1,x: it must be positive"),
+        (["rows", "--columns", "wide"], "--columns wide: it must be positive"),
+        (["all_reduce", "--codecs", "FP5"], "--codecs FP5: it must be some of"),
+        (["all_reduce", "--kib", "0"], "--kib 0: it must be positive"),
+        (["reduce_norm_quant", "--codec", "FP"], "--codec FP: it must be one of"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_arguments_are_read_before_a_gpu_is_asked_for(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("collectives", "gemm", "moe", "rows"):
+        module = import_module(f"llm_quant_rocm.cli.bench.{name}")
+        monkeypatch.setattr(module, "require_gpu", lambda *_: pytest.fail("a GPU is asked for"))
+    assert message in run(*arguments).stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("command", ["moe", "rows", "all_reduce", "reduce_norm_quant"])
 def test_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,22 @@ def test_one_sentence_for_what_is_wrong(timed: list[int], arguments: list[str], 
     assert not timed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ptpc_gem"], "ptpc_gem is not one of ptpc_gemm, "),
+        (["--ms", "1,x"], "--ms 1,x: it must be positive whole numbers"),
+        (["--model", "/nowhere"], "/nowhere has no config.json"),
+    ],
+    ids=["operator", "ms", "model"],
+)
+def test_arguments_are_read_before_a_gpu_is_asked_for(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "require_gpu", lambda *_: pytest.fail("a GPU is asked for"))
+    assert message in CliRunner().invoke(app, ["tune", *arguments]).stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu() -> None:
     result = CliRunner().invoke(app, ["tune"])

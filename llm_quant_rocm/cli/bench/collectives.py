@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from llm_quant_rocm.cli._arguments import numbers, require_gpu
+from llm_quant_rocm.cli._arguments import numbers, require_gpu, require_triton
 from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 from llm_quant_rocm.cli.bench._output import Panel, check_plot, show, times
 
@@ -44,6 +44,7 @@ def all_reduce(
         sizes = tuple(1024 * size for size in numbers("--kib", kib)) if kib else measurement.SIZES
         if max(sizes) > 1024 * _MOST_KIB:
             raise CommandError(f"--kib {max(sizes) // 1024}: messages have up to {_MOST_KIB} KiB.")
+        require_gpu(tp)
         environment = provenance.environment(tp)
         found = _measured(
             messages, len(sizes), lambda heard: measurement.measure(tp, heard, sizes, names, seconds=_limit(seconds))
@@ -75,6 +76,7 @@ def reduce_norm_quant(
         known = [name for name in CODECS if name != "FP"]
         if codec not in (None, *known):
             raise CommandError(f"--codec {codec}: it must be one of {', '.join(known)}.")
+        require_gpu(tp)
         environment = provenance.environment(tp)
         found = _measured(
             messages,
@@ -103,7 +105,7 @@ def _check(tp: int, plot: Path | None) -> None:
     if tp not in WORLD_SIZES:
         raise CommandError(f"--tp {tp}: it is between 2 and {MAX_WORLD_SIZE} GPUs.")
     check_plot(plot)
-    require_gpu(tp)
+    require_triton()  # the measurements, which know what else may be named, import it
 
 
 def _limit(seconds: float | None) -> float:

@@ -42,8 +42,8 @@ def gemm(
     output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench gemm", messages):
         check_plot(plot)
-        require_gpu()
         chosen, tokens = layers_of(model, tp, layers), numbers("--ms", ms)
+        require_gpu()
         import torch
 
         from llm_quant_rocm import provenance

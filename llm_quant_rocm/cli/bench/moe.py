@@ -31,8 +31,8 @@ def moe(
     output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench moe", messages):
         check_plot(plot)
-        require_gpu()
         chosen, tokens = experts_of(model, tp, layers), numbers("--ms", ms)
+        require_gpu()
         import torch
 
         from llm_quant_rocm import provenance

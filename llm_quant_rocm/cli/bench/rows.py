@@ -25,8 +25,8 @@ def rows(
     output, messages = Console(markup=False), Console(stderr=True, markup=False)
     with reported("bench rows", messages):
         check_plot(plot)
-        require_gpu()
         widths, counts = numbers("--columns", columns), numbers("--ms", ms)
+        require_gpu()
         import torch
 
         from llm_quant_rocm import provenance, timing
