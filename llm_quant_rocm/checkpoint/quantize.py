@@ -21,7 +21,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +55,7 @@ class Report:
         kept: those that stayed.
         bytes_before, bytes_after: of all tensors.
         errors: by quantized module, ||quantized - weight|| / ||weight||.
+        found: whether an earlier call had made all of it already.
     """
 
     quantized: tuple[str, ...]
@@ -62,6 +63,7 @@ class Report:
     bytes_before: int
     bytes_after: int
     errors: Mapping[str, float]
+    found: bool = field(default=False, compare=False)
 
 
 def quantize_checkpoint(
@@ -127,6 +129,7 @@ def quantize_checkpoint(
     if not output.complete:
         _check_room(reader, chosen, method, target, set(output.files))
     with output.written():
+        found = output.complete and output.files.keys() >= set(reader.files)
         _write_weights(reader, chosen, method, output, device, on_progress)
         if not output.complete:
             _write_others(source, target, others, reader, chosen, ignore, form, output, input_amax is not None)
@@ -137,6 +140,7 @@ def quantize_checkpoint(
         sum(tensor.nbytes for tensor in reader.tensors.values()),
         sum(record["tensor_bytes"] for record in output.files.values()),
         dict(sorted(errors.items())),
+        found,
     )
 
 

@@ -152,6 +152,7 @@ def summary(report: "Report", out: Path) -> str:
     return (
         f"{len(report.quantized)} weights are quantized, with a mean error of {100 * mean:.3f}%, and "
         f"{len(report.kept)} stayed; {before} became {after} in {out}"
+        + (", which was complete already" if report.found else "")
     )
 
 

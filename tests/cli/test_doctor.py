@@ -430,6 +430,15 @@ def test_ranks_are_those_of_a_model() -> None:
 # --- rendering
 
 
+@pytest.mark.parametrize(
+    ("count", "line"), [(0, "no problem found"), (1, "1 problem found"), (2, "2 problems found")], ids=str
+)
+def test_the_last_line_counts(count: int, line: str) -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    render.print_tables([Part("x", "X", problems=[Problem("it is wrong", "mend it")] * count)], console)
+    assert console.export_text().splitlines()[-1] == f"doctor: {line}"
+
+
 def test_tables_show_what_there_is_and_hide_empty_columns() -> None:
     @dataclass(frozen=True)
     class Row:
@@ -442,6 +451,6 @@ def test_tables_show_what_there_is_and_hide_empty_columns() -> None:
     part = Part("x", "A [title]", [Row("a[0]", 1234.56, [], {"b": "no"})], ["a note"], [Problem("it is [red]", "mend")])
     render.print_tables([part], console)
     text = console.export_text()
-    for piece in ("a[0]", "GB/s", "1,234.6", "b: no", "a note", "1. it is [red]", "cure: mend", "1 found"):
+    for piece in ("a[0]", "GB/s", "1,234.6", "b: no", "a note", "1. it is [red]", "cure: mend", "1 problem found"):
         assert piece in text, text
     assert "peers" not in text

@@ -309,7 +309,7 @@ def test_another_quantization_is_left_to_the_engine(tmp_path: Path) -> None:
 
     parts = model.examine(write(tmp_path, llama(gptq), {"quant_method": "gptq", "bits": 4}), 1)
     assert problems(parts) == []
-    assert list(plans(parts)) == ["16 bits", "the engine's own"]
+    assert list(plans(parts)) == ["16 bits", "served by the engine itself"]
 
 
 @pytest.mark.parametrize("name", ["weight", "weight_packed"])
@@ -322,8 +322,10 @@ def test_mxfp4_is_left_to_the_engine(tmp_path: Path, name: str) -> None:
     parts = model.examine(write(tmp_path, llama(mxfp4, 80), {"quant_method": "quark"}), 8)
     assert problems(parts) == []
     found = plans(parts)
-    assert list(found) == ["16 bits", "the engine's own"]
-    assert found["the engine's own"].memory == pytest.approx((68.45e9 * 4.25 / 8 + 4.2e9) / 2**30 / 8, rel=1e-3)
+    assert list(found) == ["16 bits", "served by the engine itself"]
+    assert found["served by the engine itself"].memory == pytest.approx(
+        (68.45e9 * 4.25 / 8 + 4.2e9) / 2**30 / 8, rel=1e-3
+    )
     assert {row.layer: row for row in parts[1].rows}["model.layers.*.mlp.down_proj"].served == "MXFP4"
 
 
@@ -353,7 +355,7 @@ def test_gpt_oss_is_left_to_the_engine(tmp_path: Path) -> None:
     parts = model.examine(write(tmp_path, gpt_oss(experts), {"quant_method": "mxfp4"}, GPT_OSS), 1)
     assert problems(parts) == []
     assert parts[0].notes[0] == "GptOssForCausalLM, mxfp4; weights alone, on 1 tensor-parallel rank"
-    found = plans(parts)["the engine's own"]
+    found = plans(parts)["served by the engine itself"]
     assert (found.quantized, found.command) == (2, f"vllm serve {tmp_path}")
     values = 128 * 2880 * (5760 + 2880)
     assert found.memory * 2**30 == values * 4.25 / 8 + 2 * 2880 * (128 + 4096)

@@ -76,6 +76,15 @@ def test_fused_layers_share_a_global_scale_unless_it_is_to_be_separate(tmp_path:
         assert len(scales) == count, choice
 
 
+def test_what_was_complete_already_is_said(tmp_path: Path) -> None:
+    command = (DEMO_MODEL, tmp_path / "out", "--scheme", "ptpc_fp8")
+    assert "complete already" not in run(*command).stdout
+    assert f"in {tmp_path / 'out'}, which was complete already\n" in run(*command).stdout
+    # A file that was lost since is made again.
+    next((tmp_path / "out").glob("*.safetensors")).unlink()
+    assert "complete already" not in run(*command).stdout
+
+
 @pytest.mark.parametrize("option", [("--block-scales", "search"), ("--global-scales", "separate")], ids=" ".join)
 def test_nvfp4s_options_are_not_ignored(tmp_path: Path, option: tuple[str, str]) -> None:
     """Nor are its defaults, which somebody has asked for."""

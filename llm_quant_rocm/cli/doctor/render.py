@@ -26,9 +26,9 @@ def print_tables(parts: Sequence[Part], console: Console) -> None:
         if problem.cure:
             console.print(f"   cure: {escape(problem.cure)}", highlight=False)
     if problems:
-        console.print(f"[red]doctor: {len(problems)} found that would not work[/red]", highlight=False)
+        console.print(f"[red]doctor: {len(problems)} problem{'s' * (len(problems) > 1)} found[/red]", highlight=False)
     else:
-        console.print("doctor: nothing found that would not work", highlight=False)
+        console.print("doctor: no problem found", highlight=False)
 
 
 def print_json(parts: Sequence[Part], console: Console) -> None:

@@ -89,7 +89,7 @@ def ways(found: Survey, folder: Path, ranks: int) -> Ways:
         return module.kind if module.kind in (NVFP4, MXFP4, FP8, OTHER) else HALF
 
     if nvfp4_kinds.checkpoint_kind(config) is None:
-        return Ways([before, Scheme("the engine's own", command, as_stored)])
+        return Ways([before, Scheme("served by the engine itself", command, as_stored)])
     refusal = None
     # Experts in 16 bits are the engine's.
     if lack and any(".experts." in module.name and module.kind == NVFP4 for module in found.modules):
