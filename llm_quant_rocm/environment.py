@@ -45,7 +45,9 @@ def _quick_reduce(prefix: str) -> tuple[Variable, ...]:
     return (
         Variable(f"{prefix}QUANTIZATION", "the codec of the quantized all-reduce", "NONE", codecs),
         Variable(
-            f"{prefix}MIN_SIZE_BYTES_MB", "MiB: serve messages from this size on, measured or not", "what is measured"
+            f"{prefix}MIN_SIZE_BYTES_MB",
+            "MiB: serve messages from this size on, whatever was measured",
+            "the measured crossover",
         ),
         Variable(f"{prefix}MAX_SIZE_BYTES_MB", "MiB: serve messages up to this size", "2048"),
         Variable(f"{prefix}QUANTIZATION_MIN_SIZE_KB", "KiB: smaller messages travel unquantized", "0"),
