@@ -97,12 +97,14 @@ def tune(
         rows = numbers("--ms", ms) if ms is not None else None
         require_gpu()
         chosen = _chosen(operators, model, tp, layers, messages)
+        import torch
+
         from llm_quant_rocm import provenance
         from llm_quant_rocm.hardware import detect
         from llm_quant_rocm.ops.nvfp4_weight import PACKINGS
 
         try:
-            device = detect(_cuda())
+            device = detect(torch.device("cuda"))
         except ValueError as error:
             raise CommandError(f"{error}.") from error
         nvfp4 = [name for name in chosen if name.startswith("nvfp4")]
@@ -171,12 +173,6 @@ def _chosen(
     for name, refusal in refusals.items():
         messages.print(f"{name} is left out: {refusal}", highlight=False, soft_wrap=True)
     return found
-
-
-def _cuda():  # type: ignore[no-untyped-def]  # the type imports torch
-    import torch
-
-    return torch.device("cuda")
 
 
 def _progress(messages: Console) -> Progress:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from llm_quant_rocm.cli._arguments import numbers, require_gpu, require_triton
+from llm_quant_rocm.cli._arguments import listed, numbers, require_gpu, require_triton
 from llm_quant_rocm.cli._errors import CommandError, ranks_reported, reported
 from llm_quant_rocm.cli.bench._output import Panel, check_plot, show, times
 
@@ -38,7 +38,7 @@ def all_reduce(
         from llm_quant_rocm import provenance
         from llm_quant_rocm.measure import all_reduce as measurement
 
-        names = tuple(dict.fromkeys(codecs.split(",")))
+        names = tuple(dict.fromkeys(listed(codecs)))
         if unknown := [name for name in names if name not in measurement.CODECS]:
             raise CommandError(f"--codecs {unknown[0]}: it must be some of {','.join(measurement.CODECS)}.")
         sizes = tuple(1024 * size for size in numbers("--kib", kib)) if kib else measurement.SIZES

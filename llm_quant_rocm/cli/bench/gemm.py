@@ -105,6 +105,9 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
             found[name] = [partial(_nvfp4, weight, prefill) for weight in prepared]
     except ValueError as error:
         absent["nvfp4_gemm"] = str(error)
+    if torch.version.hip:
+        absent["vllm_fp8"] = "vLLM's own kernel is for CUDA; on ROCm it calls aiter and torch, as ptpc_linear does"
+        return found
     try:
         from vllm import _custom_ops
 
@@ -112,9 +115,6 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
         found["vllm_fp8"] = [partial(_vllm_fp8, _custom_ops, *pair) for pair in quantized]
     except Exception as error:  # one for another torch fails in many ways
         absent["vllm_fp8"] = timing.in_a_cell(error)
-    if torch.version.hip:
-        found.pop("vllm_fp8", None)
-        absent["vllm_fp8"] = "vLLM's own kernel is for CUDA; on ROCm it calls aiter and torch, as ptpc_linear does"
     return found
 
 
