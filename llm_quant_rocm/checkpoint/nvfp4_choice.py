@@ -3,12 +3,17 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import torch
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS, NAME, Options, excluded, summary
 
 Method = TypeVar("Method")
+
+# What compressed-tensors' target "Linear" names.
+_LINEAR = torch.nn.Linear(1, 1, device="meta")
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -82,3 +87,13 @@ class ModelOptExclusions:
             ValueError: it keeps some shards of a fused layer and not others.
         """
         return excluded(prefix, self.packed_modules_mapping, super().is_layer_excluded)  # type: ignore[misc]
+
+
+def as_targeted(head: torch.nn.Module, ignore: Iterable[str]) -> torch.nn.Module:
+    """The module to compare compressed-tensors' targets with for an engine's output head.
+
+    It was a Linear to who wrote the checkpoint, so that the target "Linear" means it, unless the list `ignore` speaks
+    of heads, by whatever name: in Mistral's own format it is "output".
+    """
+    stays = any("lm_head" in entry or entry == "output" for entry in ignore)
+    return head if stays else _LINEAR

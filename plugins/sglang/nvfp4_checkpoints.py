@@ -14,7 +14,7 @@ from sglang.srt.layers.quantization.compressed_tensors.utils import check_equal_
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, ModelOptMixedPrecisionConfig
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions
+from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions, as_targeted
 from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -49,9 +49,11 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
             names = [f"{prefix}.0.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
             algorithms = {self._algorithm(layer, name) for name in names}
             return algorithms.pop() if len(algorithms) == 1 else None  # SGLang then says that they must be one
-        # An output head is quantized where a target names it: the class "Linear" does not mean it.
-        if isinstance(layer, ParallelLMHead) and not check_equal_or_regex_match(prefix, self.target_scheme_map):
-            return None
+        if isinstance(layer, ParallelLMHead):
+            layer = as_targeted(layer, self.ignore)
+            meant = (prefix, type(layer).__name__)
+            if not any(check_equal_or_regex_match(name, self.target_scheme_map) for name in meant):
+                return None  # SGLang's search for a target would end in an error
         return self._algorithm(layer, prefix)
 
     def _algorithm(self, layer: torch.nn.Module, name: str) -> str | None:

@@ -13,16 +13,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions
+from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions, as_targeted
 from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
-
-# What compressed-tensors' target "Linear" names.
-_LINEAR = torch.nn.Linear(1, 1, device="meta")
 
 
 class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
@@ -51,11 +48,8 @@ class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     tensors: ClassVar[TensorNames] = COMPRESSED_TENSORS
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
-        head_stays = any("lm_head" in entry or entry == "output" for entry in self.ignore)
-        if isinstance(layer, ParallelLMHead) and not head_stays:
-            # A Linear to who wrote the checkpoint. Ignore lists that speak of it may not use vLLM's name of it: in
-            # Mistral's own format it is "output".
-            layer = _LINEAR
+        if isinstance(layer, ParallelLMHead):
+            layer = as_targeted(layer, self.ignore)
         if not isinstance(layer, RoutedExperts):
             return self._algorithm(layer, prefix)
         self._add_fused_moe_to_target_scheme_map()

@@ -336,16 +336,25 @@ def test_a_models_own_loader(fused: bool, monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-@pytest.mark.parametrize(("target", "algorithm"), [("Linear", None), ("re:.*lm_head", "W4A16_NVFP4")])
-def test_an_output_head_is_what_a_target_names(target: str, algorithm: str | None) -> None:
+@pytest.mark.parametrize(
+    ("target", "ignore", "algorithm"),
+    [
+        ("Linear", [], "W4A16_NVFP4"),
+        ("Linear", ["lm_head"], None),
+        ("Linear", ["output"], None),
+        ("Linear", ["other"], "W4A16_NVFP4"),
+        ("re:.*lm_head", [], "W4A16_NVFP4"),
+        ("re:.*lm_head", ["lm_head"], None),
+        ("re:.*mlp", [], None),
+    ],
+)
+def test_an_output_head_is_what_a_target_means(target: str, ignore: list[str], algorithm: str | None) -> None:
+    """It was a Linear to who wrote the checkpoint; who keeps it may not call it as SGLang does."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-    group = {"targets": [target], "weights": weights, "format": "nvfp4-pack-quantized"}
-    config = NvFp4Config.from_config(
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
-    )
+    groups = {"group_0": {"targets": [target], "weights": weights}}
+    described = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    config = NvFp4Config.from_config({**described, "ignore": ignore})
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
-    config.ignore = ["lm_head"]
-    assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") is None
 
 
 @pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
