@@ -199,8 +199,8 @@ class LinearTensors:
             self._on_complete()
 
     def _name(self, tensor: str, shard: _Shard) -> str:
-        numbers = shard_numbers(shard, len(self._sizes))
-        return f"{self._shards[numbers[0]] if len(numbers) == 1 else self._prefix}.{tensor}"
+        names = {self._shards[number] for number in shard_numbers(shard, len(self._sizes))}
+        return f"{names.pop() if len(names) == 1 else self._prefix}.{tensor}"
 
     def _use(self, loader: Callable[..., Any]) -> None:
         """A model's own loader, of one matrix and so of all: they have the same rows."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_quant_rocm import environment
-from llm_quant_rocm.checkpoint.layer_names import shard_name
+from llm_quant_rocm.checkpoint.layer_names import fused_names
 from llm_quant_rocm.environment import NVFP4 as SWITCH
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
@@ -129,8 +129,7 @@ def excluded(prefix: str, fused: Mapping[str, Sequence[str]], is_excluded: Calla
     Raises:
         ValueError: it keeps some shards of a fused layer and not others.
     """
-    count = len(fused.get(prefix.rpartition(".")[2], ()))
-    shards = {name: is_excluded(name) for name in (shard_name(prefix, shard, fused) for shard in range(count))}
+    shards = {name: is_excluded(name) for name in fused_names(prefix, fused)}
     if any(shards.values()) and not all(shards.values()):
         kept = ", ".join(name for name, kept in shards.items() if kept)
         raise ValueError(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llm_quant_rocm.checkpoint.layer_names import shard_name
+from llm_quant_rocm.checkpoint.layer_names import fused_names
 
 NAME = "ptpc_fp8"
 
@@ -147,8 +147,7 @@ class OnlineLayers:
 
 def _names(prefix: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
     """The names a layer goes by: the engine's, and those of its shards where it is fused."""
-    shards = fused.get(prefix.rpartition(".")[2], [])
-    return [prefix, *(shard_name(prefix, index, fused) for index in range(len(shards)))]
+    return [prefix, *fused_names(prefix, fused)]
 
 
 def _matches(entry: str, name: str) -> bool:

@@ -52,6 +52,23 @@ def test_ranks_that_share_heads_of_k_and_v() -> None:
         tensors.refuse_missing()
 
 
+def test_one_tensor_of_several_shards() -> None:
+    """Messages name it: Qwen3.5's in_proj_qkv, of which engines make three shards."""
+    layer = torch.nn.Module()
+    tensors = LinearTensors(
+        layer, "a.in_proj_qkvz", {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}, [2, 2, 4, 4], 12,
+        lambda param, weight, shard: None, EngineLayers(parameter, parameter, (), Embedding),
+    )  # fmt: skip
+    tensors.add_matrix("weight", torch.uint8, 16, 16)
+    load = layer.weight.weight_loader
+    with pytest.raises(TypeError, match=r"^a\.in_proj_qkv\.weight is torch\.bfloat16"):
+        load(layer.weight, torch.zeros(8, 16, dtype=torch.bfloat16), (0, 1, 2))
+    load(layer.weight, torch.zeros(8, 16, dtype=torch.uint8), (0, 1, 2))
+    with pytest.raises(ValueError, match=r"^a\.in_proj_z\.weight is missing from the checkpoint"):
+        tensors.refuse_missing()
+    assert [name for name, _ in tensors.pieces()] == ["a.in_proj_qkv.weight"] * 3 + ["a.in_proj_z.weight"]
+
+
 def test_codes_in_signed_bytes() -> None:
     """`doctor` says the same: tests/cli/test_doctor_model.py."""
     layer, loaded = Qkv(), []
