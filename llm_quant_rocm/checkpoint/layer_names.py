@@ -48,10 +48,6 @@ class ShardNames:
     def __init__(self, prefix: str, fused: Mapping[str, Sequence[str]], sizes: Sequence[int]) -> None:
         self._prefix, self._fused, self._sizes = prefix, fused, list(sizes)
 
-    def of_all(self) -> list[str]:
-        """The weights of all shards."""
-        return [self.of_shard(shard) for shard in range(len(self._sizes))]
-
     def of_row(self, row: int) -> str:
         """The weight that row number `row` belongs to."""
         ends = list(accumulate(self._sizes))

@@ -2,7 +2,7 @@
 """Quantization while a checkpoint loads: checks of its 16-bit tensors, and their FP8 codes."""
 
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -11,17 +11,18 @@ import torch.distributed as dist
 
 from llm_quant_rocm.formats import fp8
 
-# What has arrived with one tensor of all experts.
-_EVERY = "*"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusing_other_dtypes(
-    loader: Callable[..., Any], name: Callable[..., str], arrived: set[str] | None = None
+    loader: Callable[..., Any],
+    name: Callable[..., str],
+    arrives: Callable[..., None] = lambda *args, **kwargs: None,
 ) -> Callable[..., Any]:
     """The engine's weight loader `loader`, refusing what its copy would convert to the model's dtype in silence.
 
-    `name` gets the loader's arguments after the tensor and returns the tensor's name, which `arrived` receives.
+    `name` gets the loader's arguments after the tensor and returns the tensor's name. `arrives` gets a tensor that is
+    not refused, and the same arguments after it.
     """
 
     @wraps(loader)  # vLLM binds arguments by the loader's signature
@@ -31,18 +32,16 @@ def refusing_other_dtypes(
                 f"{name(*args, **kwargs)} is {loaded_weight.dtype} in the checkpoint, and ptpc_fp8 quantizes bf16, "
                 "fp16 and fp32 weights: serve the unquantized checkpoint, or this one with its own method"
             )
-        if arrived is not None:
-            arrived.add(_EVERY if loaded_weight.dim() == 3 else name(*args, **kwargs))
+        arrives(loaded_weight, *args, **kwargs)
         return loader(param, loaded_weight, *args, **kwargs)
 
     return load
 
 
-def refuse_missing(expected: Iterable[str], arrived: Container[str]) -> None:
-    """ValueError where a tensor is not among those that have arrived: its rows would be whatever was in memory."""
-    for name in expected:
-        if name not in arrived and _EVERY not in arrived:
-            raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
+def refuse_missing(names: Iterable[str]) -> None:
+    """ValueError where there are `names`, of tensors that never arrived: their rows would be whatever was in memory."""
+    for name in names:
+        raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
 
 
 def why_not_again(name: str) -> str:

@@ -105,7 +105,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         if self.arriving is None:
             self.quantize(layer, layer.weight.data)
         else:
-            refuse_missing([self.names.of_shard(number) for number in self.arriving.finish()], ())
+            refuse_missing(self.names.of_shard(number) for number in self.arriving.finish())
         warm_up(layer, self)
         refuse_updates(layer, self.prefix)
 

@@ -128,7 +128,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
                 for expert, shard in self.arriving[name].finish()
             ]
             if not self.arriving[name].is_quantized:
-                refuse_missing(names or [f"{self.prefix}.{name}"], ())
+                refuse_missing(names or [f"{self.prefix}.{name}"])
         warm_up(layer, self.product, self.dtype, self.prefix)
         refuse_updates(layer, self.prefix)
 

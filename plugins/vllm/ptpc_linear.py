@@ -12,7 +12,7 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
-from llm_quant_rocm.checkpoint.layer_names import ShardNames
+from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm import compile_key, fusion
@@ -52,12 +52,16 @@ class PtpcFp8LinearMethod(LinearMethod):
             return self.copy(*args, **kwargs)
 
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, layer.logical_widths)
-        self.arrived: set[str] = set()
+        self.shards, self.arrived = range(len(layer.logical_widths)), set[int]()
+
+        def arrives(tensor: torch.Tensor, shard: str | int | tuple[int, ...] | None = None) -> None:
+            self.arrived.update(shard_numbers(shard, len(self.shards)))
+
         weight = Weight(
             data=torch.empty(rows, columns, dtype=layer.orig_dtype, device="meta"),
             input_dim=1,
             output_dim=0,
-            weight_loader=refusing_other_dtypes(load, self.names.of_shard, self.arrived),
+            weight_loader=refusing_other_dtypes(load, self.names.of_shard, arrives),
             on_other_loader=self.use_loader,
         )
         layer.register_parameter("weight", weight)
@@ -85,9 +89,8 @@ class PtpcFp8LinearMethod(LinearMethod):
 
     def refuse_missing(self) -> None:
         """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""
-        # Some models load all shards by one tensor (Phi-3).
-        if self.names.of_shard() not in self.arrived and (self.arrived or not self.is_dummy):
-            refuse_missing(self.names.of_all(), self.arrived)
+        if self.arrived or not self.is_dummy:
+            refuse_missing(self.names.of_shard(shard) for shard in self.shards if shard not in self.arrived)
         self.arrived.clear()
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

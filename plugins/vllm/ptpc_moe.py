@@ -59,15 +59,21 @@ class PtpcFp8MoEMethod(ExpertsMethod):
             # Where experts are sharded, each rank has all; one tensor may, too.
             return slice(None) if tensor.dim() == 3 else expert_id
 
+        self.arrived: set[tuple[str, int | None]] = set()
+
+        def arrives(
+            tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+        ) -> None:
+            self.arrived.add((shard_id, None if tensor.dim() == 3 else expert_id))
+
         loader = extra_weight_attrs["weight_loader"]
         w2_loader = loader
         if self.moe.tp_size > 1:
             self.whole_rows = WholeRows(intermediate_size_per_partition * self.moe.tp_size)
             w2_loader = self.whole_rows.watching(loader, rows_of_tensor)
-        self.arrived: set[str] = set()
         loaders = {
-            "w13_weight": refusing_other_dtypes(loader, name_of_tensor, self.arrived),
-            "w2_weight": refusing_other_dtypes(w2_loader, name_of_tensor, self.arrived),
+            "w13_weight": refusing_other_dtypes(loader, name_of_tensor, arrives),
+            "w2_weight": refusing_other_dtypes(w2_loader, name_of_tensor, arrives),
         }
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
@@ -103,12 +109,13 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def refuse_missing(self, layer: RoutedExperts) -> None:
         """ValueError where a tensor of one of this rank's experts never arrived."""
         if self.arrived or not self.is_dummy:
-            names = (
-                f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
-                for expert in range(layer.w13_weight.shape[0])
+            experts = [global_expert(layer, expert) for expert in range(layer.w13_weight.shape[0])]
+            refuse_missing(
+                f"{expert_name(layer, self.prefix, expert, shard)}.weight"
+                for expert in experts
                 for shard in ("w1", "w2", "w3")
+                if self.arrived.isdisjoint({(shard, expert), (shard, None)})  # None: all experts in one tensor
             )
-            refuse_missing(names, self.arrived)
         self.arrived.clear()
 
     def compute(

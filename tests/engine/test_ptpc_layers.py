@@ -2,6 +2,7 @@
 """Linear layers of `ptpc_fp8` from their checkpoint tensors on; without an engine."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -120,9 +121,54 @@ def test_half_of_what_is_reloaded_over_dummies() -> None:
     layer.quant_method.create_weights(layer, K, [N, N], K, 2 * N, torch.bfloat16, weight_loader=MagicMock())
     layer.quant_method.is_dummy = True
     layer.quant_method.refuse_missing()
-    layer.quant_method.arrived.add("another half")
+    layer.quant_method.arrived.add(0)
     with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight is missing from the checkpoint"):
         layer.quant_method.refuse_missing()
+
+
+@pytest.mark.parametrize(
+    ("shards", "named", "missing"),
+    [
+        ((0, 1, 2), True, "in_proj_z"),
+        (3, True, "in_proj_qkv"),
+        (None, True, None),
+        ((0, 1, 2), False, "in_proj_qkvz"),
+    ],
+)
+def test_one_of_two_weights_with_four_shards(
+    shards: Any, named: bool, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5's linear attention: q, k and v come in one. Phi-3 has all shards in one; models need not name them."""
+    monkeypatch.setattr(ptpc_linear, "initialize_online_processing", lambda layer: None)
+    config = PtpcFp8Config()
+    config.packed_modules_mapping = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]} if named else {}
+    layer: Any = torch.nn.Module()
+    layer.quant_method = PtpcFp8LinearMethod(config, "in_proj_qkvz")
+    layer.quant_method.create_weights(layer, K, [N] * 4, K, 4 * N, torch.bfloat16, weight_loader=MagicMock())
+    layer.weight.weight_loader(layer.weight, torch.zeros(N, K), shards)
+    with pytest.raises(ValueError, match=rf"^{missing}\.weight is missing") if missing else nullcontext():
+        layer.quant_method.refuse_missing()
+
+
+@pytest.mark.parametrize(("arrived", "missing"), [("w1 w3", "down"), ("w2 w3", "gate"), ("w1 w2 w3", None)])
+@pytest.mark.parametrize("stacked", [True, False], ids=["all experts in one", "expert by expert"])
+def test_a_projection_of_the_experts_is_missing(
+    arrived: str, missing: str | None, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4 has each projection of all experts in one tensor, which says nothing of the others."""
+    monkeypatch.setattr(ptpc_moe, "initialize_online_processing", lambda layer: None)
+    method: Any = object.__new__(PtpcFp8MoEMethod)
+    method.prefix, method.moe, method.is_dummy = "experts", SimpleNamespace(tp_size=1), False
+    layer: Any = torch.nn.Module()
+    layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name = "gate", "down", "up"
+    layer._expert_map = None
+    method.create_weights(layer, 2, K, K, torch.bfloat16, weight_loader=MagicMock())
+    for shard in arrived.split():
+        weight = layer.w2_weight if shard == "w2" else layer.w13_weight
+        for expert in (0,) if stacked else (0, 1):
+            weight.weight_loader(weight, torch.zeros(2, K, K) if stacked else torch.zeros(K, K), "", shard, expert)
+    with pytest.raises(ValueError, match=rf"^experts\.0\.{missing}\.weight is missing") if missing else nullcontext():
+        method.refuse_missing(layer)
 
 
 @pytest.fixture
