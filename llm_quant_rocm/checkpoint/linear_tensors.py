@@ -232,8 +232,13 @@ class LinearTensors:
             return None
         if isinstance(self._layer, self._engine.embedding):
             return self._layer.org_vocab_size
-        numbers = shard_numbers(shard, len(self._sizes))
-        if type(self._layer) not in self._engine.plain or len(numbers) != 1:
+        if type(self._layer) not in self._engine.plain:
             return None
-        replicas = self._layer.num_kv_head_replicas if shard in ("k", "v") else 1
-        return self._sizes[numbers[0]] * self._ranks // replicas
+        return sum(self._whole(number) for number in shard_numbers(shard, len(self._sizes)))
+
+    def _whole(self, number: int) -> int:
+        """All ranks' rows of shard number `number`."""
+        heads = getattr(self._layer, "total_num_kv_heads", None)
+        if heads is None or number == 0:
+            return self._sizes[number] * self._ranks
+        return self._sizes[number] // self._layer.num_kv_heads * heads  # k or v: ranks may have the same heads

@@ -14,7 +14,7 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 class Qkv(torch.nn.Module):
     """A rank's q, k and v, of which two ranks have the same k and v."""
 
-    num_kv_head_replicas = 2
+    num_kv_heads, total_num_kv_heads = 1, 2
 
 
 class Embedding(torch.nn.Module):

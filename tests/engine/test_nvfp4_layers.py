@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
@@ -93,6 +94,31 @@ def test_a_models_own_loader_of_rows(names: tuple[str, ...], layout: str, monkey
     half = given.dequantize(torch.bfloat16)
     found = served.apply(layer, torch.eye(K, dtype=torch.bfloat16)).t()
     torch.testing.assert_close(found, torch.cat([half, half]), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_projection_that_is_fused_on_disk(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 has q, k and v in one tensor. vLLM would cut one that is too long, and end at one that is too short without
+    its name. Of four ranks two have the same heads of k and v."""
+    q, k, v = (weight(16 * heads, K) for heads in (4, 2, 2))
+    for rank in range(ranks):
+        for module in (linear, parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+        with set_current_vllm_config(VllmConfig()):
+            layer: Any = linear.QKVParallelLinear(
+                K, 16, 4, 2, bias=False, quant_config=NvFp4Config.from_config(MODELOPT), prefix="self_attn.qkv_proj"
+            )
+        for tensor, dtype in (("weight", torch.uint8), ("weight_scale", torch.float8_e4m3fn)):
+            param = getattr(layer, tensor)
+            for rows in (112, 144):
+                broken = torch.zeros(rows, param.shape[1], dtype=dtype)
+                with pytest.raises(ValueError, match=rf"^self_attn\.qkv_proj\.{tensor} has shape .* needs \(128, "):
+                    param.weight_loader(param, broken)
+        layer.weight.weight_loader(layer.weight, torch.cat([q.codes, k.codes, v.codes]))
+        share = [whole.codes.chunk(min(ranks, whole.n // 16)) for whole in (q, k, v)]
+        mine = [pieces[rank * len(pieces) // ranks] for pieces in share]
+        assert torch.equal(layer.weight, torch.cat(mine))
 
 
 @pytest.mark.parametrize("kind", [NvFp4LinearMethod, Fp8LinearMethod])

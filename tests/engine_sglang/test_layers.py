@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.configs.load_config import LoadFormat
-from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.linear import LinearBase, QKVParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
@@ -334,6 +334,28 @@ def test_a_models_own_loader(fused: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(
         method.linear.product(layer, torch.eye(64).bfloat16(), None).t(), weight.dequantize(torch.bfloat16)
     )
+
+
+@pytest.mark.parametrize("kv_ranks", [1, 2, 4])
+def test_a_projection_that_is_fused_on_disk(kv_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 has q, k and v in one tensor, of which SGLang would cut off what is too much. Ranks may have the same heads
+    of k and v: where there are more ranks than heads, and where they share contexts."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    config = NvFp4Config.from_config(_W4A16)
+    codes = torch.arange(128, dtype=torch.uint8)[:, None].expand(128, 32).contiguous()
+    q, k, v = codes.split([64, 32, 32])
+    for rank in range(4):
+        kv_rank = rank * kv_ranks // 4
+        layer: Any = QKVParallelLinear(
+            64, 16, 4, 2, bias=False, quant_config=config, prefix="self_attn.qkv_proj",
+            tp_rank=rank, tp_size=4, kv_tp_rank=kv_rank, kv_tp_size=kv_ranks,
+        )  # fmt: skip
+        for rows in (112, 144):
+            with pytest.raises(ValueError, match=r"^self_attn\.qkv_proj\.weight has shape .* needs \(128, 32\)"):
+                layer.weight.weight_loader(layer.weight, torch.zeros(rows, 32, dtype=torch.uint8))
+        layer.weight.weight_loader(layer.weight, codes)
+        k_and_v = [whole.chunk(min(kv_ranks, 2))[kv_rank * min(kv_ranks, 2) // kv_ranks] for whole in (k, v)]
+        assert torch.equal(layer.weight, torch.cat([q.chunk(4)[rank], *k_and_v]))
 
 
 @pytest.mark.parametrize(
