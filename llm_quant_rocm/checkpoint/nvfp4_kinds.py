@@ -160,6 +160,12 @@ def describe(config: Mapping[str, Any]) -> str:
     return f"{method} ({kind})" if kind else str(method)
 
 
+def takeover(kind: str, engine: str) -> str:
+    """One line for the log: that a checkpoint of `kind` is served here, and what leaves it to the engine."""
+    own = "modelopt_fp4" if kind == "modelopt" else kind  # what engines call their own method for it
+    return f"NVFP4 checkpoint ({kind}): {NAME} serves it; {SWITCH}=0 or --quantization {own} leaves it to {engine}"
+
+
 def summary(layers: Mapping[str, Sequence[str]], options: Options) -> str:
     """One line for the log: how many layers of each kind, and how they compute."""
     counts = [

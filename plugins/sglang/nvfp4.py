@@ -27,6 +27,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     describe,
     modelopt_settings,
     served_here,
+    takeover,
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import json_object
@@ -230,9 +231,4 @@ def _serves_this_device() -> bool:
 
 @cache
 def _log_takeover(kind: str) -> None:
-    logger.info(
-        "NVFP4 checkpoint (%s): %s serves it; %s=0 or --quantization modelopt_fp4 leaves it to SGLang",
-        kind,
-        NAME,
-        SWITCH,
-    )
+    logger.info(takeover(kind, "SGLang"))

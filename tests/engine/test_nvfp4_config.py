@@ -2,7 +2,9 @@
 """Which NVFP4 checkpoints are taken over, where, and what switches it off; without an engine."""
 
 import json
+import re
 import struct
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, checkpoint_kind
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
+from llm_quant_rocm_vllm import nvfp4
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -151,6 +154,24 @@ def test_what_vllm_makes_of_it(
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", switch)
     arguments = EngineArgs(model=str(nvfp4_modelopt), quantization=user)
     assert arguments.create_model_config().quantization == method
+
+
+@pytest.mark.parametrize("kind", ["modelopt", "modelopt_mixed", "compressed-tensors"])
+def test_the_log_says_what_leaves_a_checkpoint_to_vllm(
+    kind: str, tmp_path: Path, nvfp4_dense: nvfp4_checkpoints.Quantized, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = {
+        "modelopt": nvfp4_dense.write_modelopt,
+        "modelopt_mixed": nvfp4_dense.write_mixed,
+        "compressed-tensors": partial(nvfp4_dense.write_compressed_tensors, activations=False),
+    }
+    model = str(write[kind](tmp_path / kind))
+    nvfp4._log_takeover.cache_clear()
+    with caplog.at_level("INFO"):
+        EngineArgs(model=model).create_model_config()
+    line = re.search(r"NVFP4 checkpoint \((\S+)\): .* or --quantization (\S+) leaves it to vLLM", caplog.text)
+    assert line[1] == kind
+    assert EngineArgs(model=model, quantization=line[2]).create_model_config().quantization == line[2]
 
 
 def test_layers_that_an_older_modelopt_describes_elsewhere(

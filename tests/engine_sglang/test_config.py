@@ -2,6 +2,7 @@
 """Which method a checkpoint and a user's wish come to, by SGLang's own ModelConfig; no model is built."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from llm_quant_rocm.checkpoint.nvfp4_kinds import takeover
 from llm_quant_rocm_sglang import nvfp4, ptpc_fp8, register
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
@@ -146,8 +148,10 @@ def test_on_rocm_too(checkpoints_by_kind: dict[str, Path], kind: str, monkeypatc
 def test_another_wish_of_the_user_is_respected(
     checkpoints_by_kind: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert method(checkpoints_by_kind["modelopt"], "modelopt_fp4") == "modelopt_fp4"
-    assert method(checkpoints_by_kind["compressed-tensors"], "compressed-tensors") == "compressed-tensors"
+    for kind in ("modelopt", "modelopt_mixed", "compressed-tensors"):
+        line = takeover(kind, "SGLang")
+        wish = re.search(r"--quantization (\S+) leaves it to SGLang$", line)[1]
+        assert method(checkpoints_by_kind["mixed" if kind == "modelopt_mixed" else kind], wish) == wish
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4", "0")
     assert method(checkpoints_by_kind["modelopt"]) == "modelopt_fp4"
     monkeypatch.setattr(nvfp4, "_serves_this_device", lambda: False)
