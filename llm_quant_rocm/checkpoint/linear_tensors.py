@@ -129,7 +129,8 @@ class LinearTensors:
     def add_optional_scalars(self, tensor: str) -> dict[int, torch.Tensor]:
         """The values by shard number, to be filled while loading, of tensors that a checkpoint may lack.
 
-        Their parameter is empty: vLLM insists on the checkpoint's having every other one.
+        Their parameter is empty: vLLM insists on the checkpoint's having every other one. It is fp32 as the values are:
+        of another dtype vLLM warns.
         """
         values: dict[int, torch.Tensor] = {}
 
@@ -137,7 +138,7 @@ class LinearTensors:
             scalar = self._scalar(tensor, loaded_weight, loaded_shard_id)
             values.update(dict.fromkeys(shard_numbers(loaded_shard_id, len(self._sizes)), scalar))
 
-        self._register(tensor, torch.empty(0), load)
+        self._register(tensor, torch.empty(0, dtype=torch.float32), load)
         self._optional.append(values)
         return values
 

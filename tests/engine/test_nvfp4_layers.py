@@ -16,6 +16,8 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
 from vllm.model_executor.model_loader.reload.utils import get_layer_size
+from vllm.model_executor.models import utils
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertTensors
@@ -141,6 +143,29 @@ def test_vllm_counts_what_it_reloads(kind: Any, monkeypatch: pytest.MonkeyPatch)
             arguments = inspect.signature(param.weight_loader).bind(param, tensor)
             count += get_numel_loaded(param.weight_loader, arguments)[0]
     assert count == get_layer_size(layer)
+
+
+@pytest.mark.parametrize("kind", [NvFp4LinearMethod, Fp8LinearMethod])
+def test_vllm_has_no_dtype_to_warn_of(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes models in their own dtype, and compares it with that of every tensor of a layer that is not fused."""
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(utils.logger, "warning", warning := MagicMock())
+    with set_current_vllm_config(VllmConfig()):
+        served = kind(NvFp4Config.from_config(MODELOPT), "o_proj")
+    model: Any = torch.nn.Module()
+    model.o_proj = torch.nn.Module()
+    with set_default_torch_dtype(torch.bfloat16):
+        served.create_weights(model.o_proj, K, [N], K, N, torch.bfloat16, weight_loader=lambda param, tensor: None)
+    given, one = weight(), torch.tensor(1.0, dtype=torch.float32)
+    if kind is NvFp4LinearMethod:
+        tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": one}
+    else:
+        tensors = {"weight": torch.zeros(N, K, dtype=torch.float8_e4m3fn), "weight_scale": one}
+    tensors["input_scale"] = one
+    loaded = utils.AutoWeightsLoader(model).load_weights((f"o_proj.{name}", tensor) for name, tensor in tensors.items())
+    assert loaded == {f"o_proj.{name}" for name in tensors}
+    warning.assert_not_called()
 
 
 def test_compiled_models_are_known_by_how_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
