@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, unquantized
+from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, another_dtype
 from llm_quant_rocm.checkpoint.nvfp4_tensors import Piece, TensorNames, input_global_scale
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
@@ -120,7 +120,7 @@ class ExpertTensors:
             if loaded_weight.dim() == 3:
                 raise NotImplementedError(one_for_all(self._prefix, tuple(loaded_weight.shape)))
             if loaded_weight.dtype != dtype:
-                raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
+                raise TypeError(another_dtype(name, loaded_weight.dtype, dtype))
             if tuple(loaded_weight.shape) != shape:
                 raise ValueError(
                     f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "

@@ -19,8 +19,17 @@ _Shard = str | int | tuple[int, ...] | None
 UNQUANTIZED = "weight"
 
 
-def unquantized(name: str, dtype: torch.dtype, promised: torch.dtype) -> str:
-    """What to say of a checkpoint tensor that is not what the quantization of its layer needs."""
+# What `survey` says of such tensors, too.
+SIGNED_CODES = "int8 in the checkpoint, and NVFP4 codes are uint8: fetch or export the checkpoint again"
+OTHER_BLOCK_SCALES = "in the checkpoint, and NVFP4's block scales are F8_E4M3: fetch or export the checkpoint again"
+
+
+def another_dtype(name: str, dtype: torch.dtype, promised: torch.dtype) -> str:
+    """What to say of a checkpoint tensor whose dtype is not what the quantization of its layer needs."""
+    if name.endswith("_scale"):
+        return f"{name} is {dtype} {OTHER_BLOCK_SCALES}"
+    if (dtype, promised) == (torch.int8, torch.uint8):
+        return f"{name} is {SIGNED_CODES}"
     return (
         f"{name} is {dtype} in the checkpoint, where its quantization_config promises {promised}: if the layer is not "
         "quantized, the ignore list should name it"
@@ -98,7 +107,7 @@ class LinearTensors:
             shard: _Shard = next(iter((*args, *kwargs.values())), None)
             name = self._name(tensor, shard)
             if loaded_weight.dtype != dtype:
-                raise TypeError(unquantized(name, loaded_weight.dtype, dtype))
+                raise TypeError(another_dtype(name, loaded_weight.dtype, dtype))
             rows = self._rows(shard)
             expected = (loaded_weight.shape[0] if rows is None else rows, whole)
             if tuple(loaded_weight.shape) != expected:
@@ -149,7 +158,7 @@ class LinearTensors:
             if get_ident() in self._inside:
                 self._loader(param, loaded_weight, loaded_shard_id)
                 return
-            raise TypeError(unquantized(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
+            raise TypeError(another_dtype(self._name(tensor, loaded_shard_id), loaded_weight.dtype, torch.uint8))
 
         self._register_matrix(tensor, torch.empty(0), load)
 

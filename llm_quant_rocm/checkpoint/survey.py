@@ -24,6 +24,7 @@ from llm_quant_rocm.checkpoint.files import (
     refuse_twice,
     several,
 )
+from llm_quant_rocm.checkpoint.linear_tensors import OTHER_BLOCK_SCALES, SIGNED_CODES
 from llm_quant_rocm.checkpoint.nvfp4_kinds import checkpoint_kind, modelopt_settings
 from llm_quant_rocm.checkpoint.online_layers import is_embedding, is_head, is_router
 from llm_quant_rocm.formats.nvfp4 import BLOCK
@@ -203,7 +204,7 @@ def _find_signed_codes(parts: dict[str, dict[str, Tensor]], faults: list[str]) -
     """A fault where NVFP4's codes are int8, which `linear_tensors` and `expert_tensors` refuse as they arrive."""
     signed = [f"{name}.{codes}" for name in sorted(parts) for codes in _NVFP4_PARTS if _are_signed(parts[name], codes)]
     if signed:
-        faults.append(f"{several(signed)} int8 in the checkpoint, and NVFP4 codes are uint8: {_FETCH}")
+        faults.append(f"{several(signed)} {SIGNED_CODES}")
 
 
 def _are_signed(parts: dict[str, Tensor], codes: str) -> bool:
@@ -235,10 +236,7 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
         if absent:
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
         if scales and scales.dtype != "F8_E4M3":
-            faults.append(
-                f"{name}.weight_scale is {scales.dtype} in the checkpoint, and NVFP4's block scales are F8_E4M3: "
-                f"{_FETCH}"
-            )
+            faults.append(f"{name}.weight_scale is {scales.dtype} {OTHER_BLOCK_SCALES}")
         expected = (*shape[:-1], shape[-1] // BLOCK)
         if scales and scales.shape != expected:
             faults.append(

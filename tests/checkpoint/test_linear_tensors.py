@@ -27,13 +27,13 @@ def parameter(data: torch.Tensor, weight_loader: Any, **of_a_matrix: Any) -> tor
     return made
 
 
-def fused(layer: Qkv, loaded: list[str]) -> LinearTensors:
-    """The tensors of `layer`, NVFP4 codes of 32 columns; the engine's loader notes the shards that it is given."""
+def fused(layer: Qkv, loaded: list[str], tensor: str = "weight", dtype: torch.dtype = torch.uint8) -> LinearTensors:
+    """One of the tensors of `layer`, 16 columns wide; the engine's loader notes the shards that it is given."""
     tensors = LinearTensors(
         layer, "a.qkv_proj", FUSED, [8, 4, 4], 64,
         lambda param, weight, shard: loaded.append(shard), EngineLayers(parameter, parameter, (Qkv,), Embedding),
     )  # fmt: skip
-    tensors.add_matrix("weight", torch.uint8, 16, 16)
+    tensors.add_matrix(tensor, dtype, 16, 16)
     return tensors
 
 
@@ -69,12 +69,38 @@ def test_one_tensor_of_several_shards() -> None:
     assert [name for name, _ in tensors.pieces()] == ["a.in_proj_qkv.weight"] * 3 + ["a.in_proj_z.weight"]
 
 
-def test_codes_in_signed_bytes() -> None:
+@pytest.mark.parametrize(
+    ("tensor", "promised", "dtype", "words"),
+    [
+        ("weight", torch.uint8, torch.int8, "is int8 in the checkpoint, and NVFP4 codes are uint8: fetch"),
+        (
+            "weight_scale",
+            torch.float8_e4m3fn,
+            torch.uint8,
+            "is torch.uint8 in the checkpoint, and NVFP4's block scales are F8_E4M3: fetch",
+        ),
+        (
+            "weight_scale",
+            torch.float8_e4m3fn,
+            torch.bfloat16,
+            "is torch.bfloat16 in the checkpoint, and NVFP4's block scales are F8_E4M3: fetch",
+        ),
+        (
+            "weight",
+            torch.uint8,
+            torch.bfloat16,
+            "is torch.bfloat16 in the checkpoint, where its quantization_config promises torch.uint8: if the layer is",
+        ),
+    ],
+    ids=["codes-int8", "scales-uint8", "scales-bf16", "unquantized"],
+)
+def test_another_dtype(tensor: str, promised: torch.dtype, dtype: torch.dtype, words: str) -> None:
     """`doctor` says the same: tests/cli/test_doctor_model.py."""
     layer, loaded = Qkv(), []
-    fused(layer, loaded)
-    with pytest.raises(TypeError, match=r"a\.q_proj\.weight is torch\.int8 .* promises torch\.uint8"):
-        layer.weight.weight_loader(layer.weight, torch.zeros(32, 16, dtype=torch.int8), "q")
+    fused(layer, loaded, tensor, promised)
+    param = getattr(layer, tensor)
+    with pytest.raises(TypeError, match=rf"^a\.q_proj\.{tensor} {words}"):
+        param.weight_loader(param, torch.zeros(32, 16, dtype=dtype), "q")
     assert loaded == []
 
 
