@@ -55,8 +55,8 @@ def fitted_rows() -> list[Row]:
 
 
 def later_rows() -> list[Row]:
-    """What it is fitted to beside them: an H200's figures of the kernel for many rows in tiles that no H100 has
-    measured. There it is as fast: what takes its time is the arithmetic."""
+    """What that estimate is fitted to beside `fitted_rows`: an H200's figures of the kernel for many rows in tiles that
+    no H100 has measured. It is as fast on both: the arithmetic takes its time."""
     known = {tuple(fields[:2]) for row in rows_of(EXACT) for fields in row["us"]}
     found = []
     for row in rows_of(H200):

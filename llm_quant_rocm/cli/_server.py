@@ -67,14 +67,18 @@ def serving(
 
 
 def complete(url: str, prompt: str, tokens: int) -> str:
-    """Greedy completion of ``prompt`` by ``tokens`` tokens, by POST /v1/completions."""
+    """Greedy completion of ``prompt`` by ``tokens`` tokens, by POST /v1/completions.
+
+    Raises:
+        CommandError: there was no answer, or one without a text.
+    """
     body = json.dumps({"model": _vllm.SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             return json.load(response)["choices"][0]["text"]
-    except OSError as error:
-        raise CommandError(f"the server did not answer POST /v1/completions: {error}") from error
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        raise CommandError(f"the server did not answer POST /v1/completions with a text: {error!r}") from error
 
 
 def _free_port() -> int:

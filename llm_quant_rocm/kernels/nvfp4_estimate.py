@@ -3,10 +3,11 @@
 
 The program with the most work decides: `launch + step * steps + tile * tiles + part * parts` microseconds, to the power
 of `SLOWING`. The four numbers of each kind of tile are fitted to what was measured of every configuration on 31
-weights, on an H100, with 8 rows and in FP8 on an H200, which computes as fast (benchmarks/results/nvfp4_configs_sm_90,
-nvfp4_configs_h200_sm_90 and nvfp4_configs_fp8_h200_sm_90.json), by `python -m benchmarks._estimate_fit`, which also
-says how much slower than the best the choice is for weights that are left out of the fit. What won at a weight of like
-size is a worse guide: whether tiles fill the multiprocessors' last wave decides, and a few more columns change that.
+weights, on an H100, or with 8 rows, in tiles of 160 and 288 and in FP8 on an H200, which computes as fast
+(benchmarks/results/nvfp4_configs_sm_90, nvfp4_configs_h200_sm_90 and nvfp4_configs_fp8_h200_sm_90.json), by `python -m
+benchmarks._estimate_fit`, which also says how much slower than the best the choice is for weights that are left out of
+the fit. What won at a weight of like size is a worse guide: whether tiles fill the multiprocessors' last wave decides,
+and a few more columns change that.
 """
 
 from collections.abc import Iterator, Sequence
