@@ -396,7 +396,7 @@ def test_each_column_of_a_shared_tile_is_added_once_of_all_programs(columns: int
 
 
 @pytest.mark.parametrize("programs", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("block", [64, 128, 192, 256, 320])
+@pytest.mark.parametrize("block", [64, 128, 160, 192, 256, 288, 320])
 def test_each_row_of_shared_tiles_is_stored_once(block: int, programs: int) -> None:
     """Whose sums, added by several programs, need not have the same bits."""
     from llm_quant_rocm.kernels.hopper import main_part, tile_and_rest
@@ -725,6 +725,27 @@ def test_a_tile_has_a_rest_where_the_main_part_is_too_small() -> None:
     assert [tile_and_rest(96, m) for m in (1, 64, 65, 500)] == [(64, 0), (64, 0), (96, 32), (96, 32)]
     assert [tile_and_rest(320, m) for m in (256, 257)] == [(256, 0), (320, 64)]
     assert [tile_and_rest(128, m) for m in (5, 128, 129)] == 3 * [(128, 0)]
+
+
+@pytest.mark.parametrize(
+    ("m", "heights"),
+    [
+        (129, {160, 256}),
+        (161, {160, 192, 256}),
+        (256, {160, 256}),
+        (257, {160, 256, 288}),
+        (300, {160, 256, 320}),
+        (576, {160, 192, 256, 288}),
+        (4096, {160, 192, 256, 288, 320}),
+    ],
+)
+def test_tiles_are_the_lowest_that_do_with_as_many(m: int, heights: set[int]) -> None:
+    """Or of 256 rows, which may be cut."""
+    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import configs
+
+    for fp8 in (False, True):
+        found = {config.block_m for config in configs(m, 8192, 8192, fp8) if config.block_n == 128}
+        assert found - {128} == heights
 
 
 def test_batch_invariant_sums_have_no_parts() -> None:
