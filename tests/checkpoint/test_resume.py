@@ -135,7 +135,7 @@ def test_a_whole_folder_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
     [
         ({"scheme": "ptpc_fp8"}, "another run, whose --scheme was nvfp4: name another folder, or remove it"),
         ({"layout": "modelopt"}, "another run, whose --format was compressed-tensors"),
-        ({"ignore": ("lm_head", "*embed*")}, "another run, whose --ignore was lm_head, \\*.lm_head, score"),
+        ({"ignore": ("lm_head", "*embed*")}, "another run, whose --ignore was lm_head, \\*.lm_head, output_layer"),
         ({"search": True}, "another run, whose --block-scales was nearest"),
         ({"share_global_scales": False}, "another run, whose --global-scales was shared"),
     ],

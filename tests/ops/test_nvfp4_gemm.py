@@ -235,8 +235,8 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tuning, "lookup", lambda *shape: measured[-1] if measured else None)
     chosen = module._fp8_config.__wrapped__
     monkeypatch.setattr(module, "_fp8_config", chosen)
-    # Of Llama-3-70B: o with few rows, two full waves of tiles, and rows enough to expand the weight.
-    estimates = [chosen(hopper.hardware, m, 8192, 8192) for m in (128, 1024, 16384)]
+    # Of Llama-3-70B: o with few rows, two full waves of tiles, and, a quarter of it, rows enough to expand the weight.
+    estimates = [chosen(hopper.hardware, m, 8192, k) for m, k in ((128, 8192), (1024, 8192), (16384, 2048))]
     assert estimates == [None, Config(256, 128, 0), Expanded()]
     assert not module._in_fp8(hopper._replace(m=128)) and module._in_fp8(hopper._replace(m=4096, n=8192, k=8192))
     measured.append(tuning.Measured(8192, 8192, 4096, "exact", {"values": 2**24}))
