@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from llm_quant_rocm.cli import _vllm, _worker
-from llm_quant_rocm.cli._arguments import listed
+from llm_quant_rocm.cli._arguments import config_at, listed
 from llm_quant_rocm.cli._errors import CommandError, sentence, understood
-from llm_quant_rocm.json_files import json_object
 
 _SECONDS = 300  # importing vLLM for the first time may compile
 
@@ -89,7 +88,7 @@ def config_of(
     methods: Mapping[str, Method],
     cure: str = "give the 16-bit checkpoint as MODEL, and name this folder, with a /, in --quantization",
 ) -> dict[str, Any]:
-    """What config.json says of the model that `methods` are to be compared on.
+    """What config.json says of the language model that `methods` are to be compared on.
 
     Raises:
         CommandError: it cannot be read, or the model is quantized already and one of the methods is made of it: an
@@ -97,18 +96,18 @@ def config_of(
     """
     from llm_quant_rocm.checkpoint.survey import quantization_of
 
+    config = config_at(model)
     with understood(model):
-        config = json_object(model / "config.json")
         quantized = quantization_of(model, config) is not None
+        config = {**config, **(config.get("text_config") or {})}
     if quantized and any(method.folder is None for method in methods.values()):
         raise CommandError(f"{model} is quantized already, and would be measured as if it were not: {cure}.")
     return config
 
 
-def longest_of(model: Path, config: Mapping[str, Any]) -> int | None:
-    """The longest sequence of a model, in tokens, where its config.json says so."""
-    with understood(model):
-        found = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+def longest_of(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence of a model, in tokens, where `config_of` it says so."""
+    found = config.get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 

@@ -53,7 +53,7 @@ def evaluate(
         document = text or model / "heldout.txt"
         named = _tasks_named(tasks, include, limit)
         _check(model, document)
-        longest = longest_of(model, config_of(model, methods))
+        longest = longest_of(config_of(model, methods))
         refuse_unknown(methods, messages)
         tokens = context or min(CONTEXT, longest or CONTEXT)
         fraction = None if _vllm.on_cpu() else GPU_MEMORY

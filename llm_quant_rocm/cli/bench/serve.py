@@ -18,7 +18,7 @@ from rich.table import Table
 
 from llm_quant_rocm.cli import _vllm
 from llm_quant_rocm.cli._arguments import name_of, numbers
-from llm_quant_rocm.cli._errors import CommandError, end_of, reported, understood
+from llm_quant_rocm.cli._errors import CommandError, end_of, reported
 from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli._methods import Failures, Method, config_of, longest_of, methods_named, refuse_unknown
 from llm_quant_rocm.cli._server import serving
@@ -151,11 +151,9 @@ def _check_lengths(model: Path, config: Mapping[str, Any], input_len: int, outpu
     vLLM's: not where positions are scaled."""
     if "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in _vllm.environment():
         return
-    longest = longest_of(model, config)
-    with understood(model):
-        inner = {**config, **(config.get("text_config") or {})}
-        # There may be one for each kind of layer.
-        scaled = '"factor"' in json.dumps([inner.get("rope_scaling"), inner.get("rope_parameters")])
+    longest = longest_of(config)
+    # There may be one for each kind of layer.
+    scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])
     if longest is not None and not scaled and input_len + output_len + _MORE > longest:
         raise CommandError(
             f"{model} has room for {longest} tokens, and {input_len} in and {output_len} out are asked for, with "
