@@ -77,7 +77,7 @@ def gpu_ms(found: dict[str, Any], prompts: str) -> str:
 
 
 def nvfp4_engine_title(name: str) -> str:
-    """What an engine of NVFP4 was measured on, of the name of its file, without the GPU."""
+    """What an engine of NVFP4 was measured on, of the name of its file, without the GPU: "qwen3-30b-a3b 2 ranks"."""
     return name.removeprefix("nvfp4_engine_").removesuffix("_sm_90").removesuffix("_h200").replace("_", " ")
 
 

@@ -106,7 +106,7 @@ def engine(name: str, result: dict[str, Any]) -> str:
         f"{measured_on(result)}\n\n"
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8. `ptpc_fp8`, this project's, and "
-        "`fp8_per_channel`, vLLM's, quantize weights in bf16.\n\n"
+        "`fp8_per_channel`, vLLM's, quantize weights in bf16; `ours_fp4_sums` is `ours` with all-reduces in FP4.\n\n"
         f"![total time]({name}.png)\n\n"
         + table(
             ["method", "batch", "prefill, s", "ms a step", "of it the GPU", "total, s", "bf16 / total", "commit"], rows

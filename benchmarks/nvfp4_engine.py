@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFP4 in a whole vLLM on one GPU: bf16, vLLM's own Marlin, and this project's kernels, offline, in one run; beside
-them the same model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
+"""NVFP4 in a whole vLLM: bf16, vLLM's own Marlin, and this project's kernels, offline, in one run; beside them the same
+model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
 
     python benchmarks/nvfp4_engine.py llama-3-70b
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
+    python benchmarks/nvfp4_engine.py qwen3-30b-a3b --ranks 2      tensor parallel, and with quantized all-reduces too
 
 The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 1, 10 and 64 prompts of 1024 random tokens,
 256 tokens out, CUDA graphs of a step; the prefill is the time of one token out, a step is the rest over 255, each the
-best of five runs, and `steps` says how much of a step is the GPU's. With `--capture-sizes 1 16 64 1024` one prompt's
-prefill is in a graph, too. NVFP4 is one random ModelOpt checkpoint, loaded without a flag (_random_checkpoint.py);
-LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load what it decodes to where
-a router looks at it, and dummy weights (which take the same time and less disk) where none does.
-`difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
-weights: rounding makes some, a wrong layer about 1.
+best of five runs, and `steps` says how much of a step is the GPU's, over several the first one's. With `--capture-sizes
+1 16 64 1024` one prompt's prefill is in a graph, too. NVFP4 is one random ModelOpt checkpoint, loaded without a flag
+(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load
+what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
+does. `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
+weights: rounding makes some, a wrong layer about 1. `ours_fp4_sums` quantizes all-reduces to FP4 where its policy does
+not leave them to vLLM; over several GPUs `log` is what the plugin said of them.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
 minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
@@ -71,12 +73,14 @@ METHODS = {
     "marlin": {"LLM_QUANT_ROCM_NVFP4": "0"},
     "ours": {},
     "ours_prefill_fp8": {"LLM_QUANT_ROCM_NVFP4_PREFILL": "fp8"},
+    "ours_fp4_sums": vllm_engine.QUICK,
     "ptpc_fp8": {},
     "fp8_per_channel": {},
 }
 # Which of them vLLM has to be told, while it loads 16-bit weights.
 ONLINE = ("ptpc_fp8", "fp8_per_channel")
-
+# And which need ranks to sum over.
+OVER_RANKS = ("ours_fp4_sums",)
 
 TOKENS = 256
 PROMPTS = (1, 10, 64)
@@ -88,13 +92,15 @@ CAPTURE_SIZES = (1, 16, 64)
 AT_ONCE = 3
 
 
-def start(shape: str, method: str, folder: str, capture_sizes: list[int]) -> Callable[[], dict[str, Any]]:
-    """In a process of its own: an engine of the model in `folder`, for figures and one prompt's log probabilities."""
+def start(shape: str, method: str, folder: str, ranks: int, capture_sizes: list[int]) -> Callable[[], dict[str, Any]]:
+    """In a process of its own: an engine of the model in `folder` over `ranks` GPUs, for figures and one prompt's log
+    probabilities."""
     load_format = "auto" if list(Path(folder).glob("*.safetensors")) else "dummy"
     quantization = method if method in ONLINE else "none"
     llm = vllm_engine.engine(
         folder, quantization, load_format=load_format, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64,
-        enable_prefix_caching=False, **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS),
+        enable_prefix_caching=False, tensor_parallel_size=ranks,
+        **vllm_engine.memory(SHAPES[shape], 1024 + TOKENS, ranks=ranks),
         compilation_config={"cudagraph_capture_sizes": capture_sizes},
     )  # fmt: skip
     vllm_engine.warm_up(llm)
@@ -144,40 +150,49 @@ def is_routed(shape: str) -> bool:
 
 
 def measure(
-    shape: str, methods: list[str], at_once: int, start_s: float, capture_sizes: Sequence[int] = CAPTURE_SIZES
+    shape: str,
+    methods: Sequence[str],
+    at_once: int,
+    start_s: float,
+    capture_sizes: Sequence[int] = CAPTURE_SIZES,
+    ranks: int = 1,
 ) -> None:
     """Measure `methods` over one checkpoint, and write what they took."""
     from benchmarks import _harness as harness
 
-    shown: dict[str, Any] = {"shape": SHAPES[shape], "cudagraph_capture_sizes": [*capture_sizes]}
+    shown: dict[str, Any] = {"shape": SHAPES[shape], "ranks": ranks, "cudagraph_capture_sizes": [*capture_sizes]}
     found: dict[str, Any] = {"vllm": version("vllm"), **shown, "methods": {}}
     graphs = f"_with_graphs_to_{max(capture_sizes)}" if max(capture_sizes) > max(CAPTURE_SIZES) else ""
-    sizes = [str(size) for size in capture_sizes]
+    where = harness.gpu() if ranks == 1 else f"{ranks}_ranks_{harness.arch()}"
+    numbers = [str(number) for number in (ranks, *capture_sizes)]
     expected: list[float] = []
     # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
     with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method in ("bf16", *ONLINE) else quantized for method in methods}
         jobs = [
-            vllm_engine.job(method, __file__, (shape, method, str(folder), *sizes), Path(scratch), METHODS[method])
+            vllm_engine.job(method, __file__, (shape, method, str(folder), *numbers), Path(scratch), METHODS[method])
             for method, folder in folders.items()
         ]
         prepare = partial(write_checkpoints, shape, dense, quantized)
-        for method, (result, _) in zip(methods, engines.run(jobs, at_once, start_s, prepare), strict=True):
+        for method, (result, log) in zip(methods, engines.run(jobs, at_once, start_s, prepare), strict=True):
             logprobs = result.pop("logprobs", [])
             if logprobs and (folders[method] == quantized or is_routed(shape)):
                 expected = expected or logprobs
                 result["difference"] = engines.difference(logprobs, expected)
+            if ranks > 1:
+                result.setdefault("log", vllm_engine.lines_of_the_plugin(log))
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
-            written = harness.write(f"nvfp4_engine_{shape}{graphs}_{harness.gpu()}", found)
+            written = harness.write(f"nvfp4_engine_{shape}{graphs}_{where}", found)
     print("written to", written)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES, nargs="?")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="by default all that --ranks allows")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the tensor-parallel group")
     parser.add_argument(
         "--capture-sizes", nargs="+", type=int, default=CAPTURE_SIZES, metavar="N",
         help="numbers of tokens of which engines have CUDA graphs",
@@ -186,12 +201,14 @@ def main() -> None:
     engines.add_options(parser, str(AT_ONCE))
     args = parser.parse_args()
     if args.run:
-        shape, method, checkpoint, *sizes, folder = args.run
+        shape, method, checkpoint, ranks, *sizes, folder = args.run
         import vllm  # noqa: F401  while the checkpoint is made
 
-        engines.serve(Path(folder), lambda: start(shape, method, checkpoint, [int(size) for size in sizes]))
+        engines.serve(Path(folder), lambda: start(shape, method, checkpoint, int(ranks), [*map(int, sizes)]))
     elif args.shape:
-        measure(args.shape, args.methods, args.at_once or AT_ONCE, args.start_seconds, args.capture_sizes)
+        methods = args.methods or [method for method in METHODS if args.ranks > 1 or method not in OVER_RANKS]
+        at_once = args.at_once or AT_ONCE
+        measure(args.shape, methods, at_once, args.start_seconds, args.capture_sizes, args.ranks)
     else:
         parser.error("name a shape")
 

@@ -88,7 +88,7 @@ def test_variants_of_the_fusion_pass(tmp_path: Path) -> None:
     assert {name: one["log"] for name, one in found.items() if one["commit"] == "abc1234"} == {
         "apart": ["norm fusion: 0"],
         "fused": ["norm fusion: on"],
-        "fused_quick_reduce": ["norm fusion: on"],
+        "fused_quick_reduce": ["norm fusion: on", "quantized all-reduce: FP4 over 2"],
     }
     assert found["fused"]["kernels_of_a_prefill"] == {"norm_kernel": 1} and "1 prompt" in found["fused"]
 
@@ -114,6 +114,19 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(found["bf16"]) == {"quantization", "1 prompt", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )
+
+
+def test_nvfp4_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file of its own, with what the plugin said."""
+    narrow(monkeypatch, "llama-3-70b")
+    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    nvfp4_engine.measure("llama-3-70b", ["ours", "ours_fp4_sums"], 2, 240, ranks=2)
+    found = json.loads((tmp_path / "nvfp4_engine_llama-3-70b_2_ranks_cpu.json").read_text())
+    assert found["ranks"] == 2 and {name: one["log"] for name, one in found["methods"].items()} == {
+        "ours": ["norm fusion: on"],
+        "ours_fp4_sums": ["norm fusion: on", "quantized all-reduce: FP4 over 2"],
+    }
 
 
 def test_the_cache_holds_what_is_asked_of_it() -> None:

@@ -21,6 +21,8 @@ class LLM:
         if os.environ.get("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION") and "LLM_QUANT_ROCM_FUSION" in os.environ:
             raise ValueError("no room")
         logging.warning("norm fusion: %s", os.environ.get("LLM_QUANT_ROCM_FUSION", "on"))
+        if codec := os.environ.get("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION"):
+            logging.warning("quantized all-reduce: %s over %d", codec, options["tensor_parallel_size"])
         self.options = options
         said = {name: options[name] for name in ("quantization", "max_model_len")}
         self.model_config = SimpleNamespace(**said)
