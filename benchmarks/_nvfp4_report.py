@@ -99,10 +99,11 @@ def engine(name: str, result: dict[str, Any]) -> str:
         f"{count}: total, s": {method: found[count]["total_s"] for method, found in methods.items() if count in found}
         for count in counts
     }
-    lines.bars(name, f"NVFP4 in vLLM {result['vllm']}\n{measured_on(result)}", panels)
-    shape = result["shape"]
+    layers = result["shape"]["num_hidden_layers"]
+    title = f"NVFP4 in vLLM {result['vllm']}: {nvfp4_engine_title(name)}, {layers} layers"
+    lines.bars(name, f"{title}\n{measured_on(result)}", panels)
     return (
-        f"## NVFP4 in vLLM {result['vllm']}: {nvfp4_engine_title(name)}, {shape['num_hidden_layers']} layers\n\n"
+        f"## {title}\n\n"
         f"{measured_on(result)}\n\n"
         "Random weights, CUDA graphs, 1024 tokens in and 256 out. `marlin` is vLLM's own way, `ours` this project's "
         "with no flag, `ours_prefill_fp8` with LLM_QUANT_ROCM_NVFP4_PREFILL=fp8. `ptpc_fp8`, this project's, and "

@@ -100,6 +100,10 @@ STEPS = (
         engine="vllm",
         seconds=600,
     ),
+    *(
+        Step(f"nvfp4_engine_{shape}_2_ranks_{{arch}}", "nvfp4_engine.py", (shape, "--ranks", "2"), 2, "vllm", 600)
+        for shape in ("llama-3-70b", "qwen3-30b-a3b")
+    ),
     Step("vllm_fusion_demo_{gpu}", "vllm_engine.py", ("fusion", "--demo"), engine="vllm", seconds=200),
     *(
         Step(
