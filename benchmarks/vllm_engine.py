@@ -44,6 +44,8 @@ LLAMA_METHODS = ("none", "ptpc_fp8", "fp8_per_channel")
 # By variant of ptpc_fp8, what it sets in the environment. The last two need ranks to reduce over.
 OFF, QUICK = {"LLM_QUANT_ROCM_FUSION": "0"}, {"VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "FP4"}
 FUSION = {"apart": OFF, "fused": {}, "apart_quick_reduce": OFF | QUICK, "fused_quick_reduce": QUICK}
+# What is generated where steps are looked at: the prefill's token, and one a step.
+STEP_TOKENS = 33
 LOGGED = ("norm fusion:", "quantized all-reduce:", "reduce_norm_quant over")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,11 +75,11 @@ def engine(model: str, method: str, **options: Any) -> Any:
     return LLM(model, quantization=quantization, attention_backend="TRITON_ATTN", seed=0, **options)
 
 
-def memory(config: Mapping[str, Any], tokens: int, prompts: int = 64, ranks: int = 1) -> dict[str, Any]:
-    """Options for a cache that holds `prompts` of `tokens` tokens, whatever else there is on the GPU."""
+def memory(config: Mapping[str, Any], tokens: int, ranks: int = 1) -> dict[str, Any]:
+    """Options for a cache that holds 64 prompts of `tokens` tokens, whatever else there is on the GPU."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     block = 16 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] // ranks * head * 2
-    blocks = prompts * (math.ceil(tokens / 16) + 2)
+    blocks = 64 * (math.ceil(tokens / 16) + 2)
     # vLLM refuses to start where less than that part of the memory is free, even if the cache's size is given.
     return {"kv_cache_memory_bytes": blocks * block, "gpu_memory_utilization": 0.01}
 
@@ -150,22 +152,22 @@ def or_failure(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"failed": repr(error)}
 
 
-def steps(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
+def steps(llm: Any, counts: Sequence[int]) -> dict[str, Any]:
     """What the first rank's GPU does in a step after the prefill: `step_times`, and the microseconds of each kernel."""
-    result = step_times(llm, counts, tokens)
+    result = step_times(llm, counts)
     llm.apply_model(Profile())
-    generate(llm, 1, tokens)
-    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=tokens - 1))[0]
+    generate(llm, 1, STEP_TOKENS)
+    result["us_of_kernels_with_1_prompt"] = llm.apply_model(Profile(stop=True, steps=STEP_TOKENS - 1))[0]
     return result
 
 
-def step_times(llm: Any, counts: Sequence[int], tokens: int = 33) -> dict[str, Any]:
+def step_times(llm: Any, counts: Sequence[int]) -> dict[str, Any]:
     """By number of prompts, what `StepTimes` says of the steps after the prefill."""
-    generate(llm, 1, tokens)
+    generate(llm, 1, STEP_TOKENS)
     result: dict[str, Any] = {}
     for count in counts:
         llm.apply_model(StepTimes())
-        generate(llm, count, tokens)
+        generate(llm, count, STEP_TOKENS)
         result[f"{count} prompt{'s' * (count > 1)}"] = llm.apply_model(StepTimes(stop=True))[0]
     return result
 

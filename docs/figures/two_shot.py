@@ -12,7 +12,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 RANKS = 4
 _COLOURS = plt.get_cmap("tab10").colors[:RANKS]
-_WIDTH, _GAP = 4.0, 1.6  # of a rank's buffer, and between two of them
+_WIDTH, _GAP, _HEIGHT = 4.0, 1.6, 0.7  # of a rank's buffer, between two of them, and of a row
 
 
 def left_of(rank: int, segment: int = 0) -> float:
@@ -20,16 +20,16 @@ def left_of(rank: int, segment: int = 0) -> float:
     return rank * (_WIDTH + _GAP) + segment * _WIDTH / RANKS
 
 
-def segments(axis: Axes, rank: int, y: float, texts: list[str], owned_only: bool = False, height: float = 0.7) -> None:
+def segments(axis: Axes, rank: int, y: float, texts: list[str], owned_only: bool = False) -> None:
     """A rank's buffer, one colour an owner."""
     for segment in range(RANKS):
         shown = not owned_only or segment == rank
         face = _COLOURS[segment] if shown else "white"
-        box = Rectangle((left_of(rank, segment), y), _WIDTH / RANKS, height, facecolor=face, edgecolor="lightgrey")
+        box = Rectangle((left_of(rank, segment), y), _WIDTH / RANKS, _HEIGHT, facecolor=face, edgecolor="lightgrey")
         axis.add_patch(box)
         if shown:
             x = left_of(rank, segment) + _WIDTH / RANKS / 2
-            axis.text(x, y + height / 2, texts[segment], ha="center", va="center", color="white", fontsize=8)
+            axis.text(x, y + _HEIGHT / 2, texts[segment], ha="center", va="center", color="white", fontsize=8)
 
 
 def arrows(axis: Axes, y_from: float, y_to: float, to_owner: bool) -> None:

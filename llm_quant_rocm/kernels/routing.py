@@ -364,7 +364,7 @@ def _by_rows(kernel: Any, tokens: int, columns: int, hardware: Hardware, **const
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr, slot_row_ptr, weight_ptr, out_ptr, columns,
+    rows_ptr, slot_row_ptr, out_ptr, columns,
     TOPK: tl.constexpr, IN_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -380,23 +380,14 @@ def sum_rows_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOPK):
         first, there = places[j]
-        value = tl.load(rows_ptr + first + column, mask=column < there, other=0.0).to(tl.float32)
-        if weight_ptr is not None:
-            value *= tl.load(weight_ptr + token * TOPK + j)
-        total += value
+        total += tl.load(rows_ptr + first + column, mask=column < there, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * columns + column, total.to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 def sum_rows(
-    rows: torch.Tensor,
-    slot_row: torch.Tensor,
-    topk: int,
-    hardware: Hardware,
-    topk_weights: torch.Tensor | None = None,
-    *,
-    in_tiles: bool,
+    rows: torch.Tensor, slot_row: torch.Tensor, topk: int, hardware: Hardware, *, in_tiles: bool
 ) -> torch.Tensor:
-    """Sum [T, H] of the k rows of every token, times topk_weights fp32 [T, k] if given.
+    """Sum [T, H] of the k rows of every token.
 
     slot_row is a schedule's, int32 [T * k]. rows is [rows of its tiles, H] if they are `in_tiles`, or else [T * k, H],
     that of each slot at its number. Added in fp32 in the order of the slots and rounded once to the rows' dtype. The
@@ -408,7 +399,7 @@ def sum_rows(
     tokens, columns = slot_row.numel() // topk, rows.shape[1]
     out = torch.empty((tokens, columns), dtype=rows.dtype, device=rows.device)
     if tokens and columns:
-        _sum(tokens, columns, topk, in_tiles, hardware)(rows, slot_row, topk_weights, out)
+        _sum(tokens, columns, topk, in_tiles, hardware)(rows, slot_row, out)
     return out
 
 

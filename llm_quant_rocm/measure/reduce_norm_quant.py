@@ -43,7 +43,7 @@ LEAST_CODEC_BYTES = 1 << 20
 SWEEP_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 CONFIGS_ROWS = (1, 64, 1024, 4096)
 CONFIGS = [(256, 132), (256, 264), (256, 396), (512, 132), (512, 264), (1024, 132)]
-_MOST_CALLS = 100  # of a graph
+_MOST_CALLS, _REPLAY_MS = 100, 5.0  # of a graph
 FP = CODECS["FP"]
 LOST_AFTER = 30.0  # seconds; ranks compile what the pool did not in their first calls
 
@@ -168,21 +168,21 @@ def _compile(world: int, columns: int, shot: str, codec: str, threads: int, lamp
         getattr(kernels, shot)(x, x, Norm(x[0]), target, target.empty(x), box, CODECS[codec], config, 1000)
 
 
-def calls_of_a_graph(call_ms: float, budget_ms: float) -> int:
-    """How many calls of about `call_ms` a graph holds, of which a replay takes an eighth of the budget, but for the
-    least of two calls.
+def calls_of_a_graph(call_ms: float) -> int:
+    """How many calls of about `call_ms` a graph holds, of which a replay takes _REPLAY_MS, but for the least of two
+    calls.
 
     The ranks' hosts begin a replay some microseconds apart, and who is first waits for the last in its first call: of
     20 calls of some microseconds each that is a good part, and another one in every run. So a graph holds many of them.
     """
-    return max(2, min(_MOST_CALLS, int(budget_ms / 8 / call_ms)))
+    return max(2, min(_MOST_CALLS, int(_REPLAY_MS / call_ms)))
 
 
 class Measurement:
     """Times calls of all ranks together."""
 
-    def __init__(self, device: torch.device, budget_ms: float = 40.0) -> None:
-        self.device, self.budget_ms = device, budget_ms
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def time(self, call: Callable[[], object]) -> float:
         """Microseconds a call, the same number on all ranks."""
@@ -196,7 +196,7 @@ class Measurement:
         end.record()
         end.synchronize()
         guess = slowest(start.elapsed_time(end) / 3, self.device)  # milliseconds, launches included
-        calls = calls_of_a_graph(guess, self.budget_ms)
+        calls = calls_of_a_graph(guess)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks the driver meanwhile
             for _ in range(calls):

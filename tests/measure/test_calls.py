@@ -14,4 +14,4 @@ from llm_quant_rocm.measure.reduce_norm_quant import calls_of_a_graph
     ids=["a_microsecond", "launched", "slowly", "long", "an_eighth", "beyond"],
 )
 def test_short_calls_are_many_and_a_replay_keeps_to_its_budget(call_ms: float, calls: int) -> None:
-    assert calls_of_a_graph(call_ms, 40.0) == calls
+    assert calls_of_a_graph(call_ms) == calls

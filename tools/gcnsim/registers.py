@@ -213,8 +213,8 @@ def write64(operand: Operand) -> Write:
 # --- scalar instructions: [wave]
 
 
-def read_scalar32(operand: Operand, offset: int = 0) -> Read:
-    index = operand.index + offset
+def read_scalar32(operand: Operand) -> Read:
+    index = operand.index
     if operand.kind == "s":
         return lambda cohort: cohort.scalar[:, index]
     if operand.kind in ("int", "float"):
