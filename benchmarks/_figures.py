@@ -408,7 +408,7 @@ def overview() -> str:
         title = f"The fusion pass in vLLM {result['vllm']}, `ptpc_fp8`, {gpus(result['ranks'])}"
         said = totals(result["variants"], base)
         add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")
-    for name, result in results("sglang_engine_sm_90"):
+    for name, result in (*results("sglang_engine_sm_90"), *results("sglang_engine_h200_sm_90")):
         for group, title in (
             ("llama_3_70b_8_layers", "Llama-3-70B's shape, 8 layers"),
             ("qwen3_30b_a3b_12_layers", "Qwen3-30B-A3B's shape, 12 layers"),
@@ -442,6 +442,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nvfp4_engine": nvfp4_engine,
     "loading": loading,
     "sglang_engine": partial(sglang_engine, "sglang_engine_sm_90.json"),
+    "sglang_engine_h200": partial(sglang_engine, "sglang_engine_h200_sm_90.json"),
     "sglang_ranks": partial(sglang_engine, "sglang_engine_2_ranks_sm_90.json"),
     "overview": overview,
 }
