@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, another_dtype
+from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, another_dtype, refuse_other_shape
 from llm_quant_rocm.checkpoint.nvfp4_tensors import Piece, TensorNames, input_global_scale
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
@@ -121,11 +121,7 @@ class ExpertTensors:
                 raise NotImplementedError(one_for_all(self._prefix, tuple(loaded_weight.shape)))
             if loaded_weight.dtype != dtype:
                 raise TypeError(another_dtype(name, loaded_weight.dtype, dtype))
-            if tuple(loaded_weight.shape) != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
-                    f"{shape}: the checkpoint is broken, or made for another model"
-                )
+            refuse_other_shape(name, loaded_weight.shape, shape)
             self._arrived.add((tensor, expert_id, shard_id))
             return self._loader(param, loaded_weight, weight_name, shard_id, expert_id, *args, **options)
 

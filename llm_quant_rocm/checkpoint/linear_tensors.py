@@ -36,6 +36,16 @@ def another_dtype(name: str, dtype: torch.dtype, promised: torch.dtype) -> str:
     )
 
 
+def refuse_other_shape(name: str, shape: Sequence[int], expected: tuple[int, int]) -> None:
+    """ValueError where the checkpoint tensor `name` has another `shape` than the model's configuration says: engines
+    cut what is too large in silence."""
+    if tuple(shape) != expected:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)} in the checkpoint; the model's configuration needs {expected}: the "
+            "checkpoint is broken, or made for another model"
+        )
+
+
 @dataclass(frozen=True)
 class EngineLayers:
     """An engine's classes, by what `LinearTensors` needs of them.
@@ -52,6 +62,37 @@ class EngineLayers:
     scalars: Callable[..., torch.nn.Parameter]
     plain: tuple[type, ...]
     embedding: type[Any]
+
+
+class WholeRowCounts:
+    """How many rows the checkpoint tensors of `layer` have, on any number of ranks.
+
+    Args:
+        layer: a linear layer, or an output head.
+        sizes: this rank's rows of each shard.
+        output_size: all ranks' rows together.
+        engine: the engine's classes.
+    """
+
+    def __init__(self, layer: Any, sizes: Sequence[int], output_size: int, engine: EngineLayers) -> None:
+        self._layer, self._sizes, self._engine = layer, list(sizes), engine
+        self._ranks = output_size // max(1, sum(sizes))
+
+    def of(self, shard: _Shard) -> int | None:
+        """The rows of the checkpoint tensor of `shard`, None where the engine alone knows."""
+        if isinstance(self._layer, self._engine.embedding):
+            return self._layer.org_vocab_size
+        # SGLang's Grok may have a file for each rank.
+        if type(self._layer) not in self._engine.plain or getattr(self._layer, "use_presharded_weights", False):
+            return None
+        return sum(self._whole(number) for number in shard_numbers(shard, len(self._sizes)))
+
+    def _whole(self, number: int) -> int:
+        """All ranks' rows of shard number `number`."""
+        heads = getattr(self._layer, "total_num_kv_heads", None)
+        if heads is None or number == 0:
+            return self._sizes[number] * self._ranks
+        return self._sizes[number] // self._layer.num_kv_heads * heads  # k or v: ranks may have the same heads
 
 
 class LinearTensors:
@@ -84,7 +125,7 @@ class LinearTensors:
     ) -> None:
         self._layer = layer
         self._sizes = list(sizes)
-        self._ranks = output_size // max(1, sum(sizes))
+        self._row_counts = WholeRowCounts(layer, sizes, output_size, engine)
         self._loader = loader
         self._models_loader: Callable[..., Any] | None = None
         self._inside: set[int] = set()
@@ -108,13 +149,8 @@ class LinearTensors:
             name = self._name(tensor, shard)
             if loaded_weight.dtype != dtype:
                 raise TypeError(another_dtype(name, loaded_weight.dtype, dtype))
-            rows = self._rows(shard)
-            expected = (loaded_weight.shape[0] if rows is None else rows, whole)
-            if tuple(loaded_weight.shape) != expected:
-                raise ValueError(
-                    f"{name} has shape {tuple(loaded_weight.shape)} in the checkpoint; the model's configuration needs "
-                    f"{expected}: the checkpoint is broken, or made for another model"
-                )
+            rows = None if self._models_loader else self._row_counts.of(shard)
+            refuse_other_shape(name, loaded_weight.shape, (loaded_weight.shape[0] if rows is None else rows, whole))
             result = self._copy(param, loaded_weight, *args, **kwargs)
             self._note(tensor, shard)
             return result
@@ -235,20 +271,3 @@ class LinearTensors:
 
     def _register(self, name: str, data: torch.Tensor, loader: Callable[..., Any]) -> None:
         self._layer.register_parameter(name, self._engine.scalars(data=data, weight_loader=loader))
-
-    def _rows(self, shard: _Shard) -> int | None:
-        """How many rows the checkpoint tensor of `shard` has, None where the engine alone knows."""
-        if self._models_loader is not None:
-            return None
-        if isinstance(self._layer, self._engine.embedding):
-            return self._layer.org_vocab_size
-        if type(self._layer) not in self._engine.plain:
-            return None
-        return sum(self._whole(number) for number in shard_numbers(shard, len(self._sizes)))
-
-    def _whole(self, number: int) -> int:
-        """All ranks' rows of shard number `number`."""
-        heads = getattr(self._layer, "total_num_kv_heads", None)
-        if heads is None or number == 0:
-            return self._sizes[number] * self._ranks
-        return self._sizes[number] // self._layer.num_kv_heads * heads  # k or v: ranks may have the same heads

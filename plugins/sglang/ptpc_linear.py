@@ -10,9 +10,11 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
+from llm_quant_rocm.checkpoint.linear_tensors import WholeRowCounts, refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang import fusion
 from llm_quant_rocm_sglang.engine_layers import (
+    ENGINE,
     Loader,
     Weight,
     device_type,
@@ -55,11 +57,20 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         self.names = ShardNames(self.prefix, self.config.packed_modules_mapping, output_partition_sizes)
         shape, loader = (sum(output_partition_sizes), input_size_per_partition), extra_weight_attrs["weight_loader"]
         self.copy: Loader = loader
+        # On a CPU SGLang pads layers, and fills what the checkpoint has.
+        self.row_counts: WholeRowCounts | None = None
+        if device_type() != "cpu":
+            self.row_counts = WholeRowCounts(layer, output_partition_sizes, output_size, ENGINE)
         device, count = torch.get_default_device(), len(output_partition_sizes)
 
         def make(device: torch.device, loader: Loader) -> Weight:
             data = torch.empty(shape, dtype=params_dtype, device=device)
             return Weight(data=data, input_dim=1, output_dim=0, weight_loader=loader, on_other_loader=self.use_loader)
+
+        def arrives(tensor: torch.Tensor, shard: str | int | tuple[int, ...] | None = None) -> None:
+            rows = self.row_counts.of(shard) if self.row_counts else None
+            if rows is not None:
+                refuse_other_shape(self.names.of_shard(shard), tensor.shape, (rows, input_size))
 
         def load(param: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             assert self.arriving is not None
@@ -81,14 +92,14 @@ class PtpcFp8LinearMethod(LinearMethodBase):
                 lambda weight, amax: self.quantize(layer, weight, amax),
                 input_size if self.ranks > 1 else None,
             )
-            weight = make(torch.device("meta"), refusing_other_dtypes(load, self.names.of_shard))
+            weight = make(torch.device("meta"), refusing_other_dtypes(load, self.names.of_shard, arrives))
         else:
-            weight = make(device, refusing_other_dtypes(loader, self.names.of_shard))
+            weight = make(device, refusing_other_dtypes(loader, self.names.of_shard, arrives))
         layer.register_parameter("weight", weight)
 
     def use_loader(self, loader: Loader) -> None:
-        """Have a model's own loader copy the checkpoint's tensors into the weight."""
-        self.copy = loader
+        """Have a model's own loader copy the checkpoint's tensors into the weight, of shapes that it alone knows."""
+        self.copy, self.row_counts = loader, None
 
     def quantize(self, layer: LinearBase, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts `weight` in FP8 in its place. `amax` as `quantize_weight` takes it."""

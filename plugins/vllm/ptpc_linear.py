@@ -13,10 +13,11 @@ from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.layer_names import ShardNames, shard_numbers
+from llm_quant_rocm.checkpoint.linear_tensors import WholeRowCounts, refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm import compile_key, fusion
-from llm_quant_rocm_vllm.engine_layers import Loader, Weight
+from llm_quant_rocm_vllm.engine_layers import ENGINE, Loader, Weight
 from llm_quant_rocm_vllm.linear import LinearMethod
 
 if TYPE_CHECKING:
@@ -38,11 +39,14 @@ class PtpcFp8LinearMethod(LinearMethod):
         self.config = config
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None
+        # Where the engine's loader copies.
+        self.row_counts: WholeRowCounts | None = None
         fusion.enable(self.vllm_config)
 
     def declare(self, layer: LinearBase, shape: tuple[int, int], loader: Loader) -> None:
         rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
         self.copy = loader
+        self.row_counts = WholeRowCounts(layer, layer.logical_widths, shape[0], ENGINE)
         if columns != shape[1]:
             self.whole_rows = WholeRows(shape[1])
             self.copy = self.whole_rows.watching(self.copy, lambda tensor, *args, **kwargs: slice(None))
@@ -55,6 +59,9 @@ class PtpcFp8LinearMethod(LinearMethod):
         self.shards, self.arrived = range(len(layer.logical_widths)), set[int]()
 
         def arrives(tensor: torch.Tensor, shard: str | int | tuple[int, ...] | None = None) -> None:
+            rows = self.row_counts.of(shard) if self.row_counts else None
+            if rows is not None:
+                refuse_other_shape(self.names.of_shard(shard), tensor.shape, (rows, shape[1]))
             self.arrived.update(shard_numbers(shard, len(self.shards)))
 
         weight = Weight(
@@ -68,8 +75,8 @@ class PtpcFp8LinearMethod(LinearMethod):
         initialize_online_processing(layer)
 
     def use_loader(self, loader: Loader) -> None:
-        """Have a model's own loader copy the checkpoint's tensors into the weight."""
-        self.copy = loader
+        """Have a model's own loader copy the checkpoint's tensors into the weight, of shapes that it alone knows."""
+        self.copy, self.row_counts = loader, None
 
     def prepare(self, layer: LinearBase) -> None:
         self.config.report()

@@ -11,6 +11,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_name, global_expert
@@ -60,16 +61,20 @@ class PtpcFp8MoEMethod(ExpertsMethod):
             return slice(None) if tensor.dim() == 3 else expert_id
 
         self.arrived: set[tuple[str, int | None]] = set()
+        whole = intermediate_size_per_partition * self.moe.tp_size
 
         def arrives(
             tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
         ) -> None:
+            if tensor.dim() == 2:  # vLLM and its models share out one for all experts in ways of their own
+                shape = (hidden_size, whole) if shard_id == "w2" else (whole, hidden_size)
+                refuse_other_shape(name_of_tensor(weight_name, shard_id, expert_id), tensor.shape, shape)
             self.arrived.add((shard_id, None if tensor.dim() == 3 else expert_id))
 
         loader = extra_weight_attrs["weight_loader"]
         w2_loader = loader
         if self.moe.tp_size > 1:
-            self.whole_rows = WholeRows(intermediate_size_per_partition * self.moe.tp_size)
+            self.whole_rows = WholeRows(whole)
             w2_loader = self.whole_rows.watching(loader, rows_of_tensor)
         loaders = {
             "w13_weight": refusing_other_dtypes(loader, name_of_tensor, arrives),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of `ptpc_fp8` from their checkpoint tensors on; without an engine."""
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
+from vllm.model_executor.layers import linear
 from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -148,6 +150,56 @@ def test_one_of_two_weights_with_four_shards(
     layer.weight.weight_loader(layer.weight, torch.zeros(N, K), shards)
     with pytest.raises(ValueError, match=rf"^{missing}\.weight is missing") if missing else nullcontext():
         layer.quant_method.refuse_missing()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_tensors_of_another_shape(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would cut one that is too long, and end at one that is too short without its name: Phi-3's q, k and v in one
+    tensor, and tensors of one shard or layer each. Of four ranks two have the same heads of k and v."""
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: ranks - 1)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+    config = PtpcFp8Config()
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def qkv_layer() -> Any:
+        return linear.QKVParallelLinear(64, 16, 4, 2, bias=False, quant_config=config, prefix="self_attn.qkv_proj")
+
+    qkv = qkv_layer()
+    down: Any = linear.RowParallelLinear(64, 32, bias=False, quant_config=config, prefix="mlp.down_proj")
+    for layer, name, rows, shard in (
+        (qkv, "self_attn.qkv_proj", 128, ()),
+        (qkv, "self_attn.k_proj", 32, ("k",)),
+        (down, "mlp.down_proj", 32, ()),
+    ):
+        for shape in ((rows - 16, 64), (rows + 16, 64), (rows, 48), (rows, 80)):
+            sentence = re.escape(f"{name}.weight has shape {shape} in the checkpoint; the model's configuration needs")
+            with pytest.raises(ValueError, match=rf"^{sentence} \({rows}, 64\)"):
+                layer.weight.weight_loader(layer.weight, torch.zeros(shape), *shard)
+    q, k, v = (torch.randn(16 * heads, 64) for heads in (4, 2, 2))
+    qkv = qkv_layer()  # vLLM keeps what it was given, refused or not
+    qkv.weight.weight_loader(qkv.weight, torch.cat([q, k, v]))
+    mine = torch.cat([whole.chunk(min(ranks, len(whole) // 16))[-1] for whole in (q, k, v)])
+    codes, scale = fp8.quantize_rows(mine.to(qkv.orig_dtype), fp8.OCP)
+    assert torch.equal(qkv.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(qkv.weight_scale, scale)
+
+
+@pytest.mark.parametrize(("shard", "name", "needed"), [("w1", "gate", "(64, 32)"), ("w2", "down", "(32, 64)")])
+def test_an_expert_of_another_shape(shard: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would leave the rest of one that is too short as memory was. Here two ranks have 32 features each."""
+    monkeypatch.setattr(ptpc_moe, "initialize_online_processing", lambda layer: None)
+    method: Any = object.__new__(PtpcFp8MoEMethod)
+    method.prefix, method.moe = "experts", SimpleNamespace(tp_size=2)
+    layer: Any = torch.nn.Module()
+    layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name = "gate", "down", "up"
+    method.create_weights(layer, 2, K, 32, torch.bfloat16, weight_loader=MagicMock())
+    weight = layer.w2_weight if shard == "w2" else layer.w13_weight
+    sentence = re.escape(
+        f"experts.1.{name}.weight has shape (48, 48) in the checkpoint; the model's configuration needs"
+    )
+    with pytest.raises(ValueError, match=f"^{sentence} {re.escape(needed)}"):
+        weight.weight_loader(weight, torch.zeros(48, 48), "", shard, 1)
 
 
 @pytest.mark.parametrize(("arrived", "missing"), [("w1 w3", "down"), ("w2 w3", "gate"), ("w1 w2 w3", None)])

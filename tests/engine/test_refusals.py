@@ -26,6 +26,9 @@ BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None],
     "NaN": ("dense", DENSE, put_nan, f"{DENSE} holds NaN or inf (in 1 rows)"),
     "NaN in an expert": ("moe", EXPERT, put_nan, f"{EXPERT} holds NaN or inf (in 1 rows)"),
     "integers": ("dense", DENSE, lambda weight: weight.to(torch.int8), f"{DENSE} is torch.int8 in the checkpoint"),
+    # vLLM would cut what is too long, and leave the rest of an expert that is too short as memory was.
+    "too long": ("dense", DENSE, lambda weight: torch.cat([weight, weight]), f"{DENSE} has shape (128, 128) in the"),
+    "an expert too short": ("moe", EXPERT, lambda weight: weight[16:].clone(), f"{EXPERT} has shape (80, 128) in the"),
     # vLLM looks for what is missing in quantized checkpoints alone, and would quantize what was in memory.
     "missing": ("dense", DENSE, lambda weight: None, f"{DENSE} is missing from the checkpoint"),
     "missing in an expert": ("moe", EXPERT, lambda weight: None, f"{EXPERT} is missing from the checkpoint"),

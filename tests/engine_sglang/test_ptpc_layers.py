@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of ptpc_fp8 as its tensors arrive, by SGLang's own rules of which expert is where."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
 from llm_quant_rocm.checkpoint import warm_layers
@@ -66,6 +67,55 @@ def test_a_layer_is_quantized_with_its_last_shard() -> None:
         ValueError, match=f"{ATTENTION}.weight was prepared for its kernels when .*: start the server again"
     ):
         layer.weight.weight_loader(layer.weight, shards["q"], "q")
+
+
+@pytest.mark.parametrize("kv_ranks", [1, 2, 4])
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["tensor by tensor", "as SGLang likes"])
+def test_tensors_of_another_shape(in_pieces: bool, kv_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would cut one that is too long: Phi-3's q, k and v in one tensor, and tensors of one shard or layer each.
+    Of four ranks several have the same heads of k and v. On a CPU it pads layers, whose tensors are shorter."""
+    monkeypatch.setattr(ptpc_linear, "loads_tensors", lambda: in_pieces)
+    monkeypatch.setattr(ptpc_linear, "device_type", lambda: "cuda")
+    config, options = PtpcFp8Config(), {"bias": False, "params_dtype": torch.bfloat16, "tp_rank": 3, "tp_size": 4}
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    qkv: Any = QKVParallelLinear(
+        64, 16, 4, 2, quant_config=config, prefix="self_attn.qkv_proj", kv_tp_rank=kv_ranks - 1, kv_tp_size=kv_ranks,
+        **options,
+    )  # fmt: skip
+    down: Any = RowParallelLinear(64, 32, quant_config=config, prefix="mlp.down_proj", **options)
+    for layer, name, rows, shard in (
+        (qkv, "self_attn.qkv_proj", 128, ()),
+        (qkv, "self_attn.k_proj", 32, ("k",)),
+        (down, "mlp.down_proj", 32, ()),
+    ):
+        for shape in ((rows - 16, 64), (rows + 16, 64), (rows, 48), (rows, 80)):
+            sentence = re.escape(f"{name}.weight has shape {shape} in the checkpoint; the model's configuration needs")
+            with pytest.raises(ValueError, match=rf"^{sentence} \({rows}, 64\)"):
+                layer.weight.weight_loader(layer.weight, torch.zeros(shape), *shard)
+    monkeypatch.setattr(ptpc_linear, "device_type", lambda: "cpu")
+    q, k, v = (tensor(16 * heads, 64) for heads in (4, 2, 2))
+    qkv.weight.weight_loader(qkv.weight, torch.cat([q, k, v]))
+    if not in_pieces:
+        qkv.quant_method.quantize(qkv, qkv.weight.data)
+    mine = torch.cat([q.chunk(4)[-1], *(whole.chunk(min(kv_ranks, 2))[-1] for whole in (k, v))])
+    codes, scale = fp8.quantize_rows(mine, fp8.OCP)
+    assert torch.equal(qkv.weight.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(qkv.weight_scale, scale)
+    padded: Any = RowParallelLinear(64, 32, quant_config=config, prefix="mlp.down_proj", **options)
+    padded.weight.weight_loader(padded.weight, torch.zeros(32, 56))
+
+
+@pytest.mark.parametrize(("own", "presharded"), [(True, False), (False, True)], ids=["own loader", "a file a rank"])
+def test_shapes_that_others_know(own: bool, presharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ptpc_linear, "device_type", lambda: "cuda")
+    layer: Any = RowParallelLinear(
+        64, 32, bias=False, params_dtype=torch.bfloat16, quant_config=PtpcFp8Config(), prefix="mlp.down_proj",
+        tp_rank=1, tp_size=2, use_presharded_weights=presharded,
+    )  # fmt: skip
+    if own:
+        layer.weight._weight_loader = lambda param, loaded_weight: param.data.copy_(loaded_weight)
+    monkeypatch.setattr(layer.quant_method, "quantize", lambda *args: None)
+    layer.weight.weight_loader(layer.weight, torch.zeros(32, 32))
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
