@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from llm_quant_rocm.checkpoint.warm_layers import warm_linear
 from llm_quant_rocm_vllm.engine_layers import Loader, PreparedOnce
@@ -53,6 +54,14 @@ class LinearMethod(PreparedOnce, LinearMethodBase):
         layer.output_size_per_partition = sum(output_partition_sizes)
         layer.orig_dtype = params_dtype
         self.declare(layer, (output_size, input_size), extra_weight_attrs["weight_loader"])
+
+    def tie_weights(self, layer: LinearBase, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """The output head of tied embeddings is the embedding, and no tensor of the checkpoint."""
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        layer.quant_method = UnquantizedEmbeddingMethod()
+        layer.weight = embed_tokens.weight
+        return layer
 
     def warm_up(self, layer: LinearBase) -> None:
         warm_linear(

@@ -4,7 +4,6 @@
 import torch
 from vllm import envs
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
@@ -51,11 +50,3 @@ class NvFp4LinearMethod(LinearMethod):
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.linear.product(layer, x, bias)
-
-    def tie_weights(self, layer: LinearBase, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """The output head of tied embeddings is the embedding, and no tensor of the checkpoint."""
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
-            delattr(layer, name)
-        layer.quant_method = UnquantizedEmbeddingMethod()
-        layer.weight = embed_tokens.weight
-        return layer

@@ -118,8 +118,9 @@ class Quantized:
         flat = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": excluded, "group_size": 16}
         return self._write(folder, tensors, {**flat, **settings})
 
-    def write_mixed(self, folder: Path) -> Path:
-        """ModelOpt's MIXED_PRECISION: attention in FP8, the rest in NVFP4, and scales for an FP8 KV cache.
+    def write_mixed(self, folder: Path, head: str | None = None) -> Path:
+        """ModelOpt's MIXED_PRECISION: attention in FP8, the rest in NVFP4, and scales for an FP8 KV cache. `head` is
+        what it calls an output head quantized by, of which it has no tensor.
 
         FP8 has a scale a tensor, other for q, k and v; it takes over the values of NVFP4.
         """
@@ -141,7 +142,12 @@ class Quantized:
                 if name.endswith(f"{letter}_proj"):
                     tensors[f"{name}.{letter}_scale"] = torch.tensor(value)
         config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipes}
-        config |= {"ignore": ["lm_head"], "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False}}
+        if head:
+            recipes["lm_head"] = {"quant_algo": head}
+        config |= {
+            "ignore": [] if head else ["lm_head"],
+            "kv_cache_scheme": {"type": "float", "num_bits": 8, "dynamic": False},
+        }
         return self._write(folder, tensors, config)
 
     def write_compressed_tensors(

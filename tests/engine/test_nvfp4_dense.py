@@ -112,6 +112,21 @@ def test_tied_embeddings(folder: Path) -> None:
     assert "lm_head.weight_scale" not in result.weights[0]
 
 
+def test_tied_embeddings_beside_fp8_layers(tmp_path: Path) -> None:
+    """An output head that quantized_layers has in FP8 is the embedding, too."""
+    quantized = nvfp4_checkpoints.Quantized(checkpoints.dense(tmp_path / "tied", tie_word_embeddings=True))
+    settings = {} if engines.FP8_KV_CACHE else {"kv_cache_dtype": "bfloat16"}
+    named, ignored = (
+        succeed(
+            engines.run(tmp_path / f"run {head}", quantized.write_mixed(tmp_path / f"mixed {head}", head), **settings)
+        )
+        for head in ("FP8", None)
+    )
+    assert torch.equal(named.logprobs, ignored.logprobs)
+    assert named.weights[0]["lm_head.weight"].dtype == torch.bfloat16
+    assert named.weights[0].keys() == ignored.weights[0].keys()
+
+
 def test_fp8_layers_and_an_fp8_kv_cache(
     folder: Path, nvfp4_dense: nvfp4_checkpoints.Quantized, values: engines.Result
 ) -> None:
