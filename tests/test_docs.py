@@ -89,7 +89,7 @@ def check_ours(arguments: list[str], folder: Path) -> None:
     """By the command's own parser."""
     from typer.main import get_command
 
-    from llm_quant_rocm.cli import app
+    from llm_quant_rocm.cli._app import app
 
     arguments = filled_in(arguments, folder)
     group = get_command(app)
@@ -232,7 +232,7 @@ def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
     torch = pytest.importorskip("torch")
     from typer.testing import CliRunner
 
-    from llm_quant_rocm.cli import app
+    from llm_quant_rocm.cli._app import app
 
     arguments = filled_in(program_of(command)[2], tmp_path)
     if arguments[0] in ("tune", "bench") and torch.cuda.is_available():

@@ -1,48 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `llm-quant-rocm`. Importing this package imports neither torch nor an engine."""
+"""The command `llm-quant-rocm`."""
 
-from typing import Annotated
+import os
+import signal
+from types import FrameType
 
-import typer
-
-from llm_quant_rocm import __version__
-from llm_quant_rocm.cli import bench
-from llm_quant_rocm.cli.demo import demo
-from llm_quant_rocm.cli.doctor import doctor
-from llm_quant_rocm.cli.evaluate import evaluate
-from llm_quant_rocm.cli.quantize import quantize
-from llm_quant_rocm.cli.tune import tune
-
-app = typer.Typer(
-    name="llm-quant-rocm",
-    help="Quantized inference for AMD Instinct GPUs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(doctor)
-app.command()(quantize)
-app.command("eval")(evaluate)
-app.command()(tune)
-app.add_typer(bench.app, name="bench")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"llm-quant-rocm {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Quantized inference for AMD Instinct GPUs."""
+# For a small import, while others run that must be ended; a large one has none.
+_PATIENCE_SECONDS = 0.2
+_STOPPED = 130  # as shells have it
 
 
 def main() -> None:
-    """Run the command line; the console script of the distribution."""
-    app()
+    """Run the command line; the console script of the distribution. Ctrl-C ends it with exit status 130."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever started it wants it to go on
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGALRM, _interrupt)
+    try:
+        from llm_quant_rocm.cli._app import app  # which imports much
+
+        app()
+    except KeyboardInterrupt:  # before there is a command
+        raise SystemExit(_STOPPED) from None
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would say where it was interrupted at its end
+            if signal.setitimer(signal.ITIMER_REAL, 0)[0]:
+                raise SystemExit(_STOPPED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """KeyboardInterrupt, but not while a module is imported: torch, numpy and others swallow it then, or make another
+    error of it. The process ends where the import takes long, or at the next Ctrl-C."""
+    if not _is_importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
+    if number == signal.SIGALRM or signal.getitimer(signal.ITIMER_REAL)[0]:
+        if os.isatty(2):
+            os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+        os._exit(_STOPPED)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_SECONDS)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

@@ -2,13 +2,14 @@
 """Ranks of a measurement: a process a GPU (or, without GPUs, on the CPU), whose first one reports what it finds."""
 
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,7 +39,13 @@ def on_every_rank(
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         given = (part, world, f"file://{folder}/rendezvous", sender, tuple(arguments))
-        ranks = multiprocessing.start_processes(_rank, given, world, join=False, start_method="spawn")
+        # Ctrl-C reaches the ranks too, and is for this process, which ends them: they would say where it met them.
+        resource_tracker.ensure_running()  # or it unblocks the signal when it is started with the first rank
+        heeded = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            ranks = multiprocessing.start_processes(_rank, given, world, join=False, start_method="spawn")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
         sender.close()
 
         def listen() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._arguments import layers, numbers
 from llm_quant_rocm.cli._errors import CommandError
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _vllm, app
+from llm_quant_rocm.cli import _vllm
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.bench._plot import draw
 from llm_quant_rocm.cli.bench.serve import Load, figures, load_of, table

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from llm_quant_rocm import provenance, timing
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli.bench.gemm import BASE, TOLERANCE, measure, panels, products, table
 
 N, K = 48, 256

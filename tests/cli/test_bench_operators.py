@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("triton")
 
 from llm_quant_rocm import provenance, timing
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli.bench._output import head
 from llm_quant_rocm.measure import all_reduce, experts, reduce_norm_quant, rows
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from llm_quant_rocm import backends, hardware, timing
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli.doctor import engines, environment, machine, operators, packages, render
 from llm_quant_rocm.cli.doctor.table import Part, Problem, heading
 from llm_quant_rocm.comm import policy
@@ -82,7 +82,7 @@ def test_it_imports_no_engine() -> None:
 import sys
 sys.modules["vllm"] = sys.modules["sglang"] = None  # importing them fails
 from typer.testing import CliRunner
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 result = CliRunner().invoke(app, ["doctor", "--json"])
 assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
 """

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from llm_quant_rocm.checkpoint.quantize import quantize_checkpoint
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli.doctor import model, schemes
 from llm_quant_rocm.cli.doctor.table import Part
@@ -858,7 +858,7 @@ def test_it_needs_neither_safetensors_nor_compressed_tensors(tmp_path: Path, lin
 import sys
 sys.modules["safetensors"] = sys.modules["compressed_tensors"] = None  # importing them fails
 from typer.testing import CliRunner
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 result = CliRunner().invoke(app, ["doctor", {str(folder)!r}])
 assert result.exit_code == 0 and "How it can be served" in result.output, result.exception
 """

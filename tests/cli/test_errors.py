@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _vllm, app
+from llm_quant_rocm.cli import _vllm
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli.bench import _output
 from tests.checkpoint.test_quantize import DEMO_MODEL
 

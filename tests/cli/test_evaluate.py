@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker, app
+from llm_quant_rocm.cli import _evaluate, _evaluate_worker, _vllm, _worker
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._errors import CommandError
 from llm_quant_rocm.cli._evaluate import Evaluation
 from llm_quant_rocm.cli._json import json_of

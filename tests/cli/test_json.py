@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _vllm, app
+from llm_quant_rocm.cli import _vllm
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._json import print_json
 from llm_quant_rocm.cli.bench import _output
 from llm_quant_rocm.cli.bench.serve import Load

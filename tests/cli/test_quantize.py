@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from llm_quant_rocm.cli import _error_plot, app
+from llm_quant_rocm.cli import _error_plot
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli._error_plot import series
 from tests.checkpoint.test_quantize import DEMO_MODEL, read, tensors_of_a_model, write
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from llm_quant_rocm import hardware, provenance, tuning
 from llm_quant_rocm import tune as tuners
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.tune import search
 from llm_quant_rocm.tune.workload import Tuner
 

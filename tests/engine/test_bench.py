@@ -8,7 +8,8 @@ import ports
 import pytest
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import _server, app
+from llm_quant_rocm.cli import _server
+from llm_quant_rocm.cli._app import app
 
 DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from llm_quant_rocm.cli import app
+from llm_quant_rocm.cli._app import app
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "examples" / "demo_model"

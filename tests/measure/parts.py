@@ -35,6 +35,10 @@ def hang(rank: int, report: Report) -> None:
     report("after", rank)
 
 
+def say_what_is_blocked(rank: int, report: Report) -> None:
+    report("blocked", signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
 def wants_no_ctrl_c() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a measurement, on the CPU: what they report, how they end."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,13 @@ def test_rank_0_reports_as_it_goes() -> None:
     heard: list[tuple[str, Any]] = []
     assert on_every_rank(parts.add_up, 2, (10, 3), lambda *what: heard.append(what))
     assert heard == [("sum", 21), ("sum", 23), ("sum", 25), ("slowest", 1.0)]
+
+
+def test_ctrl_c_is_for_the_process_that_ends_the_ranks() -> None:
+    heard: list[tuple[str, Any]] = []
+    assert on_every_rank(parts.say_what_is_blocked, 1, (), lambda *what: heard.append(what))
+    assert heard == [("blocked", {signal.SIGINT})]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_rank_that_fails_ends_all_and_what_was_heard_stays() -> None:
