@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
+from llm_quant_rocm.comm.roll_call import await_everyone
 from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, first_refusal, refusal_of
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import DTYPES, Codec
@@ -137,8 +138,10 @@ def connect(
 
     Raises:
         ValueError: a file of measured crossovers is broken.
+        RuntimeError: a rank does not call, as where its environment names no codec; names it.
     """
     group, device = members.cpu_group, members.device
+    await_everyone(group, members.name, "quantized all-reduce")
     log = logger.info if dist.get_rank(group) == 0 else logger.debug
     hosts = hosts_of(group, members.same_host)
     peers = device.type == "cuda" and len(hosts) == 1

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is missing when a call of a process group fails: its backend says what broke, and not by whom."""
+"""Who is missing where the ranks of a process group begin, or when a call of it fails: its backend says what broke, and
+not by whom."""
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,42 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # For ranks that are only late to arrive, or to find the call broken too: a dead peer breaks a call at once.
 GRACE_SECONDS = 3.0
+# Between ranks that have just made their group together.
+ARRIVAL_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 
 _made: Counter[str] = Counter()
+
+
+def await_everyone(group: dist.ProcessGroup, name: str, operator: str) -> None:
+    """Waits for the ranks of a group, which all call: a collective would wait in silence, and for as long as the group
+    does, for a rank whose environment asks for nothing.
+
+    Args:
+        name: the engine's of the group, for errors.
+        operator: what is set up, for errors.
+
+    Raises:
+        RuntimeError: names the ranks that did not come.
+    """
+    store, ranks = _store(group, f"{operator}/arrivals"), range(dist.get_world_size(group))
+    store.set(str(dist.get_rank(group)), "")
+    try:
+        store.wait(list(map(str, ranks)), timedelta(seconds=ARRIVAL_SECONDS))
+    except RuntimeError as error:
+        late = [rank for rank in ranks if not store.check([str(rank)])]
+        if late:
+            raise RuntimeError(
+                f"{operator}: rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group {name} did not come "
+                f"within {ARRIVAL_SECONDS:g} seconds: set the same environment variables on all hosts"
+            ) from error
+
+
+def _store(group: dist.ProcessGroup, purpose: str) -> dist.Store:
+    """Of the default group's store a part that is this group's and purpose's, and another one at every call."""
+    name = f"llm_quant_rocm/{purpose}/{group.group_name}"
+    _made[name] += 1
+    return dist.PrefixStore(f"{name}/{_made[name]}", _get_default_store())
 
 
 class RollCall:
@@ -29,11 +64,9 @@ class RollCall:
         Args:
             operator: what is called, for errors.
         """
-        name = f"llm_quant_rocm/{operator}/{group.group_name}"
         self._operator, self._rank, self._world = operator, dist.get_rank(group), dist.get_world_size(group)
-        self._store = dist.PrefixStore(f"{name}/{_made[name]}", _get_default_store())
+        self._store = _store(group, operator)
         self._calls = 0
-        _made[name] += 1
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm import group
+from llm_quant_rocm.comm import group, roll_call
 from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Settings
 from llm_quant_rocm.formats.wire import CODECS
+from tests.comm.processes import run_ranks
 
 GROUP: Any = None
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -83,6 +84,7 @@ def test_ranks_agree_before_they_serve(
 
     monkeypatch.setattr(group, "dist", MagicMock(**{"get_world_size.return_value": 2, "get_rank.return_value": 0}))
     monkeypatch.setattr(group.dist, "all_gather_object", gather)
+    monkeypatch.setattr(group, "await_everyone", lambda *given: None)
     monkeypatch.setattr(group, "hosts_of", lambda *given: [[0, 1]])
     monkeypatch.setattr(group, "first_refusal", lambda refusal, over: refusal)
     monkeypatch.setattr(group, "_transport", MagicMock())
@@ -94,3 +96,27 @@ def test_ranks_agree_before_they_serve(
         made = group.connect(members, Settings(CODECS["FP4"], min_bytes=0), lambda policy: None, MagicMock())
     assert (made is None) == (differs is not None)
     assert ("the ranks have different settings or measured crossovers" in caplog.text) == (differs is not None)
+
+
+def connect_without_a_rank(rank: int) -> None:
+    """A rank of another host, where no codec is set, makes its group and goes on: the others end with a sentence."""
+    members = group.Members(
+        "an engine", "tp:0", dist.group.WORLD, dist.group.WORLD, torch.device("cpu"),
+        lambda group, source_rank: [True] * 3, VISIBLE,
+    )  # fmt: skip
+    wishes = Settings(CODECS["FP4"], min_bytes=0)
+    for _ in range(2):
+        assert group.connect(members, wishes, lambda policy: None, group.GroupReduce) is not None
+    roll_call.ARRIVAL_SECONDS = 1.0
+    if rank != 1:
+        words = (
+            "^quantized all-reduce: rank 1 of the group tp:0 did not come within 1 seconds: "
+            "set the same environment variables on all hosts$"
+        )
+        with pytest.raises(RuntimeError, match=words):
+            group.connect(members, wishes, lambda policy: None, group.GroupReduce)
+    dist.barrier()
+
+
+def test_nobody_waits_long_for_a_rank_without_a_codec() -> None:
+    run_ranks(3, connect_without_a_rank)
