@@ -177,6 +177,7 @@ def install(model: torch.nn.Module) -> None:
         return
     if not switched_on(SWITCH):
         _log(f"norm fusion: off, by {SWITCH}=0")
+        _group_name(tensor_parallel, f"{SWITCH}=0 on one of its ranks")  # others would wait for this one
         return
     norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm | GemmaRMSNorm)]
     for norm in norms:
@@ -227,14 +228,15 @@ def _serving() -> str | None:
     return _connected.get(parallel_state.get_tp_group())
 
 
-def _group_name(group: Any) -> str | None:
-    """The name by which `ops.reduce_norm_quant` knows the tensor-parallel group. All its ranks call."""
+def _group_name(group: Any, obstacle: str | None = None) -> str | None:
+    """The name by which `ops.reduce_norm_quant` knows the tensor-parallel group. All its ranks call, also one that has
+    an `obstacle` of its own."""
     if group.world_size == 1:
         return None
     if group not in _connected:
         transport = getattr(group.qr_comm, "transport", None)
-        members, settings = communicator.members(group), Settings.for_sglang()
-        name = norm_ranks.connect(members, settings, _refusal(), transport, _all_reduce_of(weakref.ref(group)))
+        members, settings, refusal = communicator.members(group), Settings.for_sglang(), obstacle or _refusal()
+        name = norm_ranks.connect(members, settings, refusal, transport, _all_reduce_of(weakref.ref(group)))
         _connected[group] = name
         if name is not None:
             norm_ranks.disconnect_with(group, name)

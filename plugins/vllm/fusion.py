@@ -59,16 +59,21 @@ def enable(vllm_config: Any) -> None:
     passes = vllm_config.compilation_config.inductor_compile_config
     if isinstance(getattr(passes.get(HOOK), "callable", None), NormQuantFusion):
         return
-    obstacle = _obstacle(vllm_config)
+    is_on, obstacle = switched_on(SWITCH), _obstacle(vllm_config)
+    if obstacle or not is_on:
+        _log(f"norm fusion: off, {obstacle if is_on else f'by {SWITCH}=0'}")
     if obstacle:
-        _log(f"norm fusion: off, {obstacle}")
         return
     # Here, not above: whatever vLLM has moved elsewhere, `_obstacle` has found out.
     from vllm.compilation.passes.inductor_pass import CallableInductorPass
 
     from llm_quant_rocm_vllm import reduce_norm
 
-    fusion = NormQuantFusion(reduce_norm.connect(vllm_config))
+    # Also where it is off: ranks with another environment would wait for this one.
+    group = reduce_norm.connect(vllm_config, None if is_on else f"{SWITCH}=0 on one of its ranks")
+    if not is_on:
+        return
+    fusion = NormQuantFusion(group)
     passes[HOOK] = CallableInductorPass(fusion, fusion.uuid())
     _log(f"norm fusion: on; {SWITCH}=0 switches it off")
     config = vllm_config.compilation_config.pass_config
@@ -78,9 +83,7 @@ def enable(vllm_config: Any) -> None:
 
 
 def _obstacle(vllm_config: Any) -> str | None:
-    """Why the pass cannot run."""
-    if not switched_on(SWITCH):
-        return f"by {SWITCH}=0"
+    """Why the pass cannot run, on all ranks alike."""
     try:
         from vllm.compilation.passes.inductor_pass import CallableInductorPass  # noqa: F401
         from vllm.config import CompilationMode

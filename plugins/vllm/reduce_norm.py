@@ -19,16 +19,17 @@ from llm_quant_rocm.comm.policy import Settings
 _connected: "weakref.WeakKeyDictionary[GroupCoordinator, str | None]" = weakref.WeakKeyDictionary()
 
 
-def connect(vllm_config: VllmConfig) -> str | None:
+def connect(vllm_config: VllmConfig, obstacle: str | None = None) -> str | None:
     """The name by which `ops.reduce_norm_quant` knows this process's tensor-parallel group; None where there is one
-    rank alone, and where the group is better served by vLLM, which one line says. All ranks of the group call."""
+    rank alone, and where the group is better served by vLLM, which one line says. All ranks of the group call, also
+    one that has an `obstacle` of its own."""
     group = get_tp_group()
     if group not in _connected:
-        _connected[group] = _connect(group, vllm_config) if group.world_size > 1 else None
+        _connected[group] = _connect(group, vllm_config, obstacle) if group.world_size > 1 else None
     return _connected[group]
 
 
-def _connect(group: GroupCoordinator, vllm_config: VllmConfig) -> str | None:
+def _connect(group: GroupCoordinator, vllm_config: VllmConfig, obstacle: str | None) -> str | None:
     members = Members(
         engine="vLLM",
         name=group.unique_name,
@@ -41,7 +42,7 @@ def _connect(group: GroupCoordinator, vllm_config: VllmConfig) -> str | None:
     )
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
     all_reduce = getattr(group.device_communicator, "all_reduce", None)
-    refusal = _refusal(vllm_config, transport)
+    refusal = obstacle or _refusal(vllm_config, transport)
     name = norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)
     if name is not None:
         norm_ranks.disconnect_with(group, name)

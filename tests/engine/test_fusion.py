@@ -448,7 +448,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """One that compiles, as on a GPU; the CPU's way is another one."""
-    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config: None)
+    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config, obstacle=None: None)
     config = VllmConfig()
     config.compilation_config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor")
     return config
@@ -472,7 +472,7 @@ def test_a_group_is_a_part_of_the_key_too(
     fusion.enable(config)
     alone = config.compute_hash()
     del config.compilation_config.inductor_compile_config[HOOK]
-    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config: "tp:0")
+    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config, obstacle: "tp:0")
     config.compilation_config.pass_config.fuse_allreduce_rms = True
     fusion.enable(config)
     assert config.compute_hash() != alone
@@ -547,6 +547,17 @@ def test_what_stands_in_the_way_gets_one_line(
     assert reason in log.text
 
 
+def test_where_it_is_off_the_other_ranks_are_told(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another host it may be on, and they wait for this one before they fuse an all-reduce."""
+    told: list[str | None] = []
+    monkeypatch.setattr(reduce_norm, "connect", lambda vllm_config, obstacle: told.append(obstacle))
+    monkeypatch.setenv(SWITCH, "0")
+    fusion.enable(config)
+    monkeypatch.setenv(SWITCH, "1")
+    fusion.enable(config)
+    assert told == [f"{SWITCH}=0 on one of its ranks", None]
+
+
 def test_the_switch_is_0_or_1(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
     with pytest.raises(ValueError, match=f"{SWITCH} is 0 or 1, not 'off'"):
@@ -606,7 +617,8 @@ def connect_as_vllm(group: Group, monkeypatch: pytest.MonkeyPatch, **settings: A
     parallel = SimpleNamespace(use_ubatching=settings.get("use_ubatching", False))
     model = SimpleNamespace(enable_sleep_mode=settings.get("enable_sleep_mode", False))
     monkeypatch.setattr(reduce_norm.envs, "VLLM_BATCH_INVARIANT", settings.get("batch_invariant", False), raising=False)
-    return reduce_norm.connect(SimpleNamespace(parallel_config=parallel, model_config=model))
+    obstacle = "it is switched off" if settings.get("switched_off") else None
+    return reduce_norm.connect(SimpleNamespace(parallel_config=parallel, model_config=model), obstacle)
 
 
 def test_a_group_is_connected_once_and_its_successor_anew(
@@ -639,6 +651,7 @@ def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monk
     ("group", "change", "reason"),
     [
         (Group(9), {}, "it has 9 ranks, and up to 8 are served"),
+        (Group(2), {"switched_off": True}, "it is switched off"),
         (Group(2), {"use_ubatching": True}, "halves of a batch run at once"),
         (Group(2), {"batch_invariant": True}, "VLLM_BATCH_INVARIANT is set"),
         (Group(2), {"enable_sleep_mode": True}, "--enable-sleep-mode takes away what is allocated"),
@@ -646,7 +659,7 @@ def test_the_quantized_all_reduces_memory_is_shared(connections: list[Any], monk
         (Group(2, "cuda"), {"unreachable": lambda *facts: "GPU 1 is far away"}, "GPU 1 is far away"),
         (Group(2, "cuda"), {"obstacle": "no memory"}, "no memory"),
     ],
-    ids=["ranks", "ubatches", "batch-invariant", "sleep", "hosts", "peers", "memory"],
+    ids=["ranks", "switch", "ubatches", "batch-invariant", "sleep", "hosts", "peers", "memory"],
 )
 def test_groups_left_to_vllm(
     group: Group, change: dict[str, Any], reason: str, connections: list[Any], log: pytest.LogCaptureFixture,

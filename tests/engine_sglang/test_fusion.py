@@ -235,6 +235,16 @@ def declining(batch_size: int) -> bool:
 
 
 @pytest.mark.usefixtures("two_ranks")
+def test_where_it_is_off_the_other_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another host it may be on, and they wait for this one."""
+    told: list[str | None] = []
+    monkeypatch.setattr(norm_ranks, "connect", lambda members, settings, refusal, *others: told.append(refusal))
+    monkeypatch.setenv("LLM_QUANT_ROCM_FUSION", "0")
+    model()
+    assert told == ["LLM_QUANT_ROCM_FUSION=0 on one of its ranks"]
+
+
+@pytest.mark.usefixtures("two_ranks")
 def test_sums_are_left_to_norms_once_the_group_is_connected() -> None:
     assert not fusion.may_fuse(declining, 4)
     model()
