@@ -2,6 +2,7 @@
 """What configs/ ships is what serves by default, and what benchmarks/results measured to be fast."""
 
 import json
+import re
 from collections.abc import Iterator
 from importlib import import_module, resources
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from llm_quant_rocm.comm.reduce_norm_quant import Plan
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.tune.shapes import WELL_KNOWN, WELL_KNOWN_EXPERTS
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 OTHERS = ("NCCL", "symm one-shot", "symm two-shot")
 SLOWER = 1.03  # than the fastest of the others may be what serves, at most
 HOPPER = hardware.nvidia(9, 0)
@@ -87,6 +89,16 @@ def test_the_all_reduce(world: int, first: int, at_16_mib: float, at_1_gib: floa
         assert choice.algorithm is not Algorithm.ENGINE or row["bytes"] < first
         ratios[row["bytes"]] = row["us"]["NCCL"] / time_of(row["us"], choice)
     assert ratios[1 << 30] > at_1_gib and ratios[16 << 20] > at_16_mib
+
+
+def test_from_which_size_on_four_ranks_are_served() -> None:
+    """What docs/quick_reduce.md says."""
+    sentence = r"Between four, FP4 serves from (\d+) KiB on and INT4 from (\d+) KiB on"
+    found = re.search(sentence, (DOCS / "quick_reduce.md").read_text())
+    assert found is not None
+    for codec, kib in zip(("FP4", "INT4"), found.groups(), strict=True):
+        steps = Policy(Settings(CODECS[codec]), 4, "sm_90").steps(torch.bfloat16)
+        assert next(start for start, choice in steps if choice.codec is not None) == int(kib) << 10, codec
 
 
 # --- all-reduce, residual, norm and quantization

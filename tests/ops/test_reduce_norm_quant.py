@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ops.reduce_norm_quant on the CPU, for one rank, where the reference runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,9 @@ def test_who_serves_on_a_gpu(columns: int, world: int, obstacle: str | None, fus
     for backend, reason in zip(BACKENDS, (fused, triton, None), strict=True):
         found = backend.refusal(call)
         assert (found is None) == (reason is None) and (reason or "") in (found or "")
+
+
+@pytest.mark.parametrize("page", ["amd.md", "fusion.md"])
+def test_the_docs_name_the_widest_rows(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    assert f"more than {MAX_COLUMNS}" in text and f"from {MAX_COLUMNS} on" not in text
