@@ -4,6 +4,7 @@
 import gcnsim
 import numpy as np
 import pytest
+from gcnsim.races import RaceDetector
 
 from tests.gcnsim.harness import ARCHS, assemble, execute
 
@@ -228,6 +229,10 @@ RACES = {
         "ds_write_b32 v2, v3\n ds_add_u32 v4, v3",
         "changes atomically byte .* wrote it",
     ),
+    "an atomic on what another wave read": (
+        "ds_write_b32 v2, v3\n s_barrier\n ds_read_b32 v5, v4\n ds_add_u32 v2, v3",
+        "changes atomically byte .* read it",
+    ),
 }
 HARMLESS = {
     "the same value from every wave": """
@@ -272,6 +277,18 @@ def test_races(name):
     code, message = RACES[name]
     with pytest.raises(gcnsim.LdsRace, match=message):
         run("gfx942", RACE_START + code, 4, 1, np.zeros(4, np.uint32), lds=1024)
+
+
+def test_a_barrier_is_its_own_workgroups():
+    """What the waves of another one have done stays in mind."""
+    races, place = RaceDetector(workgroups=2, size=16), np.array([16])
+    old, new = np.zeros((1, 4), np.uint8), np.ones((1, 4), np.uint8)
+    races.write(np.array([0]), place, old, new, new)
+    races.barrier(np.array([0]))
+    with pytest.raises(gcnsim.LdsRace, match="wave 1 of resident workgroup 1 reads byte 0 .* wave 0 wrote it"):
+        races.read(np.array([1]), place, 4)
+    races.barrier(np.array([1]))
+    races.read(np.array([1]), place, 4)
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -134,6 +134,22 @@ def test_workgroups_have_their_own():
     )
 
 
+@pytest.mark.parametrize("size", [8, 24, 1020])
+def test_the_end_of_lds(size):
+    """A size that is no multiple of 16 bytes ends where it ends."""
+    place = {"v1": np.full(64, size - 4, np.uint32), "v4": A[:64]}
+    code = "ds_write_b32 v1, v4{0}\nds_read_b32 v0, v1{0}"
+    assert (execute("gfx942", code.format(""), place, "v0", lds=size) == A[63]).all()
+    with pytest.raises(gcnsim.MemoryFault, match=f"which has {size} bytes"):
+        execute("gfx942", code.format(" offset:4"), place, "v0", lds=size)
+
+
+def test_transposing_reads_with_inactive_lanes_are_refused():
+    code = "ds_write_b64 v1, v[4:5]\ns_mov_b32 exec_hi, 0\nds_read_b64_tr_b16 v[2:3], v1"
+    with pytest.raises(gcnsim.UnknownInstruction, match="a transposing read with inactive lanes"):
+        execute("gfx950", code, {"v1": LANE * 8, "v4": A[:64], "v5": B[:64]}, "v2 v3", lds=LDS)
+
+
 @pytest.mark.parametrize("bits, rows", [(16, 4), (8, 8), (4, 16)])
 def test_transposing_read(bits, rows):
     """Of each sixteen lanes, lane n gets column n of a matrix whose rows lie in LDS one after the other."""

@@ -279,6 +279,8 @@ def test_denormals_are_flushed_on_gfx90a_alone(arch, flushes):
     a, b = np.zeros((WAVES, 16, 16), np.float16), np.zeros((WAVES, 16, 16), np.float16)
     a[:, 0, 0], b[:, 0, 0] = 2.0**-20, 2.0**10  # a is denormal in fp16
     a[:, 1, 1], b[:, 1, 1] = 1, 1
+    a[:, 3, 3], b[:, 3, 3] = 1023 * 2.0**-24, 1  # the largest denormal, and the smallest number that is none
+    a[:, 4, 4], b[:, 4, 4] = 2.0**-14, 1
     c = np.zeros((WAVES, 16, 16), np.float32)
     c[:, 2, 2] = 2.0**-140  # a denormal result
     op = "v_mfma_f32_16x16x16f16"
@@ -286,6 +288,8 @@ def test_denormals_are_flushed_on_gfx90a_alone(arch, flushes):
     assert (actual[:, 0, 0] == (0 if flushes else 2.0**-10)).all()
     assert (actual[:, 2, 2] == (0 if flushes else 2.0**-140)).all()
     assert (actual[:, 1, 1] == 1).all()
+    assert (actual[:, 3, 3] == (0 if flushes else 1023 * 2.0**-24)).all()
+    assert (actual[:, 4, 4] == 2.0**-14).all()
 
 
 # --- gfx950's f8f6f4: any two of five formats, with or without E8M0 scales for blocks of 32 along K

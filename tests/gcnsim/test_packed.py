@@ -207,6 +207,10 @@ def test_dot_products_flush_denormals_on_gfx90a_alone(arch, flushes):
     large = np.full(64, np.float16([2.0**10, 0]).view(np.uint32)[0])
     result = execute(arch, "v_dot2_f32_f16 v0, v1, v2, v3", {"v1": tiny, "v2": large, "v3": np.zeros(64, F32)}, "v0")
     assert (result.view(F32) == (0 if flushes else 2.0**-10)).all()
+    addend = np.full(64, F32(2.0**-140))
+    zero = np.zeros(64, np.uint32)
+    result = execute(arch, "v_dot2_f32_f16 v0, v1, v2, v3", {"v1": zero, "v2": zero, "v3": addend}, "v0")
+    assert (result.view(F32) == (0 if flushes else 2.0**-140)).all()
 
 
 def clamped(x):
