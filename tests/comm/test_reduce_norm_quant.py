@@ -102,6 +102,18 @@ def test_why_there_is_no_peer_memory(error: Exception, obstacle: str, forgotten:
     assert (ranks.memory, ranks.obstacle) == (None, obstacle)
 
 
+def one_rank_without_memory(rank: int) -> None:
+    given = (None, "its GPU is full") if rank == 1 else (MagicMock(), None)
+    with patch.object(ranks_of, "_peer_memory", lambda *arguments: given):
+        ranks = connect("tp:0", dist.group.WORLD, CPU)
+    assert (ranks.memory, ranks.obstacle) == (None, "its GPU is full")
+
+
+def test_all_ranks_have_peer_memory_or_none() -> None:
+    """Kernels would wait for a rank that sends by the process group."""
+    run_ranks(2, one_rank_without_memory)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_have_every_bit_of_the_reference(world: int) -> None:
     run_ranks(world, every_call, world)
@@ -256,6 +268,8 @@ def test_plans() -> None:
         *exact.steps, (2 * mib, Choice(one, fp4)), coded.steps[3], (4 * mib, Choice(two, FP))
     )  # fmt: skip
     assert coded.between(range(4 * mib, mib), exact).steps == exact.steps
+    engines = Plan(((0, ENGINE), (4096, Choice(one, FP))))
+    assert engines.by(fp4).steps == ((0, Choice(two, fp4)), (4096, Choice(one, fp4)))
 
 
 def test_plans_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
