@@ -35,7 +35,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
@@ -93,7 +93,27 @@ class WrongVariables(ValueError):
 
 
 # (first size in bytes, what serves from there), rising from 0.
-Steps = list[tuple[int, Choice]]
+Steps = Sequence[tuple[int, Choice]]
+
+
+def step_at(steps: Steps, nbytes: int) -> Choice:
+    """What serves a message of `nbytes`."""
+    return steps[bisect_right(steps, nbytes, key=lambda step: step[0]) - 1][1]
+
+
+def steps_of(starts: Iterable[int], choose: Callable[[int], Choice]) -> Steps:
+    """What `choose` says from each of `starts` on, but for those at which nothing changes."""
+    steps: list[tuple[int, Choice]] = []
+    for start in sorted(starts):
+        choice = choose(start)
+        if not steps or choice != steps[-1][1]:
+            steps.append((start, choice))
+    return steps
+
+
+def described(steps: Steps) -> str:
+    """For a log."""
+    return ", ".join(f"{c.algorithm}{f' {c.codec.name}' if c.codec else ''} from {start} bytes" for start, c in steps)
 
 
 @dataclass(frozen=True)
@@ -220,8 +240,7 @@ class Policy:
             return ENGINE
         if settings.min_bytes is not None and nbytes < settings.min_bytes:
             return ENGINE
-        steps = self._steps[dtype]
-        choice = steps[bisect_right(steps, nbytes, key=lambda step: step[0]) - 1][1]
+        choice = step_at(self._steps[dtype], nbytes)
         algorithm, codec = choice.algorithm, choice.codec or settings.codec
         if algorithm is Algorithm.ENGINE:
             if settings.min_bytes is None:
@@ -243,23 +262,15 @@ class Policy:
         settings = self.settings
         starts = {0, settings.min_bytes or 0, settings.quantization_min_bytes}
         starts |= {start for start, _ in self._steps.get(dtype, [])}
-        steps: Steps = []
-        for start in sorted(start for start in starts if start <= self._max_bytes):
-            choice = self.choose(max(start, 1), dtype)
-            if not steps or choice != steps[-1][1]:
-                steps.append((start, choice))
-        return steps
+        served = [start for start in starts if start <= self._max_bytes]
+        return steps_of(served, lambda start: self.choose(max(start, 1), dtype))
 
     def describe(self) -> str:
         """One line for a log: from which size on which algorithm and codec serve, and why."""
         if self.refusal is not None:
             return f"quantized all-reduce: off; {self.refusal}"
-        parts = [
-            f"{choice.algorithm}{f' {choice.codec.name}' if choice.codec else ''} from {start} bytes"
-            for start, choice in self.steps(DTYPES[0])
-        ]
-        parts.append(f"engine above {self._max_bytes} bytes")
-        return f"quantized all-reduce: {', '.join(parts)} ({self.source})"
+        served = described(self.steps(DTYPES[0]))
+        return f"quantized all-reduce: {served}, engine above {self._max_bytes} bytes ({self.source})"
 
 
 def _refusal(settings: Settings, world_size: int, hosts: int) -> str | None:

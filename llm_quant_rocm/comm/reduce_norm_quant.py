@@ -7,7 +7,6 @@ ops.reduce_norm_quant(x, weight, residual, group="tp:0", ...)
 
 import logging
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,17 @@ import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm import process_group
-from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, MAX_WORLD_SIZE, Algorithm, Choice, measured
+from llm_quant_rocm.comm.policy import (
+    CODEC_BYTES,
+    ENGINE,
+    MAX_WORLD_SIZE,
+    Algorithm,
+    Choice,
+    described,
+    measured,
+    step_at,
+    steps_of,
+)
 from llm_quant_rocm.comm.roll_call import RollCall
 from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
@@ -79,16 +88,12 @@ class Plan:
 
     def choose(self, nbytes: int) -> Choice:
         """What serves an x of `nbytes`."""
-        return self.steps[bisect_right(self.steps, nbytes, key=lambda step: step[0]) - 1][1]
+        return step_at(self.steps, nbytes)
 
     def between(self, sizes: range, other: "Plan") -> "Plan":
         """This plan for the sizes in `sizes`, `other` for smaller and larger ones."""
         starts = {start for plan in (self, other) for start, _ in plan.steps} | {sizes.start, sizes.stop}
-        steps: list[tuple[int, Choice]] = []
-        for start in sorted(starts):
-            choice = (self if start in sizes else other).choose(start)
-            if not steps or choice != steps[-1][1]:
-                steps.append((start, choice))
+        steps = steps_of(starts, lambda start: (self if start in sizes else other).choose(start))
         return Plan(tuple(steps), self.source)
 
     def by(self, codec: Codec) -> "Plan":
@@ -103,8 +108,7 @@ class Plan:
 
     def describe(self) -> str:
         """For a log."""
-        parts = [f"{c.algorithm}{f' {c.codec.name}' if c.codec else ''} from {start} bytes" for start, c in self.steps]
-        return f"{', '.join(parts)} ({self.source})"
+        return f"{described(self.steps)} ({self.source})"
 
 
 def predicted(world: int, codec: Codec = FP) -> Plan:
