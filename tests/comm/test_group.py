@@ -2,6 +2,7 @@
 """What a group's ranks say of each other: who is on whose host, and whose memory a GPU reaches."""
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_quant_rocm.comm import group, roll_call
+from llm_quant_rocm.comm import group, process_group, roll_call
 from llm_quant_rocm.comm.group import better_left_to, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Settings
 from llm_quant_rocm.formats.wire import CODECS
@@ -96,6 +97,17 @@ def test_ranks_agree_before_they_serve(
         made = group.connect(members, Settings(CODECS["FP4"], min_bytes=0), lambda policy: None, MagicMock())
     assert (made is None) == (differs is not None)
     assert ("the ranks have different settings or measured crossovers" in caplog.text) == (differs is not None)
+
+
+def test_groups_for_several_hosts_have_the_engines_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within it a lost rank is named."""
+    levels = MagicMock(return_value=(None, None))
+    monkeypatch.setattr(process_group, "two_level_groups", levels)
+    monkeypatch.setattr(process_group, "RollCall", MagicMock())
+    monkeypatch.setattr(process_group.dist, "get_backend", lambda group: "gloo")
+    members: Any = SimpleNamespace(device_group=GROUP, timeout=timedelta(seconds=7))
+    group._transport(members, False, [[0], [1]])
+    levels.assert_called_once_with([[0], [1]], "gloo", members.timeout)
 
 
 def connect_without_a_rank(rank: int) -> None:
