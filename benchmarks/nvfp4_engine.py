@@ -14,7 +14,8 @@ best of five runs, and `steps` says how much of a step is the GPU's, over severa
 what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
 does. `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
 weights: rounding makes some, a wrong layer about 1. `ours_fp4_sums` quantizes all-reduces to FP4 where its policy does
-not leave them to vLLM; over several GPUs `log` is what the plugin said of them.
+not leave them to vLLM, as it does those of that prompt, which has 128 tokens; over several GPUs `log` is what the
+plugin said of them.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
 minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable

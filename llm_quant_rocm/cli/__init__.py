@@ -5,7 +5,7 @@ import os
 import signal
 from types import FrameType
 
-# For a small import, while others run that must be ended; a large one has none.
+# For an import to come to its end, after which the command can end what it has started; torch's takes longer.
 _PATIENCE_SECONDS = 0.2
 _STOPPED = 130  # as shells have it
 
