@@ -14,7 +14,7 @@ import torch.distributed as dist
 from llm_quant_rocm.comm.policy import CODEC_BYTES, ENGINE, Algorithm, Choice, Policy, Settings
 from llm_quant_rocm.comm.process_group import ProcessGroupReduce
 from llm_quant_rocm.comm.roll_call import await_everyone
-from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, first_refusal, refusal_of
+from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, answers, first_refusal, raised_by_all, refusal_of
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import DTYPES, Codec
 from llm_quant_rocm.hardware import detect
@@ -137,7 +137,7 @@ def connect(
         refuse: why the engine's own serves, or None.
 
     Raises:
-        ValueError: a file of measured crossovers is broken.
+        ValueError: a file of measured crossovers is broken, on any of the ranks.
         RuntimeError: a rank does not call, as where its environment names no codec; names it.
     """
     group, device = members.cpu_group, members.device
@@ -146,13 +146,13 @@ def connect(
     hosts = hosts_of(group, members.same_host)
     peers = device.type == "cuda" and len(hosts) == 1
     refusal, steps = _refusal(members), None
-    if refusal is None:
-        policy = Policy(settings, dist.get_world_size(group), detect(device).arch, peers, len(hosts))
-        refusal = policy.refusal or refuse(policy)
-        steps = None if refusal else [policy.steps(dtype) for dtype in DTYPES]
+    with raised_by_all(group):
+        if refusal is None:
+            policy = Policy(settings, dist.get_world_size(group), detect(device).arch, peers, len(hosts))
+            refusal = policy.refusal or refuse(policy)
+            steps = None if refusal else [policy.steps(dtype) for dtype in DTYPES]
     facts = (os.environ.get(members.visible_devices), device.index)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (refusal, settings, steps, facts), group)
+    everyone = answers((refusal, settings, steps, facts), group)
     refusal = next((said for said, *_ in everyone if said is not None), None)
     if refusal is None:
         if any(answer[1:3] != everyone[0][1:3] for answer in everyone):

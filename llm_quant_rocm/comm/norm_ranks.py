@@ -13,8 +13,7 @@ import torch.distributed as dist
 from llm_quant_rocm.comm import reduce_norm_quant
 from llm_quant_rocm.comm.group import Members, hosts_of, unreachable
 from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Settings
-from llm_quant_rocm.comm.reduce_norm_quant import Plan
-from llm_quant_rocm.comm.setup_errors import DISAGREEMENT, first_refusal
+from llm_quant_rocm.comm.setup_errors import Disagreement, answers, first_refusal
 from llm_quant_rocm.comm.watch import Watch
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.hardware import detect
@@ -39,6 +38,9 @@ def connect(
         refusal: why the engine keeps them apart, or None. It need not be the same on all ranks.
         transport: that of the group's quantized all-reduce, whose peer memory is shared, or None.
         all_reduce: the engine's own, which gives a new tensor, for the sizes at which it was measured to be faster.
+
+    Raises:
+        ValueError: a file of measured crossovers is broken, on any of the ranks.
     """
     group, device, name = members.cpu_group, members.device, members.name
     disconnect(name)
@@ -50,17 +52,20 @@ def connect(
         # As for the quantized all-reduce: smaller messages are not for the codec, nor are larger ones.
         sizes = range(max(settings.min_bytes or 0, settings.quantization_min_bytes), settings.max_bytes + 1)
         always = settings.min_bytes is not None
-        ranks = reduce_norm_quant.connect(
-            name, group, device, codec, shared, all_reduce, sizes, always, members.seconds
-        )
-        # A CPU has no peer memory, and nothing better than the process group either.
-        obstacle, disagreement = ranks.obstacle if device.type != "cpu" else None, _disagreement(ranks.plan, group)
-        refusal = first_refusal(obstacle or disagreement, group)
-        if refusal is None:
-            if ranks.memory is not None and shared is None:
-                _watches[name] = Watch(ranks.memory.check)
-            return name
-        disconnect(name)
+        try:
+            ranks = reduce_norm_quant.connect(
+                name, group, device, codec, shared, all_reduce, sizes, always, members.seconds
+            )
+        except Disagreement as error:
+            refusal = str(error)
+        else:
+            # A CPU has no peer memory, and nothing better than the process group either.
+            refusal = first_refusal(ranks.obstacle if device.type != "cpu" else None, group)
+            if refusal is None:
+                if ranks.memory is not None and shared is None:
+                    _watches[name] = Watch(ranks.memory.check)
+                return name
+            disconnect(name)
     if dist.get_rank(group) == 0:
         logger.info("norm fusion: %s's all-reduce of the group %s stays apart; %s", members.engine, name, refusal)
     return None
@@ -85,20 +90,10 @@ def disconnect_with(owner: Any, name: str) -> None:
     weakref.finalize(owner, forget).atexit = False
 
 
-def _disagreement(plan: Plan, group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of `group`, which all call, would not make the same calls, or None."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, plan.steps, group)
-    alike = all(steps == plan.steps for steps in everyone)
-    return None if alike else DISAGREEMENT
-
-
 def _refusal(members: Members) -> str | None:
     """Why the group is not served, as this rank sees it. All ranks call."""
     world = dist.get_world_size(members.cpu_group)
-    facts = os.environ.get(members.visible_devices), members.device.index
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, facts, members.cpu_group)
+    facts = answers((os.environ.get(members.visible_devices), members.device.index), members.cpu_group)
     hosts = hosts_of(members.cpu_group, members.same_host)
     if world not in WORLD_SIZES:
         return f"it has {world} ranks, and up to {MAX_WORLD_SIZE} are served"
@@ -110,4 +105,4 @@ def _refusal(members: Members) -> str | None:
         return f"there are no kernels for {members.device.type}"
     if not detect(members.device).fp8_cast:
         return f"Triton has no conversion to FP8 for {detect(members.device).arch}"
-    return unreachable(members.device, members.visible_devices, everyone)
+    return unreachable(members.device, members.visible_devices, facts)

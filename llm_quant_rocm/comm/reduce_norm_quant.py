@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from llm_quant_rocm.backends import forced
 from llm_quant_rocm.comm import process_group
 from llm_quant_rocm.comm.policy import (
     CODEC_BYTES,
@@ -28,7 +29,15 @@ from llm_quant_rocm.comm.policy import (
     steps_of,
 )
 from llm_quant_rocm.comm.roll_call import RollCall
-from llm_quant_rocm.comm.setup_errors import first_refusal, refusal_of
+from llm_quant_rocm.comm.setup_errors import (
+    DISAGREEMENT,
+    Disagreement,
+    answers,
+    first_refusal,
+    raised_by_all,
+    refusal_of,
+)
+from llm_quant_rocm.environment import backend_of
 from llm_quant_rocm.formats.norm_quant import Norm, Result, Target
 from llm_quant_rocm.formats.wire import CODECS, Codec
 from llm_quant_rocm.hardware import detect
@@ -242,22 +251,27 @@ def connect(
         timeout: seconds that a kernel waits for a rank, as `QuickReduce.over` has them.
 
     Raises:
-        ValueError: the name is taken, or the group has more than 8 ranks, or a file of crossovers is broken.
+        ValueError: the name is taken, or the group has more than 8 ranks, or a file of crossovers is broken, on any of
+            them.
+        Disagreement: the ranks would not make the same calls.
     """
     if name in _NAMED:
         raise ValueError(f"ranks are registered under {name!r} already: disconnect it first")
     world = 1 if group is None else dist.get_world_size(group)
     if world > MAX_WORLD_SIZE:
         raise ValueError(f"{name!r} has {world} ranks; reduce_norm_quant serves up to {MAX_WORLD_SIZE}")
+    with nullcontext() if group is None else raised_by_all(group):
+        plan = Plan.of(world, codec, detect(device).arch, engine is not None)
+        if codec_sizes is not None and codec.quantizes:
+            plan = plan.by(codec) if codec_always else plan
+            plan = plan.between(codec_sizes, Plan.of(world, FP, detect(device).arch, engine is not None))
+    if group is not None:
+        _refuse_disagreement(plan, group)
     obstacle = None
     if memory is None and group is not None and world > 1:
         memory, obstacle = _peer_memory(group, device, timeout)
         obstacle = first_refusal(obstacle, group)  # a rank's kernels would wait for another one's process group
         memory = memory if obstacle is None else None
-    plan = Plan.of(world, codec, detect(device).arch, engine is not None)
-    if codec_sizes is not None and codec.quantizes:
-        plan = plan.by(codec) if codec_always else plan
-        plan = plan.between(codec_sizes, Plan.of(world, FP, detect(device).arch, engine is not None))
     roll_call = None if group is None or memory else RollCall(group, OPERATOR)
     ranks = Ranks(world, plan, group, memory, obstacle, engine, roll_call=roll_call)
     how = obstacle and f"the process group, as {obstacle}" or ("peer memory" if memory else "one rank")
@@ -291,6 +305,17 @@ def ranks_named(name: str) -> Ranks:
             "comm.reduce_norm_quant.connect on every rank first"
         )
     return _NAMED[name]
+
+
+def _refuse_disagreement(plan: Plan, group: dist.ProcessGroup) -> None:
+    """Disagreement where the ranks of `group`, which all call, have other plans, or are told to use other backends: one
+    would wait in the process group for who runs a kernel."""
+    everyone = answers((plan.steps, forced(OPERATOR)), group)
+    if any(steps != plan.steps for steps, _ in everyone):
+        raise Disagreement(DISAGREEMENT)
+    if len({backend for _, backend in everyone}) > 1:
+        found = ", ".join(f"{backend or 'unset'} on rank {rank}" for rank, (_, backend) in enumerate(everyone))
+        raise Disagreement(f"{backend_of(OPERATOR)} is {found}: set the same on all")
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

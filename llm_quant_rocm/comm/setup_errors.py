@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of an error in which the set-up of a group ended: the engine's own all-reduce serves, and the log says
-why."""
+why. And what its ranks tell each other before they rely on it."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +17,10 @@ DISAGREEMENT = "the ranks have different settings or measured crossovers"
 
 class NoPeerMemory(RuntimeError):
     """Torch's symmetric memory gave a group's GPUs none, as where they do not reach each other's memory."""
+
+
+class Disagreement(ValueError):
+    """The ranks of a group would not make the same calls, which each of them says."""
 
 
 def refusal_of(error: Exception) -> str:
@@ -30,11 +37,32 @@ def refusal_of(error: Exception) -> str:
     return reason
 
 
+def answers(answer: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Those of all ranks of `group`, each of which gives its own."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, answer, group)
+    return everyone
+
+
 def first_refusal(refusal: str | None, group: dist.ProcessGroup) -> str | None:
     """The first rank's refusal, which all ranks ask for: who steps aside does so with all others."""
-    everyone: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, refusal, group)
-    return next((said for said in everyone if said is not None), None)
+    return next((said for said in answers(refusal, group) if said is not None), None)
+
+
+@contextmanager
+def raised_by_all(group: dist.ProcessGroup) -> Iterator[None]:
+    """Around what every rank of `group` does by itself: a ValueError of one is raised by all, who would wait for it."""
+    own = None
+    try:
+        yield
+    except ValueError as error:
+        own = error
+    everyone = answers(own and str(own), group)
+    if own is not None:
+        raise own
+    for rank, said in enumerate(everyone):
+        if said is not None:
+            raise ValueError(f"rank {rank}: {said}")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a group's ranks say of each other: who is on whose host, and whose memory a GPU reaches."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -78,13 +79,14 @@ def test_ranks_agree_before_they_serve(
 ) -> None:
     """A file of crossovers that one host alone has would send a message two ways."""
 
-    def gather(everyone: list[Any], mine: tuple[Any, ...], over: Any) -> None:
+    def answers(mine: tuple[Any, ...], over: Any) -> list[Any]:
         refusal, settings, steps, facts = mine
         theirs = (replace(settings, min_bytes=1) if differs == "settings" else settings, steps)
-        everyone[:] = [mine, (refusal, theirs[0], steps[:1] if differs == "steps" else steps, facts)]
+        return [mine, (refusal, theirs[0], steps[:1] if differs == "steps" else steps, facts)]
 
     monkeypatch.setattr(group, "dist", MagicMock(**{"get_world_size.return_value": 2, "get_rank.return_value": 0}))
-    monkeypatch.setattr(group.dist, "all_gather_object", gather)
+    monkeypatch.setattr(group, "answers", answers)
+    monkeypatch.setattr(group, "raised_by_all", nullcontext)
     monkeypatch.setattr(group, "await_everyone", lambda *given: None)
     monkeypatch.setattr(group, "hosts_of", lambda *given: [[0, 1]])
     monkeypatch.setattr(group, "first_refusal", lambda refusal, over: refusal)
@@ -110,12 +112,30 @@ def test_groups_for_several_hosts_have_the_engines_timeout(monkeypatch: pytest.M
     levels.assert_called_once_with([[0], [1]], "gloo", members.timeout)
 
 
+def members_on_cpus() -> group.Members:
+    return group.Members(
+        "an engine", "tp:0", dist.group.WORLD, dist.group.WORLD, torch.device("cpu"),
+        lambda group, source_rank: [True] * dist.get_world_size(group), VISIBLE,
+    )  # fmt: skip
+
+
+def connect_with_a_broken_file(rank: int) -> None:
+    """On one host alone: the others would wait for its ranks."""
+    broken = ValueError("sm_90.json is no file of crossovers")
+    files = {"side_effect": broken} if rank == 1 else {"wraps": group.Policy}
+    words = f"^{'' if rank == 1 else 'rank 1: '}{broken}$"
+    with patch.object(group, "Policy", **files), pytest.raises(ValueError, match=words):
+        group.connect(members_on_cpus(), Settings(CODECS["FP4"]), lambda policy: None, group.GroupReduce)
+    dist.barrier()
+
+
+def test_a_broken_file_ends_all_ranks() -> None:
+    run_ranks(2, connect_with_a_broken_file)
+
+
 def connect_without_a_rank(rank: int) -> None:
     """A rank of another host, where no codec is set, makes its group and goes on: the others end with a sentence."""
-    members = group.Members(
-        "an engine", "tp:0", dist.group.WORLD, dist.group.WORLD, torch.device("cpu"),
-        lambda group, source_rank: [True] * 3, VISIBLE,
-    )  # fmt: skip
+    members = members_on_cpus()
     wishes = Settings(CODECS["FP4"], min_bytes=0)
     for _ in range(2):
         assert group.connect(members, wishes, lambda policy: None, group.GroupReduce) is not None

@@ -3,8 +3,10 @@
 
 import gc
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from llm_quant_rocm.comm import norm_ranks, reduce_norm_quant
 from llm_quant_rocm.comm.group import Members
 from llm_quant_rocm.comm.policy import Settings
 from llm_quant_rocm.comm.reduce_norm_quant import Ranks, predicted, ranks_named
+from llm_quant_rocm.comm.setup_errors import Disagreement
 from llm_quant_rocm.formats.norm_quant import Norm, Quantization, Target
 from llm_quant_rocm.formats.wire import CODECS
 from llm_quant_rocm.hardware import nvidia
@@ -164,6 +167,36 @@ def who_disagrees_is_kept_apart(rank: int) -> None:
         assert [line for line in lines.take() if line.startswith("norm fusion")] == [said] * (rank == 0)
 
 
+def who_has_another_backend_is_kept_apart(rank: int) -> None:
+    """Ranks that run a kernel and ranks that use the process group would wait for each other for ever."""
+    lines, variable = listen(), "LLM_QUANT_ROCM_REDUCE_NORM_QUANT"
+    reason = f"{variable} is unset on rank 0, triton on rank 1: set the same on all"
+    with mock.patch.dict("os.environ", {variable: "triton" if rank else ""}):
+        assert connect() is None
+        assert not is_known()
+        said = f"norm fusion: an engine's all-reduce of the group {NAME} stays apart; {reason}"
+        assert lines.take() == [said] * (rank == 0)
+        with pytest.raises(Disagreement, match=f"^{reason}$"):
+            reduce_norm_quant.connect(NAME, dist.group.WORLD, torch.device("cpu"))
+        assert not is_known()
+    with mock.patch.dict("os.environ", {variable: "triton"}):
+        assert connect() == NAME
+
+
+def a_broken_file_ends_all(rank: int) -> None:
+    """Also the ranks whose own is whole: they would wait for the one that reads it."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", {"XDG_CACHE_HOME": folder}):
+        file = Path(folder) / "llm-quant-rocm" / "reduce_norm_quant" / "cpu.json"
+        if rank == 1:
+            file.parent.mkdir(parents=True)
+            file.write_text("[]")
+        whose = folder if rank == 1 else "rank 1: "
+        with pytest.raises(ValueError, match=f"^{whose}.* is no file of crossovers"):
+            connect()
+        assert not is_known()
+        dist.barrier()
+
+
 @contextmanager
 def on_gpus(obstacle: str | None) -> Iterator[list[Any]]:
     """GPUs that reach each other, whose peer memory `obstacle` may forbid; gives the checks that are watched."""
@@ -225,6 +258,8 @@ CASES = (
     the_codec_keeps_to_its_sizes,
     who_refuses_does_so_for_all,
     who_disagrees_is_kept_apart,
+    who_has_another_backend_is_kept_apart,
+    a_broken_file_ends_all,
     memory_is_shared_or_watched,
 )
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -80,6 +81,10 @@ def every_call(rank: int, world: int) -> None:
     disconnect("tp:0")
 
 
+def as_of_all(everyone: list[Any], answer: Any, group: Any) -> None:
+    everyone[:] = [answer] * len(everyone)
+
+
 @pytest.mark.parametrize(
     ("error", "obstacle"),
     [
@@ -95,8 +100,8 @@ def test_why_there_is_no_peer_memory(error: Exception, obstacle: str, forgotten:
         patch.object(ranks_of, "detect", lambda device: nvidia(9, 0)),
         patch.object(quick_reduce.QuickReduce, "over", side_effect=error),
         patch.object(dist, "get_world_size", lambda group: 2),
+        patch.object(dist, "all_gather_object", as_of_all),
         patch.object(ranks_of, "RollCall"),
-        patch.object(ranks_of, "first_refusal", lambda refusal, group: refusal),
     ):
         ranks = connect("tp:0", MagicMock(), torch.device("cuda", 0))
     assert (ranks.memory, ranks.obstacle) == (None, obstacle)
