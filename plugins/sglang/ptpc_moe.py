@@ -12,6 +12,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
+from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, refuse_updates
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
@@ -53,24 +54,24 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
     ) -> None:
         self.names = expert_names(layer, self.prefix)
         self.dtype = params_dtype
-        loader, inner, ranks = extra_weight_attrs["weight_loader"], intermediate_size_per_partition, layer.moe_tp_size
-        whole = inner * ranks if ranks > 1 else None
-        for name, shape, whole_columns in (
-            ("w13_weight", (num_experts, 2 * inner, hidden_size), None),
-            ("w2_weight", (num_experts, hidden_size, inner), whole),
+        loader, inner = extra_weight_attrs["weight_loader"], intermediate_size_per_partition
+        whole = inner * layer.moe_tp_size
+        for name, shape, whole_shape in (
+            ("w13_weight", (num_experts, 2 * inner, hidden_size), (whole, hidden_size)),
+            ("w2_weight", (num_experts, hidden_size, inner), (hidden_size, whole)),
         ):
-            self._declare(layer, name, shape, whole_columns, params_dtype, loader)
+            self._declare(layer, name, shape, whole_shape, params_dtype, loader)
 
     def _declare(
         self,
         layer: FusedMoE,
         name: str,
         shape: tuple[int, int, int],
-        whole_columns: int | None,
+        whole: tuple[int, int],
         dtype: torch.dtype,
         loader: Callable[..., Any],
     ) -> None:
-        """One parameter [E, N, K], where the checkpoint's tensors have `whole_columns`, or K if that is None."""
+        """One parameter [E, N, K]; `whole` is the shape of one projection in the checkpoint."""
         device = torch.get_default_device()
         shards = ("w1", "w3") if name == "w13_weight" else ("w2",)
 
@@ -80,6 +81,13 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
 
         def name_of_tensor(weight_name: str, shard_id: str, expert_id: int | None = None) -> str:
             return weight_name if expert_id is None else f"{self.names.name(expert_id, shard_id)}.weight"
+
+        # On a CPU SGLang pads experts, and its Grok may have a file for each rank.
+        is_known_shape = device_type() != "cpu" and not getattr(layer, "use_presharded_weights", False)
+
+        def arrives(tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int | None = None) -> None:
+            if is_known_shape and expert_id is not None:  # it shares out one for all experts in ways of its own
+                refuse_other_shape(name_of_tensor(weight_name, shard_id, expert_id), tensor.shape, whole)
 
         def load(
             param: torch.nn.Parameter,
@@ -107,11 +115,11 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
                 lambda: make(device),
                 [(expert, shard) for expert in range(shape[0]) for shard in shards] if is_known else None,
                 lambda weight, amax: self.quantize(layer, name, weight, amax),
-                whole_columns if is_known else None,
+                whole[1] if is_known and whole[1] != shape[2] else None,
             )
         weight = make(torch.device("meta") if loads_tensors() else device)
         final = load if loads_tensors() else loader
-        set_weight_attrs(weight, {"weight_loader": refusing_other_dtypes(final, name_of_tensor)})
+        set_weight_attrs(weight, {"weight_loader": refusing_other_dtypes(final, name_of_tensor, arrives)})
         layer.register_parameter(name, weight)
 
     def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:

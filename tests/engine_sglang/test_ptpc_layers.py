@@ -162,10 +162,11 @@ def test_a_layer_without_a_shard_is_refused() -> None:
         method.process_weights_after_loading(layer)
 
 
-def experts() -> tuple[Any, ptpc_moe.PtpcFp8MoEMethod]:
+def experts(**changes: Any) -> tuple[Any, ptpc_moe.PtpcFp8MoEMethod]:
     """Of four experts the second of two ranks has the last two."""
     facts = {"_expert_storage_rank": 1, "_num_local_routed": 2, "_num_global_routed": 4, "_has_fused_shared": False}
-    layer = layer_of(FusedMoE, **facts, num_experts=4, num_local_experts=2, moe_tp_size=1)
+    facts |= {"num_experts": 4, "num_local_experts": 2, "moe_tp_size": 1}
+    layer = layer_of(FusedMoE, **facts | changes)
     method = ptpc_moe.PtpcFp8MoEMethod(PtpcFp8Config(), layer, EXPERTS)
 
     def loader(weight: torch.nn.Parameter, tensor: torch.Tensor, name: str, shard: str, expert: int) -> None:
@@ -220,6 +221,37 @@ def test_ranks_share_rows_of_w2_alone(ranks: int, monkeypatch: pytest.MonkeyPatc
     method.quantize(layer, "w13_weight", torch.ones(2, 2 * INNER, HIDDEN))
     method.quantize(layer, "w2_weight", torch.ones(2, HIDDEN, INNER))
     assert groups == [None, "ranks" if ranks > 1 else None]
+
+
+@pytest.mark.parametrize(
+    ("shard", "name", "needed"),
+    [("w1", "gate_proj", (2 * INNER, HIDDEN)), ("w2", "down_proj", (HIDDEN, 2 * INNER))],
+    ids=["gate", "down"],
+)
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["tensor by tensor", "as SGLang likes"])
+def test_an_expert_of_another_shape(
+    in_pieces: bool, shard: str, name: str, needed: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would leave zeros behind one that is too short, and repeat a single row. Here two ranks share features."""
+    monkeypatch.setattr(ptpc_moe, "loads_tensors", lambda: in_pieces)
+    monkeypatch.setattr(ptpc_moe, "device_type", lambda: "cuda")
+    layer, _ = experts(moe_tp_size=2)
+    weight, (rows, columns) = layer.w2_weight if shard == "w2" else layer.w13_weight, needed
+    for shape in ((rows // 2, columns), (1, columns), (2 * rows, columns), (rows, columns // 2), (rows, 2 * columns)):
+        sentence = (
+            f"{EXPERTS}.3.{name}.weight has shape {shape} in the checkpoint; the model's configuration needs {needed}"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+            weight.weight_loader(weight, torch.zeros(shape), f"{EXPERTS}.weight", shard, 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "presharded"), [("cpu", False), ("cuda", True)], ids=["padded on a CPU", "a file a rank"]
+)
+def test_shapes_of_experts_that_sglang_knows(device: str, presharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ptpc_moe, "device_type", lambda: device)
+    layer, _ = experts(moe_tp_size=2, use_presharded_weights=presharded)
+    layer.w13_weight.weight_loader(layer.w13_weight, tensor(INNER, HIDDEN), f"{EXPERTS}.weight", "w1", 3)
 
 
 @pytest.mark.parametrize(("shard", "name"), [("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")])
