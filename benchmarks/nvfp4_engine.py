@@ -13,9 +13,9 @@ best of five runs, and `steps` says how much of a step is the GPU's, over severa
 (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load
 what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
 does. `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
-weights: rounding makes some, a wrong layer about 1. `ours_fp4_sums` quantizes all-reduces to FP4 where its policy does
-not leave them to vLLM, as it does those of that prompt, which has 128 tokens; over several GPUs `log` is what the
-plugin said of them.
+weights: rounding makes some, a wrong layer about 1. That prompt has 1024 tokens, too: `ours_fp4_sums` quantizes
+all-reduces to FP4 where they are large enough, between two GPUs from 256 tokens of Llama's shape on and from 1024 of
+Qwen's. Over several GPUs `log` is what the plugin said of them.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
 minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
@@ -84,6 +84,8 @@ ONLINE = ("ptpc_fp8", "fp8_per_channel")
 OVER_RANKS = ("ours_fp4_sums",)
 
 TOKENS = 256
+# Of the prompt by which methods are compared. The sums of a shorter one travel exactly over two ranks.
+COMPARED_TOKENS = 1024
 PROMPTS = (1, 10, 64)
 # A busy host makes some of them slow.
 RUNS = 5
@@ -112,7 +114,7 @@ def figures(llm: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     random.seed(1)
-    prompt = [random.randrange(3, 31999) for _ in range(128)]
+    prompt = [random.randrange(3, 31999) for _ in range(COMPARED_TOKENS)]
     ask = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
     candidates = llm.generate([{"prompt_token_ids": prompt}], ask, use_tqdm=False)[0].prompt_logprobs[1:]
     logprobs = [found[token].logprob for token, found in zip(prompt[1:], candidates, strict=True)]
@@ -207,6 +209,10 @@ def main() -> None:
 
         engines.serve(Path(folder), lambda: start(shape, method, checkpoint, int(ranks), [*map(int, sizes)]))
     elif args.shape:
+        import torch
+
+        if not 1 <= args.ranks <= torch.cuda.device_count():
+            parser.error(f"{args.ranks} ranks on {torch.cuda.device_count()} GPUs: each rank needs a GPU")
         methods = args.methods or [method for method in METHODS if args.ranks > 1 or method not in OVER_RANKS]
         at_once = args.at_once or AT_ONCE
         measure(args.shape, methods, at_once, args.start_seconds, args.capture_sizes, args.ranks)

@@ -2,14 +2,19 @@
 """The benchmarks of whole engines, from their command line to their figures, around engines that serve nothing."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import _random_checkpoint, nvfp4_engine, sglang_engine, vllm_engine
 from benchmarks._engines import ROOT
+from llm_quant_rocm.comm.policy import CODEC_BYTES, Policy, Settings
+from llm_quant_rocm.comm.reduce_norm_quant import Plan
+from llm_quant_rocm.formats.wire import CODECS
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 
@@ -127,6 +132,22 @@ def test_nvfp4_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "ours": ["norm fusion: on"],
         "ours_fp4_sums": ["norm fusion: on", "quantized all-reduce: FP4 over 2"],
     }
+
+
+@pytest.mark.parametrize("shape", nvfp4_engine.SHAPES)
+def test_sums_of_the_compared_prompt_travel_by_fp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two Hopper GPUs, fused with a norm and alone, where vLLM's custom all-reduce takes none of them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fp4, nbytes = CODECS["FP4"], nvfp4_engine.COMPARED_TOKENS * nvfp4_engine.SHAPES[shape]["hidden_size"] * 2
+    assert nbytes >= CODEC_BYTES
+    assert Plan.of(2, fp4, "sm_90", engine=True).choose(nbytes).codec is fp4
+    assert Policy(Settings(fp4), 2, "sm_90").choose(nbytes, torch.bfloat16).codec is fp4
+
+
+def test_more_ranks_than_gpus() -> None:
+    done = script("nvfp4_engine.py", "llama-3-70b", "--ranks", "99")
+    assert done.returncode == 2
+    assert re.search(r"error: 99 ranks on \d+ GPUs: each rank needs a GPU$", done.stderr.strip())
 
 
 def test_the_cache_holds_what_is_asked_of_it() -> None:
