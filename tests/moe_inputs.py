@@ -7,6 +7,9 @@ import ml_dtypes
 import torch
 
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.routed import RoutedTokens
+
+EXPERTS = ("w13", "w13_scale", "w2", "w2_scale")
 
 
 def experts(
@@ -34,6 +37,14 @@ def experts(
         "topk_weights": topk_weights,
         "topk_ids": topk_ids.int(),
     }
+
+
+def for_kernels(arguments: dict[str, Any]) -> tuple[RoutedTokens, list[torch.Tensor]]:
+    """Tokens and experts as the kernels take them."""
+    given = dict(arguments)
+    weights = [given.pop(name) for name in EXPERTS]
+    renamed = {name.removeprefix("topk_"): tensor for name, tensor in given.items()}
+    return RoutedTokens(**renamed), weights
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:

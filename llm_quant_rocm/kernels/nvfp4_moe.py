@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.routing import schedule, sum_rows
@@ -26,13 +27,9 @@ def rows_of(weight: Weight) -> int:
 
 
 def nvfp4_moe(
-    x: torch.Tensor,
+    tokens: RoutedTokens,
     w13: Weight,
     w2: Weight,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
     activation: str,
     hardware: Hardware,
     products: Callable[..., tuple[torch.Tensor, bool]],
@@ -42,20 +39,14 @@ def nvfp4_moe(
 
     w13 and w2 are packed for `products`, the `expert_products` of `nvfp4_hopper` or `nvfp4_cdna`, w13 with gate and up
     in turns; `config` has its configurations. It gives the slots' results, and whether they are in the schedule's
-    tiles. topk_ids, expert_map and padding are those of `routing.schedule`. Of very many tokens some are computed after
-    the others.
+    tiles. Of very many tokens some are computed after the others.
     """
-    experts, (tokens, topk) = w2[2].shape[0], topk_ids.shape
+    x, weights, ids, expert_map, padding = tokens
+    experts, (count, topk) = w2[2].shape[0], ids.shape
     most = max((MOST_BYTES - 1) // (topk * max(rows_of(w2), rows_of(w13) // 2) * x.element_size()), 1)
-    if tokens > most:
-        out = [
-            nvfp4_moe(
-                x[part], w13, w2, topk_weights[part], topk_ids[part], expert_map,
-                None if padding is None else padding[part], activation, hardware, products, config,
-            )
-            for part in (slice(first, first + most) for first in range(0, tokens, most))
-        ]  # fmt: skip
-        return torch.cat(out)
-    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
+    if count > most:
+        parts = (tokens.part(first, most) for first in range(0, count, most))
+        return torch.cat([nvfp4_moe(part, w13, w2, activation, hardware, products, config) for part in parts])
+    routing = schedule(ids, expert_map, experts, config.block_m, hardware, weights, padding)
     y, in_tiles = products(x, w13, w2, activation, routing, hardware, config)
     return sum_rows(y, routing.slot_row, topk, hardware, in_tiles=in_tiles)

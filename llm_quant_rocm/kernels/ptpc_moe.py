@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
@@ -109,26 +110,20 @@ def grouped_gemm_kernel(
 
 
 def ptpc_moe(
-    x: torch.Tensor,
+    tokens: RoutedTokens,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0.
-
-    topk_ids, expert_map and padding are those of `routing.schedule`.
-    """
-    experts, topk, slots = w13.shape[0], topk_ids.shape[1], topk_ids.numel()
-    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
+    """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0."""
+    x, weights, ids, expert_map, padding = tokens
+    topk, slots = ids.shape[1], ids.numel()
+    routing = schedule(ids, expert_map, w13.shape[0], config.block_m, hardware, weights, padding)
     decode = not hardware.fp8_units
 
     def multiply(

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import ptpc_moe as everywhere
 from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
@@ -50,15 +51,11 @@ def serves(x: torch.Tensor, hidden: int, inner: int) -> bool:
 
 
 def ptpc_moe(
-    x: torch.Tensor,
+    tokens: RoutedTokens,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
@@ -66,22 +63,20 @@ def ptpc_moe(
 ) -> torch.Tensor:
     """`kernels.ptpc_moe.ptpc_moe` under either kernel's configuration. What the one for Hopper does not serve, the
     other does."""
+    x, weights, ids, expert_map, padding = tokens
     experts, hidden, inner = w2.shape
     if isinstance(config, PairConfig) and not (serves(x, hidden, inner) and _aligned(w13, w2)):
-        config = everywhere.default_config(hardware, topk_ids.numel(), experts)
+        config = everywhere.default_config(hardware, ids.numel(), experts)
     if isinstance(config, everywhere.MoeConfig):
-        return everywhere.ptpc_moe(
-            x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, padding, activation, fmt, hardware,
-            config,
-        )  # fmt: skip
-    routing = schedule(topk_ids, expert_map, experts, config.block_m, hardware, topk_weights, padding)
+        return everywhere.ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, hardware, config)
+    routing = schedule(ids, expert_map, experts, config.block_m, hardware, weights, padding)
     slot_row = routing.slot_row
     codes, scale = _token_rows(x, slot_row, routing.row_map.numel(), fmt, hardware)
     fused = activation if config.w13.fuses else None
     h = grouped_gemm(codes, scale, w13, w13_scale, routing, None, fused, x.dtype, hardware, config.w13)
     codes, scale = act_and_mul_quant_fp8(h, None if fused else activation, fmt, hardware, slot_row, in_tiles=True)
     y = grouped_gemm(codes, scale, w2, w2_scale, routing, routing.row_weight, None, x.dtype, hardware, config.w2)
-    return sum_rows(y, slot_row, topk_ids.shape[1], hardware, in_tiles=True)
+    return sum_rows(y, slot_row, ids.shape[1], hardware, in_tiles=True)
 
 
 @triton.jit

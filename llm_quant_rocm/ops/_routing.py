@@ -3,6 +3,7 @@
 
 import torch
 
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
 
 _SIGNED = (torch.int32, torch.int64)
@@ -71,34 +72,11 @@ def routed(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
     padding: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(x, weights fp32, ids, expert map, padding) as the kernels take them: contiguous, the router weight in x where it
-    goes there."""
+) -> RoutedTokens:
+    """The tokens as the kernels take them: contiguous, weights in fp32, the router weight in x where it goes there."""
     weights = topk_weights.float()
     if apply_router_weight_on_input:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     expert_map = None if expert_map is None else expert_map.contiguous()
     padding = None if padding is None else padding.contiguous()
-    return x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map, padding
-
-
-def fair_slots(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> int:
-    """How many slots of topk_ids this rank's `experts` have if the router is fair to all experts: what a configuration
-    is chosen by. Known without reading the ids."""
-    known = experts if expert_map is None else expert_map.numel()
-    return -(-topk_ids.numel() * experts // known) if known else 0
-
-
-def local_ids(
-    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, experts: int, padding: torch.Tensor | None
-) -> torch.Tensor:
-    """The index among this rank's `experts` of each id; -1 for an expert that is elsewhere, for an id that is negative
-    or too large, and for those of padding."""
-    known = experts if expert_map is None else expert_map.numel()
-    ids = topk_ids.long()
-    ids = torch.where((ids >= 0) & (ids < known), ids, -1)
-    if padding is not None:
-        ids = torch.where(padding[:, None] < 0, -1, ids)
-    if expert_map is None or not known:
-        return ids
-    return torch.where(ids < 0, -1, expert_map[ids.clamp_min(0)])
+    return RoutedTokens(x.contiguous(), weights.contiguous(), topk_ids.contiguous(), expert_map, padding)

@@ -9,8 +9,9 @@ import torch
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._routing import check_device, check_routing, fair_slots, local_ids, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF, kernels_of
 from llm_quant_rocm.ops.nvfp4_weight import PreparedNvFp4Weight, check_weight, not_for_kernels, not_rows, rows_of_weight
 
@@ -28,18 +29,10 @@ class MoeCall(NamedTuple):
 
 
 def _reference(
-    x: torch.Tensor,
-    w13: PreparedNvFp4Weight,
-    w2: PreparedNvFp4Weight,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    activation: str,
-    call: MoeCall,
+    tokens: RoutedTokens, w13: PreparedNvFp4Weight, w2: PreparedNvFp4Weight, activation: str, call: MoeCall
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map, call.experts, padding)
-    return reference.nvfp4_moe(x, rows_of_weight(w13), rows_of_weight(w2), topk_weights, ids, activation)
+    weights, ids = tokens.weights, tokens.local_ids(call.experts)
+    return reference.nvfp4_moe(tokens.x, rows_of_weight(w13), rows_of_weight(w2), weights, ids, activation)
 
 
 def _triton_refusal(call: MoeCall) -> str | None:
@@ -48,31 +41,19 @@ def _triton_refusal(call: MoeCall) -> str | None:
 
 
 def _run_triton(
-    x: torch.Tensor,
-    w13: PreparedNvFp4Weight,
-    w2: PreparedNvFp4Weight,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    activation: str,
-    call: MoeCall,
+    tokens: RoutedTokens, w13: PreparedNvFp4Weight, w2: PreparedNvFp4Weight, activation: str, call: MoeCall
 ) -> torch.Tensor:
     from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
 
-    kernels = kernels_of(call.hardware.arch)
+    config = _config(call.hardware, tokens.fair_slots(call.experts), call.experts, call.hidden, call.inner)
     return nvfp4_moe(
-        x,
+        tokens,
         (w13.codes, w13.scales, w13.global_scale),
         (w2.codes, w2.scales, w2.global_scale),
-        topk_weights,
-        topk_ids,
-        expert_map,
-        padding,
         activation,
         call.hardware,
-        kernels.expert_products,
-        _config(call.hardware, fair_slots(topk_ids, expert_map, call.experts), call.experts, call.hidden, call.inner),
+        kernels_of(call.hardware.arch).expert_products,
+        config,
     )
 
 
@@ -87,8 +68,7 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
     return tuning.configured(NAME, device.arch, measured, lambda fields: PairConfig.of(fields, kernels.config_of))
 
 
-# A backend runs (x, w13, w2, topk_weights fp32 [T, k], topk_ids [T, k], expert_map, padding, activation, call), with
-# nothing of size 0 and everything contiguous, for [T, H].
+# A backend runs (tokens, w13, w2, activation, call), with nothing of size 0 and everything contiguous, for [T, H].
 BACKENDS = (
     Backend("triton", _triton_refusal, _run_triton),
     Backend("reference", lambda call: not_rows(call.layouts[0]) or not_rows(call.layouts[1]), _reference),
@@ -155,10 +135,8 @@ def _implementation(
     call = MoeCall(hardware.detect(x.device), experts, hidden, inner, (w13_layout, w2_layout))
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
-    x, weights, ids, expert_map, padding = routed(
-        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
-    )
-    return _choose(call).backend.run(x, w13, w2, weights, ids, expert_map, padding, activation, call)
+    tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
+    return _choose(call).backend.run(tokens, w13, w2, activation, call)
 
 
 _operator = register(

@@ -6,7 +6,7 @@ import torch
 from llm_quant_rocm import reference
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.ops._register import isolated
-from llm_quant_rocm.ops._routing import check_device, check_routing, local_ids, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, routed
 from llm_quant_rocm.ops.nvfp4_gemm import HALF
 
 NAME = "nvfp4_moe_w4a4"
@@ -54,8 +54,6 @@ def nvfp4_moe_w4a4(
         check_device(NAME, label, weight.codes, x)
     check_routing(NAME, x, topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, padding)
     with isolated(x):
-        x, weights, ids, expert_map, padding = routed(
-            x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
-        )
-        ids = local_ids(ids, expert_map, experts, padding)
-        return reference.nvfp4_moe(x, w13, w2, weights, ids, activation, input_scales)
+        tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
+        ids = tokens.local_ids(experts)
+        return reference.nvfp4_moe(tokens.x, w13, w2, tokens.weights, ids, activation, input_scales)

@@ -10,31 +10,26 @@ import torch
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._routing import check_device, check_routing, fair_slots, local_ids, routed
+from llm_quant_rocm.ops._routing import check_device, check_routing, routed
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, triton_refusal
 
 NAME = "ptpc_moe"
 
 
 def _triton(
-    x: torch.Tensor,
+    tokens: RoutedTokens,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    device = hardware.detect(x.device)
-    config = _config(device, fair_slots(topk_ids, expert_map, w2.shape[0]), *w2.shape)
-    return kernels_of(device.arch).ptpc_moe(
-        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, padding, activation, fmt, device, config
-    )
+    device = hardware.detect(tokens.x.device)
+    config = _config(device, tokens.fair_slots(w2.shape[0]), *w2.shape)
+    return kernels_of(device.arch).ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, device, config)
 
 
 @cache
@@ -59,22 +54,20 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
 
 
 def _reference(
-    x: torch.Tensor,
+    tokens: RoutedTokens,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    padding: torch.Tensor | None,
     activation: str,
     fmt: fp8.Fp8Format,
 ) -> torch.Tensor:
-    ids = local_ids(topk_ids, expert_map, w2.shape[0], padding)
-    return reference.ptpc_moe(x, w13, w13_scale, w2, w2_scale, topk_weights, ids, activation, fmt)
+    weights, ids = tokens.weights, tokens.local_ids(w2.shape[0])
+    return reference.ptpc_moe(tokens.x, w13, w13_scale, w2, w2_scale, weights, ids, activation, fmt)
 
 
+# A backend runs (tokens, w13, w13_scale, w2, w2_scale, activation, the flavour of FP8), with nothing of size 0 and
+# everything contiguous, for [T, H].
 BACKENDS = (
     Backend("triton", triton_refusal, _triton),
     Backend("reference", lambda call: None, _reference),
@@ -146,12 +139,8 @@ def _implementation(
     if 0 in (*topk_ids.shape, *w2.shape):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
-    x, weights, ids, expert_map, padding = routed(
-        x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding
-    )
-    return _choose(call).backend.run(
-        x, w13, w13_scale, w2, w2_scale, weights, ids, expert_map, padding, activation, fp8.of_dtype(w13.dtype)
-    )
+    tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
+    return _choose(call).backend.run(tokens, w13, w13_scale, w2, w2_scale, activation, fp8.of_dtype(w13.dtype))
 
 
 _operator = register(

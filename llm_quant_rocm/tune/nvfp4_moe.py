@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llm_quant_rocm import hardware, ops
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
@@ -110,7 +111,7 @@ def run(
     device = hardware.detect(x.device)
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in weights)
     products = kernels_of(device.arch).expert_products
-    return nvfp4_moe(x, w13, w2, topk_weights, topk_ids, None, None, "silu", device, products, config)
+    return nvfp4_moe(RoutedTokens(x, topk_weights, topk_ids), w13, w2, "silu", device, products, config)
 
 
 TUNER = tuner("nvfp4_moe", candidates, weights, run)

@@ -9,6 +9,7 @@ import torch
 
 from llm_quant_rocm import hardware
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
 from llm_quant_rocm.ops.ptpc_moe import kernels_of
 from llm_quant_rocm.tune.ptpc_gemm import random_codes
@@ -71,8 +72,8 @@ def run(
     """The experts' output [T, H]."""
     device, fmt = hardware.detect(x.device), fp8.for_device(x.device)
     w13, w13_scale, w2, w2_scale = weights
-    experts = kernels_of(device.arch).ptpc_moe
-    return experts(x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, None, None, "silu", fmt, device, config)
+    tokens = RoutedTokens(x, topk_weights, topk_ids)
+    return kernels_of(device.arch).ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, "silu", fmt, device, config)
 
 
 TUNER = tuner("ptpc_moe", candidates, weights, run)

@@ -9,6 +9,7 @@ import torch
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.formats import nvfp4
 from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from tests.gpu.test_nvfp4_gemm import Split, config_of
 from tests.moe_inputs import relative_error
@@ -85,10 +86,11 @@ def multiply(arguments: dict[str, Any], fields: tuple[tuple[int, ...], ...], **c
     given = arguments | changes
     w13, w2 = ((weight.codes, weight.scales, weight.global_scale) for weight in (given["w13"], given["w2"]))
     routing = given["topk_weights"], given["topk_ids"], given.get("expert_map"), given.get("padding")
+    tokens = RoutedTokens(given["x"], *routing)
     device = hardware.detect(torch.device("cuda"))
     config = PairConfig(*map(config_of, fields))
     products = kernels_of(device.arch).expert_products
-    return nvfp4_moe(given["x"], w13, w2, *routing, "silu", device, products, config)
+    return nvfp4_moe(tokens, w13, w2, "silu", device, products, config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

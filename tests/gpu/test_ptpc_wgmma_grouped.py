@@ -9,7 +9,7 @@ import torch
 from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.formats import fp8
 from tests.inputs import assert_same, integer_product, product64
-from tests.moe_inputs import experts, moe64, relative_error
+from tests.moe_inputs import EXPERTS, experts, for_kernels, moe64, relative_error
 
 CUDA = torch.device("cuda")
 HOPPER = torch.cuda.is_available() and hardware.detect(CUDA).arch == "sm_90"
@@ -62,14 +62,13 @@ def test_experts(block_m: int, w13: int, w2: int, activation: str) -> None:
 
     given = experts(90, 5, 3, 272, 144, seed=block_m)
     expected = moe64(given, activation)
-    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
-    arguments = [given[name].cuda() for name in order]
+    tokens, weights = for_kernels({name: tensor.cuda() for name, tensor in given.items()})
     config = PairConfig(Config(block_m, w13), Config(block_m, w2))
-    settings = (None, None, activation, fp8.for_device(CUDA), hardware.detect(CUDA), config)
-    found = ptpc_moe(*arguments, *settings)
+    settings = (activation, fp8.for_device(CUDA), hardware.detect(CUDA), config)
+    found = ptpc_moe(tokens, *weights, *settings)
     assert relative_error(found.cpu(), expected) < 0.02
     for _ in range(5):
-        assert torch.equal(found, ptpc_moe(*arguments, *settings))
+        assert torch.equal(found, ptpc_moe(tokens, *weights, *settings))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -84,13 +83,14 @@ def test_absent_experts_and_padding(here: list[int]) -> None:
     expert_map = torch.full((6,), -1, dtype=torch.int32)
     expert_map[here] = torch.arange(len(here), dtype=torch.int32)
     padding = torch.arange(300, dtype=torch.int32) % 7 - 3
-    weights = [given[name][here or [0]] for name in ("w13", "w13_scale", "w2", "w2_scale")]
+    weights = [given[name][here or [0]] for name in EXPERTS]
     ids = torch.where(padding[:, None] < 0, -1, expert_map[given["topk_ids"].long()])
     expected = reference.ptpc_moe(given["x"], *weights, given["topk_weights"], ids, "silu", fp8.OCP)
-    tensors = [tensor.cuda() for tensor in (given["x"], *weights, given["topk_weights"], given["topk_ids"])]
+    given |= {"expert_map": expert_map, "padding": padding} | dict(zip(EXPERTS, weights, strict=True))
+    tokens, weights = for_kernels({name: tensor.cuda() for name, tensor in given.items()})
     config = PairConfig(Config(64, 256), Config(64, 128))
     settings = ("silu", fp8.for_device(CUDA), hardware.detect(CUDA), config)
-    found = ptpc_moe(*tensors, expert_map.cuda(), padding.cuda(), *settings).cpu()
+    found = ptpc_moe(tokens, *weights, *settings).cpu()
     assert (found[(ids < 0).all(dim=1)] == 0).all()
     assert not here or relative_error(found, expected.double()) < 0.02
 
@@ -103,12 +103,12 @@ def test_scales_and_schedule_are_those_of_this_call() -> None:
     from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
 
     given = experts(4000, 16, 4, 1024, 512)
-    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
-    x, *weights, ids = (given[name].cuda() for name in order)
+    tokens, weights = for_kernels({name: tensor.cuda() for name, tensor in given.items()})
+    x, ids = tokens.x, tokens.ids
     apart, config = replace(hardware.detect(CUDA), pdl=False), PairConfig(Config(128, 256), Config(128, 128))
 
     def run(x: torch.Tensor, ids: torch.Tensor, device: hardware.Hardware) -> torch.Tensor:
-        return ptpc_moe(x, *weights, ids, None, None, "silu", fp8.for_device(CUDA), device, config)
+        return ptpc_moe(tokens._replace(x=x, ids=ids), *weights, "silu", fp8.for_device(CUDA), device, config)
 
     inputs = [(x, ids), (x * 64.0, ids), (x, torch.full_like(ids, 5)), (x[:100], ids[:100])]
     expected = [run(*one, apart) for one in inputs]

@@ -17,7 +17,7 @@ from llm_quant_rocm.kernels import ptpc_moe, ptpc_moe_hopper
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.ptpc_moe import MoeConfig
 from llm_quant_rocm.kernels.ptpc_wgmma_grouped import Config
-from tests.moe_inputs import experts
+from tests.moe_inputs import experts, for_kernels
 
 HOPPER = hardware.nvidia(9, 0)
 PAIR = PairConfig(Config(128, 256), Config(128, 256))
@@ -60,7 +60,6 @@ def test_what_bulk_copies_cannot_read_goes_to_the_other_kernel(
     given = experts(5, 4, 2, hidden, inner, dtype)
     if moved:
         given["w2"] = off_by_a_byte(given["w2"])
-    order = ("x", "w13", "w13_scale", "w2", "w2_scale", "topk_weights", "topk_ids")
-    tensors = [given[name] for name in order]
-    ptpc_moe_hopper.ptpc_moe(*tensors, None, None, "silu", fp8.OCP, HOPPER, PAIR)
+    tokens, weights = for_kernels(given)
+    ptpc_moe_hopper.ptpc_moe(tokens, *weights, "silu", fp8.OCP, HOPPER, PAIR)
     assert taken == [ptpc_moe.default_config(HOPPER, 10, 4)]

@@ -12,6 +12,7 @@ import torch
 from llm_quant_rocm import hardware, ops
 from llm_quant_rocm.backends import Backend, Choice
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.routed import RoutedTokens
 from tests import moe_inputs, nvfp4_inputs
 
 Calls = list[tuple[Any, tuple[Any, ...]]]
@@ -118,9 +119,10 @@ def test_slots_of_experts_elsewhere_choose_no_configuration(
     expert_map = None if everywhere is None else torch.arange(everywhere, dtype=torch.int32) % 4
     inputs = moe_inputs if operator == "ptpc_moe" else nvfp4_inputs
     given = inputs.experts(15, 4, 2, 64, 32)
-    tail: tuple[Any, ...] = (expert_map, None, "silu", fp8.OCP)
+    tokens = RoutedTokens(*(given.pop(name) for name in ("x", "topk_weights", "topk_ids")), expert_map)
+    last: Any = fp8.OCP
     if operator == "nvfp4_moe":
         given |= {name: ops.PreparedNvFp4Weight.in_rows(given[name]) for name in ("w13", "w2")}
-        tail = (*tail[:3], module.MoeCall(hardware.nvidia(9, 0), 4, 64, 32, ("", "")))
+        last = module.MoeCall(hardware.nvidia(9, 0), 4, 64, 32, ("", ""))
     with pytest.raises(Asked, match=f"^{slots}$"):
-        module.BACKENDS[0].run(*given.values(), *tail)
+        module.BACKENDS[0].run(tokens, *given.values(), "silu", last)
