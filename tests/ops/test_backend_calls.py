@@ -76,6 +76,21 @@ def test_products(calls: Callable[[str], Calls]) -> None:
         assert_contiguous(seen[0][1], 6)
 
 
+@pytest.mark.parametrize("operator", ["ptpc_moe", "nvfp4_moe"])
+def test_tokens_of_experts(calls: Callable[[str], Calls], operator: str) -> None:
+    seen, inputs = calls(operator), moe_inputs if operator == "ptpc_moe" else nvfp4_inputs
+    given = inputs.experts(6, 4, 2, 64, 32)
+    strided = {name: every_other(given[name]) for name in ("x", "topk_weights", "topk_ids")}
+    strided |= {name: every_other(torch.arange(count)) for name, count in (("expert_map", 4), ("padding", 6))}
+    found = getattr(ops, operator)(**given | strided)
+    assert torch.equal(found, getattr(ops, operator)(**given))
+    (tokens, *weights), _ = (arguments for _, arguments in seen)
+    assert all(
+        tensor.is_contiguous() and len(tensor) == (4 if name == "expert_map" else 6)
+        for name, tensor in tokens._asdict().items()
+    )
+
+
 def test_the_wider_side_of_an_expert_decides(calls: Callable[[str], Calls]) -> None:
     """Both inputs are quantized by the row, and rows of too many columns are not for the kernels."""
     seen = calls("ptpc_moe")
