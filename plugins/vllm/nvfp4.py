@@ -134,6 +134,8 @@ class NvFp4Config(QuantizationConfig):
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
         compile_key.begin()
+        if isinstance(layer, ParallelLMHead):
+            prefix = prefix or "lm_head"  # some models (AFMoE, K-EXAONE, Qwen3-Omni) give theirs no name
         if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, RoutedExperts)

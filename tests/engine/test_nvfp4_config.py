@@ -13,6 +13,7 @@ import nvfp4_checkpoints
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -25,6 +26,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, checkpoint_kind
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
 from llm_quant_rocm_vllm import nvfp4
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
+from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
 
 FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 LEGACY = {
@@ -256,6 +258,21 @@ def test_an_output_head_is_a_linear_to_compressed_tensors(ignore: list[str], alg
     # Who keeps it may not call it as vLLM does.
     kept = NvFp4Config.from_config({**COMPRESSED, "ignore": ["lm_head"]})
     assert kept.algorithm(head, "language_model.lm_head") is None
+
+
+@pytest.mark.parametrize("config", [FLAT, LEGACY, COMPRESSED, mixed(lm_head="NVFP4") | {"ignore": ["lm_head"]}])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_output_head_that_its_model_gives_no_name(config: dict[str, Any], keeps: bool) -> None:
+    """As AFMoE, K-EXAONE and Qwen3-Omni do."""
+    if not keeps:
+        settings = config.get("quantization", config)
+        settings = {**settings, "ignore": [], "exclude_modules": []}
+        config = {"quantization": settings} if "quantization" in config else settings
+    head: Any = ParallelLMHead.__new__(ParallelLMHead)
+    with set_current_vllm_config(VllmConfig()):
+        served = NvFp4Config.from_config(config).get_quant_method(head, "")
+    assert isinstance(served, NvFp4LinearMethod) is not keeps
+    assert keeps or served.prefix == "lm_head"  # what messages call it
 
 
 @pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
