@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ def fresh_caches() -> Iterator[None]:
         backends.missing,
         tuning.lookup,
         _aiter.refusal,
+        _aiter.refusal_of_shape,
         *(operator._choose for operator in (quant_operator, gemm_operator, norm_operator)),
     )
     for cached in caches:
@@ -269,24 +270,39 @@ def gemm_a8w8_bpreshuffle(
     return ((XQ.float() @ w.float().t()) * x_scale * w_scale.t()).to(dtype)
 
 
+def tuned(m: int, n: int, k: int, q_dtype_w: torch.dtype, tuned_file: str) -> dict[str, Any] | None:
+    """What aiter was tuned for: weights of less than 8192 rows, of some numbers of rows of x."""
+    assert (q_dtype_w, tuned_file) == (torch.float8_e4m3fnuz, "tuned.csv")
+    return {"libtype": "ck", "splitK": 0} if n < 8192 and m == 256 else None
+
+
+def wrapped(function: Any) -> Any:
+    """As aiter wraps its functions for torch.compile: nobody sees what they take."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
 @pytest.fixture
 def aiter(on: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A gfx942 with ROCm and an aiter that works; a test breaks what it likes."""
     on("gfx942")
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    modules = {name: ModuleType(name) for name in ("aiter", "aiter.ops", "aiter.ops.shuffle")}
+    names = ("aiter", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.gemm_op_a8w8")
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     for name, module in modules.items():
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
-    modules["aiter"].gemm_a8w8_bpreshuffle = gemm_a8w8_bpreshuffle  # type: ignore[attr-defined]
-    modules["aiter.ops"].shuffle = modules["aiter.ops.shuffle"]  # type: ignore[attr-defined]
-    modules["aiter.ops.shuffle"].shuffle_weight = shuffle  # type: ignore[attr-defined]
+    modules["aiter"].gemm_a8w8_bpreshuffle = wrapped(gemm_a8w8_bpreshuffle)
+    modules["aiter.ops"].shuffle = modules["aiter.ops.shuffle"]
+    modules["aiter.ops.shuffle"].shuffle_weight = shuffle
+    modules["aiter.ops"].gemm_op_a8w8 = gemms = modules["aiter.ops.gemm_op_a8w8"]
+    gemms.AITER_CONFIGS = SimpleNamespace(AITER_CONFIG_GEMM_A8W8_BPRESHUFFLE_FILE="tuned.csv")
+    gemms.get_GEMM_config_with_quant_type = tuned
     return modules["aiter"]
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_aiter_serves_a_shuffled_weight(aiter: Any, out_dtype: torch.dtype) -> None:
-    xq, xscale, wq, wscale, bias = integer_product(5, 32, 64, torch.float8_e4m3fnuz)
+    xq, xscale, wq, wscale, bias = integer_product(5, 128, 512, torch.float8_e4m3fnuz)
     prepared, layout = ops.prepare_ptpc_weight(wq)
     assert layout == "aiter_16x16"
     assert_same(prepared, shuffle(wq))
@@ -302,7 +318,7 @@ def test_aiter_serves_a_shuffled_weight(aiter: Any, out_dtype: torch.dtype) -> N
 
 
 def test_rows_stay_for_products_that_aiter_does_not_have(aiter: Any) -> None:
-    xq, xscale, wq, wscale, _ = integer_product(5, 32, 64, torch.float8_e4m3fnuz)
+    xq, xscale, wq, wscale, _ = integer_product(5, 128, 512, torch.float8_e4m3fnuz)
     prepared, layout = ops.prepare_ptpc_weight(wq, torch.float32)
     assert (prepared, layout) == (wq, "row")
     assert gemm_operator._choose(gemm_call(layout=layout, out_dtype=torch.float32)).backend.name != "aiter"
@@ -310,18 +326,47 @@ def test_rows_stay_for_products_that_aiter_does_not_have(aiter: Any) -> None:
 
 def test_ptpc_linear_through_aiter(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_PER_TOKEN_QUANT", "reference")
-    wq, wscale = fp8.quantize_rows(torch.randn(32, 64), fp8.FNUZ)
-    x = torch.randn(2, 3, 64).bfloat16()
+    wq, wscale = fp8.quantize_rows(torch.randn(128, 512), fp8.FNUZ)
+    x = torch.randn(2, 3, 512).bfloat16()
     prepared, layout = ops.prepare_ptpc_weight(wq)
     found = ops.ptpc_linear(x, prepared, wscale, layout=layout)
     expected = x.float() @ fp8.dequantize(wq, wscale).t()
     assert (found.float() - expected).norm() / expected.norm() < 0.05
 
 
-@pytest.mark.parametrize("shape", [(24, 64), (32, 48)], ids=str)
-def test_a_weight_that_does_not_divide_stays_as_it_is(aiter: Any, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((64, 4096), "aiter_16x16"),
+        ((32, 4096), "row"),  # a projection of Qwen3.5's on four ranks: decode would be served, long prefills not
+        ((128, 1408), "aiter_16x16"),
+        ((192, 1408), "row"),
+        ((4096, 10944), "row"),  # GLM-4.5-Air's
+        ((256, 384), "row"),
+        ((8192, 4096), "row"),  # for which it was not tuned
+    ],
+    ids=str,
+)
+def test_only_a_weight_that_aiter_was_tuned_for_is_shuffled(aiter: Any, shape: tuple[int, int], layout: str) -> None:
     wq = torch.zeros(shape, dtype=torch.float8_e4m3fnuz)
-    assert ops.prepare_ptpc_weight(wq) == (wq, "row")
+    assert ops.prepare_ptpc_weight(wq)[1] == layout
+
+
+@pytest.mark.parametrize(
+    ("n", "reason"),
+    [(32, "it has no kernels for a weight of 32 x 4096"), (8192, "it was not tuned for a weight of 8192 x 4096")],
+)
+def test_a_shape_that_aiter_lacks_is_said(aiter: Any, n: int, reason: str) -> None:
+    assert gemm_operator._choose(gemm_call(n=n, k=4096)).passed_over[0] == ("aiter", reason)
+
+
+def test_an_aiter_that_does_not_say_what_it_was_tuned_for_is_passed_over(
+    aiter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["aiter.ops.gemm_op_a8w8"], "AITER_CONFIGS")
+    name, reason = gemm_operator._choose(gemm_call(n=128, k=512)).passed_over[0]
+    assert name == "aiter"
+    assert reason.startswith("it does not say what it was tuned for: ")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference", "aiter"])
@@ -329,18 +374,18 @@ def test_a_weight_is_arranged_for_the_backend_that_is_forced(
     aiter: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_PTPC_GEMM", backend)
-    _, layout = ops.prepare_ptpc_weight(torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz))
+    _, layout = ops.prepare_ptpc_weight(torch.zeros(128, 512, dtype=torch.float8_e4m3fnuz))
     assert gemm_operator._choose(gemm_call(layout=layout)).backend.name == backend
 
 
 def test_an_empty_wish_forces_nothing(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_QUANT_ROCM_PTPC_GEMM", "")
-    _, layout = ops.prepare_ptpc_weight(torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz))
+    _, layout = ops.prepare_ptpc_weight(torch.zeros(128, 512, dtype=torch.float8_e4m3fnuz))
     assert layout == "aiter_16x16"
 
 
 def test_an_unshuffled_weight_passes_aiter_over(aiter: Any) -> None:
-    choice = gemm_operator._choose(gemm_call())
+    choice = gemm_operator._choose(gemm_call(n=128, k=512))
     assert choice.backend.name == "torch"
     assert choice.passed_over == (("aiter", "the weight was not shuffled for it (ops.prepare_ptpc_weight)"),)
 
@@ -368,15 +413,10 @@ def crash(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise RuntimeError("no kernel image")
 
 
-for function in (wrong_product, nan_product, crash):
-    function.__wrapped__ = gemm_a8w8_bpreshuffle  # type: ignore[attr-defined]  # its signature
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (None, "aiter has no gemm_a8w8_bpreshuffle"),
-        (wrong_arguments, r"gemm_a8w8_bpreshuffle takes \(x, w\), not \(XQ, WQ, x_scale, w_scale, bias, dtype\)"),
+        (wrong_arguments, r"aiter failed: wrong_arguments\(\) got an unexpected keyword argument"),
         (wrong_product, r"its product is wrong here \(largest relative error 0.[45]"),
         (nan_product, r"its product is wrong here \(largest relative error nan"),
         (crash, "aiter failed: no kernel image"),
@@ -385,19 +425,24 @@ for function in (wrong_product, nan_product, crash):
 def test_an_aiter_that_does_not_prove_itself_is_passed_over(
     aiter: Any, monkeypatch: pytest.MonkeyPatch, function: Any, reason: str
 ) -> None:
-    monkeypatch.setattr(aiter, "gemm_a8w8_bpreshuffle", function)
+    monkeypatch.setattr(aiter, "gemm_a8w8_bpreshuffle", wrapped(function))
     choice = gemm_operator._choose(gemm_call())
     assert choice.backend.name == "torch"
     name, found = choice.passed_over[0]
     assert name == "aiter"
     assert re.match(reason, found)
-    wq = torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz)
+    wq = torch.zeros(128, 512, dtype=torch.float8_e4m3fnuz)
     assert ops.prepare_ptpc_weight(wq) == (wq, "row")
 
 
-def test_an_aiter_without_its_shuffle_is_passed_over(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["aiter.ops.shuffle"], "shuffle_weight")
-    assert gemm_operator._choose(gemm_call()).passed_over[0] == ("aiter", "aiter has no shuffle_weight")
+@pytest.mark.parametrize(
+    ("module", "name"), [("aiter", "gemm_a8w8_bpreshuffle"), ("aiter.ops.shuffle", "shuffle_weight")]
+)
+def test_an_aiter_without_its_functions_is_passed_over(
+    aiter: Any, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    monkeypatch.delattr(sys.modules[module], name)
+    assert gemm_operator._choose(gemm_call()).passed_over[0] == ("aiter", f"aiter has no {name}")
 
 
 def test_rocm_without_aiter_says_so(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,8 +458,7 @@ def test_aiter_is_tried_once(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append(1)
         return gemm_a8w8_bpreshuffle(*args, **kwargs)
 
-    counted.__wrapped__ = gemm_a8w8_bpreshuffle  # type: ignore[attr-defined]
     monkeypatch.setattr(aiter, "gemm_a8w8_bpreshuffle", counted)
     for _ in range(3):
-        ops.prepare_ptpc_weight(torch.zeros(32, 64, dtype=torch.float8_e4m3fnuz))
+        ops.prepare_ptpc_weight(torch.zeros(128, 512, dtype=torch.float8_e4m3fnuz))
     assert len(calls) == 1

@@ -2,11 +2,11 @@
 """aiter's preshuffled per-token FP8 GEMM, where aiter is installed and proves itself on the GPU at hand.
 
 aiter changes its signatures between releases, and some releases have computed this product wrongly on some GPUs. So
-nothing of it is taken on trust: the signature is checked at import, and a small product is compared with the
-reference before the first weight is shuffled. Either failure passes aiter over, with a reason in the log.
+nothing of it is taken on trust: a small product is compared with the reference before the first weight is shuffled, of
+arguments by name, as its functions are wrapped and show no signature. A failure passes aiter over, with a reason in the
+log.
 """
 
-import inspect
 from functools import cache
 from types import ModuleType
 
@@ -17,7 +17,8 @@ from llm_quant_rocm.backends import missing
 from llm_quant_rocm.formats import fp8
 
 LAYOUT = "aiter_16x16"
-_ARGUMENTS = ("XQ", "WQ", "x_scale", "w_scale", "bias", "dtype")
+# Numbers of rows, one of each kind that aiter tells apart in what it was tuned for.
+_ROWS = tuple(2**exponent for exponent in range(15))
 # What two correct bf16 products of 512 terms in fp32 may differ by, relative to the largest.
 _TOLERANCE = 0.02
 
@@ -29,16 +30,6 @@ def _import() -> tuple[ModuleType, ModuleType]:
     return aiter, shuffle
 
 
-def signature_refusal(function: object) -> str | None:
-    """Why `function` is not the gemm_a8w8_bpreshuffle that this module calls."""
-    if not callable(function):
-        return "aiter has no gemm_a8w8_bpreshuffle"
-    found = tuple(inspect.signature(function).parameters)[: len(_ARGUMENTS)]
-    if found != _ARGUMENTS:
-        return f"gemm_a8w8_bpreshuffle takes ({', '.join(found)}), not ({', '.join(_ARGUMENTS)})"
-    return None
-
-
 @cache
 def refusal(device: torch.device) -> str | None:
     """Why aiter cannot serve on `device`. Runs one small product there the first time."""
@@ -48,10 +39,9 @@ def refusal(device: torch.device) -> str | None:
     if absent:
         return absent
     try:
-        aiter, shuffle = _import()
-        reason = signature_refusal(getattr(aiter, "gemm_a8w8_bpreshuffle", None))
-        if reason or not hasattr(shuffle, "shuffle_weight"):
-            return reason or "aiter has no shuffle_weight"
+        for module, name in zip(_import(), ("gemm_a8w8_bpreshuffle", "shuffle_weight"), strict=True):
+            if not hasattr(module, name):
+                return f"aiter has no {name}"
         return _trial_refusal(device)
     except Exception as error:  # a broken optional library must not stop the engine
         return f"aiter failed: {error}"
@@ -79,6 +69,27 @@ def refusal_of_dtype(out_dtype: torch.dtype) -> str | None:
     return None if out_dtype in (torch.bfloat16, torch.float16) else f"it has no {out_dtype} output"
 
 
+@cache
+def refusal_of_shape(n: int, k: int, dtype: torch.dtype) -> str | None:
+    """Why aiter, where it is usable, does not serve a weight [n, k] of `dtype` with any number of rows, or None.
+
+    Its kernels take whole tiles of a shuffled weight, and which of them serves changes with the number of rows: where
+    one decodes, another may fail in the first long prefill (aiter#5206). Of K from 1536 on tiles have at most 64 rows,
+    unless there are whole ones of 128; of smaller K 128, and below 512 more. Where aiter was not tuned, torch is faster
+    by what vLLM found.
+    """
+    if k < 512 or k % 128 or n % (64 if k >= 1536 else 128):
+        return f"it has no kernels for a weight of {n} x {k}"
+    try:
+        from aiter.ops import gemm_op_a8w8 as gemms
+
+        file = gemms.AITER_CONFIGS.AITER_CONFIG_GEMM_A8W8_BPRESHUFFLE_FILE
+        tuned = any(gemms.get_GEMM_config_with_quant_type(m, n, k, dtype, file) for m in _ROWS)
+    except Exception as error:  # another release's
+        return f"it does not say what it was tuned for: {error}"
+    return None if tuned else f"it was not tuned for a weight of {n} x {k}"
+
+
 def shuffle_weight(wq: torch.Tensor) -> torch.Tensor:
     """wq [N, K] in the layout of aiter's kernel, same shape."""
     return _import()[1].shuffle_weight(wq, layout=(16, 16))
@@ -93,5 +104,7 @@ def gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Product [M, N] in bf16 or fp16; the kernel takes no bias, so it is added after."""
-    out = _import()[0].gemm_a8w8_bpreshuffle(xq.contiguous(), wq, xscale, wscale, None, out_dtype)
+    out = _import()[0].gemm_a8w8_bpreshuffle(
+        XQ=xq.contiguous(), WQ=wq, x_scale=xscale, w_scale=wscale, bias=None, dtype=out_dtype
+    )
     return out if bias is None else out.add_(bias)

@@ -46,7 +46,8 @@ def _aiter_refusal(call: GemmCall) -> str | None:
     if unusable:
         return unusable
     if call.layout != _aiter.LAYOUT:
-        return "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
+        unserved = _aiter.refusal_of_shape(call.n, call.k, call.hardware.fp8_dtype)
+        return unserved or "the weight was not shuffled for it (ops.prepare_ptpc_weight)"
     return _aiter.refusal_of_dtype(call.out_dtype)
 
 
@@ -249,8 +250,11 @@ def prepare_ptpc_weight(wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat1
     """
     if wq.dim() != 2:
         raise ValueError(f"{NAME}: a weight is [N, K]; got {tuple(wq.shape)}")
-    n, k = wq.shape
-    unusable = _aiter.refusal_of_dtype(out_dtype) or n % 16 or k % 32 or _aiter.refusal(wq.device)
+    unusable = (
+        _aiter.refusal_of_dtype(out_dtype)
+        or _aiter.refusal(wq.device)
+        or _aiter.refusal_of_shape(*wq.shape, dtype=wq.dtype)
+    )
     if forced(NAME) not in (None, "aiter") or unusable:
         return wq, ROW
     return _aiter.shuffle_weight(wq), _aiter.LAYOUT

@@ -20,9 +20,10 @@ _warm: set[Hashable] = set()
 def warm_up(call: Callable[[int], object], most_rows: int, device: torch.device, kind: Hashable, name: str) -> None:
     """Has Triton compile all that `call` launches on `device` with any number of rows up to `most_rows`.
 
-    Our kernels are compiled in the background, some at once, and not launched; nor do the vendor's libraries compute.
-    The first launch of any of them waits for all, whichever call had them compiled. Compiled code is kept on disk by
-    Triton, so the next process only reads it. Without a GPU, or where the reference serves, there is nothing to do.
+    Our kernels are compiled in the background, some at once, and not launched; nor do torch's products compute, but
+    aiter's do, which builds and loads kernels by the number of rows. The first launch of any of ours waits for all,
+    whichever call had them compiled. Compiled code is kept on disk by Triton, so the next process only reads it.
+    Without a GPU, or where the reference serves, there is nothing to do.
 
     Args:
         call: given a number of rows, calls operators with inputs of so many, whose values do not matter.
