@@ -87,6 +87,18 @@ def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
             param.weight_loader = refusing_again(f"{prefix}.{name}")  # type: ignore[attr-defined]
 
 
+def hide_codes(layer: Any) -> torch.dtype:
+    """Lets nobody but us know what a served layer's `weight` holds; returns the dtype that it is to be viewed in.
+
+    SGLang's MLA on gfx950 takes uint8 for MXFP4 and, in 0.5.17, E4M3 for block-scaled FP8, and would hand the layer
+    activations that it has quantized itself. On ROCm codes are int8 to it.
+    """
+    dtype = layer.weight.dtype
+    if torch.version.hip:
+        layer.weight = torch.nn.Parameter(layer.weight.view(torch.int8), requires_grad=False)
+    return dtype
+
+
 def warm_up(layer: torch.nn.Module, method: Any) -> None:
     """Has the kernels compiled by which `method` will serve a linear layer, on a GPU."""
     if on_gpu(layer):

@@ -9,7 +9,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates, warm_up
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, hide_codes, is_dummy, refuse_updates, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -57,8 +57,9 @@ class Fp8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         self.linear.finish(layer)
+        self.codes = hide_codes(layer)
         warm_up(layer, self)
         refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)

@@ -9,7 +9,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, is_dummy, refuse_updates, warm_up
+from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, hide_codes, is_dummy, refuse_updates, warm_up
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
@@ -61,9 +61,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         self.config.report()
         if not self.is_absorbed:
             self.linear.finish(layer)
-            if torch.version.hip:
-                # SGLang's MLA on ROCm takes a weight in uint8 for MXFP4, and would hand its layer MXFP4's codes.
-                layer.weight = torch.nn.Parameter(layer.weight.view(torch.int8), requires_grad=False)
+            hide_codes(layer)
             warm_up(layer, self)
         elif not self.is_decoded:
             self.decode(layer)

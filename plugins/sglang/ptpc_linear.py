@@ -19,6 +19,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     Weight,
     device_type,
     group_of,
+    hide_codes,
     loads_tensors,
     refuse_updates,
     warm_up,
@@ -108,6 +109,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         codes, scale = quantize_weight(weight, name, self.names.of_row, group, device_type(), amax)
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
         layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.codes = hide_codes(layer)
         layer.weight.weight_loader = refusing_again(name)
         layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
@@ -121,4 +123,4 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return fusion.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)

@@ -60,6 +60,7 @@ class Linear(torch.nn.Module):
         self.bias = torch.randn(64, generator=torch.Generator().manual_seed(7)).bfloat16()
         self.ptpc_layout = "row"
         self.quant_method = object.__new__(PtpcFp8LinearMethod)
+        self.quant_method.codes = self.weight.dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.quant_method.apply(self, x, self.bias)

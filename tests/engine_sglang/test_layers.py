@@ -20,7 +20,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.models.utils import WeightsMapper
 
-from llm_quant_rocm.formats import nvfp4
+from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear, nvfp4_moe
 from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -295,6 +295,26 @@ def test_codes_on_rocm_are_no_uint8(hip: str | None, monkeypatch: pytest.MonkeyP
     assert torch.equal(
         method.linear.product(layer, torch.eye(64).bfloat16(), None).t(), weight.dequantize(torch.bfloat16)
     )
+
+
+@pytest.mark.parametrize("hip", [None, "7.1"])
+def test_fp8_codes_on_rocm_are_no_e4m3(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.17's MLA takes those for block-scaled ones on gfx950, and gives the layer activations to match."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(fp8_linear, "is_dummy", lambda: False)
+    method = fp8_linear.Fp8LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.self_attn.q_b_proj")
+    layer = torch.nn.Module()
+    codes, scale = fp8.quantize_rows(torch.randn(32, 64), fp8.OCP)
+
+    def finish(layer: torch.nn.Module) -> None:
+        layer.weight, layer.weight_scale = (torch.nn.Parameter(t, requires_grad=False) for t in (codes, scale))
+        layer.ptpc_layout = "row"  # type: ignore[assignment]
+
+    monkeypatch.setattr(method.linear, "finish", finish)
+    method.process_weights_after_loading(layer)
+    assert layer.weight.dtype == (torch.int8 if hip else torch.float8_e4m3fn)
+    found = method.apply(layer, torch.eye(64).bfloat16()).t()
+    torch.testing.assert_close(found, fp8.dequantize(codes, scale).bfloat16())
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])

@@ -52,13 +52,16 @@ def tensor(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns).bfloat16()
 
 
-def test_a_layer_is_quantized_with_its_last_shard() -> None:
+@pytest.mark.parametrize("hip", [None, "7.1"])
+def test_a_layer_is_quantized_with_its_last_shard(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
     layer, method = linear()
     shards = {shard: tensor(16, HIDDEN) for shard in "vqk"}
     for shard, values in shards.items():
         assert layer.weight.is_meta
         layer.weight.weight_loader(layer.weight, values, shard)
     codes, scale = fp8.quantize_rows(torch.cat([shards[shard] for shard in "qkv"]), fp8.OCP)
+    assert layer.weight.dtype == (torch.int8 if hip else torch.float8_e4m3fn), "to SGLang's models"
     assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(layer.weight_scale, scale)
     method.process_weights_after_loading(layer)
