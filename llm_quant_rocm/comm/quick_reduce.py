@@ -2,13 +2,15 @@
 """The quantized all-reduce of GPUs that reach each other's memory, over torch's symmetric memory."""
 
 import time
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from llm_quant_rocm.comm.policy import MAX_WORLD_SIZE, WORLD_SIZES, Algorithm
-from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line, first_refusal
+from llm_quant_rocm.comm.proof import SECONDS, prove
+from llm_quant_rocm.comm.setup_errors import NoPeerMemory, first_line, first_refusal, refusal_of
 from llm_quant_rocm.formats.wire import CODECS, DTYPES, Codec
 from llm_quant_rocm.hardware import detect
 from llm_quant_rocm.kernels import quick_reduce as kernels
@@ -21,6 +23,7 @@ LAMPORT_BYTES = 1024 * 1024  # 64 rows of 8192 columns
 _MAX_SPINS = 2**31 - 2
 _REHEARSED_SPINS = 50_000  # some 50 ms
 _ALIGNMENT = 16
+T = TypeVar("T")
 _KERNELS = {Algorithm.ONE_SHOT: kernels.one_shot, Algorithm.TWO_SHOT: kernels.two_shot}
 
 
@@ -67,8 +70,8 @@ class QuickReduce:
 
         Raises:
             ValueError: a group of other than 2 to 8 ranks.
-            NoPeerMemory: torch's symmetric memory gave one of the ranks none, as where its GPU is full: on all ranks;
-                or it does not connect the GPUs: on those that find it out.
+            NoPeerMemory: on all ranks; torch's symmetric memory gave one of them none, as where its GPU is full, or
+                does not connect the GPUs, or, on AMD, sums of known values over it are wrong (`comm.proof`).
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -77,29 +80,31 @@ class QuickReduce:
         if world not in WORLD_SIZES:
             raise ValueError(f"the quantized all-reduce serves 2 to {MAX_WORLD_SIZE} ranks, the group has {world}")
         size = kernels.region_bytes(world, inbox_bytes, MAX_TILES, LAMPORT_BYTES)
-        refusal = None
-        try:
-            region = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        except Exception as error:  # a full GPU's, too; whatever it is, the others have to hear of it
-            refusal = first_line(error)
-        # Who has none would leave the others waiting at the rendezvous, for as long as its store does.
-        refusal = first_refusal(refusal, group)
-        if refusal is not None:
-            raise NoPeerMemory(f"torch's symmetric memory gave a rank no {size >> 20} MiB: {refusal}")
-        try:
-            handle = symmetric_memory.rendezvous(region, group)
-        except RuntimeError as error:
-            refusal = first_line(error)
-        refusal = first_refusal(refusal, group)  # nor would the others end at the barrier
-        if refusal is not None:
-            raise NoPeerMemory(f"torch's symmetric memory does not connect the GPUs: {refusal}")
+        region = _on_all_ranks(
+            group, f"torch's symmetric memory gave a rank no {size >> 20} MiB: %s", first_line,
+            lambda: symmetric_memory.empty(size, dtype=torch.uint8, device=device),
+        )  # fmt: skip
+        handle = _on_all_ranks(
+            group, "torch's symmetric memory does not connect the GPUs: %s", first_line,
+            lambda: symmetric_memory.rendezvous(region, group),
+        )  # fmt: skip
         region.zero_()
         # Nobody sets a flag that somebody clears afterwards. Without a limit a rank that died would be waited for.
         handle.barrier(timeout_ms=int(timeout * 1000))
         offset = region.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the tensor in its buffer, on all ranks
         peers = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)
         box = Mailbox(peers, *_own_memory(device), handle.rank, inbox_bytes, MAX_TILES, LAMPORT_BYTES)
-        return cls(box, region, min(_MAX_SPINS, int(timeout / seconds_of_a_look(device, world))))
+        look = _on_all_ranks(
+            group, "its kernel does not run: %s", refusal_of, lambda: seconds_of_a_look(device, world)
+        )  # fmt: skip
+        # Ranks would go on with wrong sums, or wait for each other until they count as lost. That NVIDIA's GPUs do not,
+        # tests on them show; on AMD's nobody has run any.
+        if torch.version.hip:
+            _on_all_ranks(
+                group, "GPUs do not see what others write to their memory: %s", refusal_of,
+                lambda: prove(cls(box, region, min(_MAX_SPINS, int(SECONDS / look)))),
+            )  # fmt: skip
+        return cls(box, region, min(_MAX_SPINS, int(timeout / look)))
 
     def all_reduce(
         self,
@@ -173,6 +178,23 @@ class QuickReduce:
                 f"quantized all-reduce: rank {peer} of the group did not arrive in call {call}, phase {phase + 1}, "
                 f"which rank {self._mailbox.rank} noticed after looking {self._max_spins} times"
             )
+
+
+def _on_all_ranks(group: dist.ProcessGroup, what: str, tell: Callable[[Exception], str], do: Callable[[], T]) -> T:
+    """What `do` gives, on all ranks of `group`: who failed alone would leave the others waiting.
+
+    Raises:
+        NoPeerMemory: it failed on one of them; says `what`, with what `tell` makes of the error.
+    """
+    refusal = None
+    try:
+        result = do()
+    except Exception as error:  # whatever it is, the others have to hear of it
+        refusal = tell(error)
+    refusal = first_refusal(refusal, group)
+    if refusal is not None:
+        raise NoPeerMemory(what % refusal)
+    return result
 
 
 def seconds_of_a_look(device: torch.device, world: int) -> float:

@@ -111,8 +111,9 @@ def model_is_built() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("model_is_built")
-def test_memory_is_zero_before_anybody_calls() -> None:
-    """Peers are where the tensors begin in the ranks' buffers, and memory is cleared before the ranks meet."""
+def test_memory_is_zero_before_anybody_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are where the tensors begin in the ranks' buffers, and memory is cleared before the ranks meet. On AMD
+    it is proven then."""
     regions: list[torch.Tensor] = []
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -133,11 +134,16 @@ def test_memory_is_zero_before_anybody_calls() -> None:
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(comm, "seconds_of_a_look", return_value=2e-6),
+        patch.object(comm, "prove") as prove,
     ):
-        for timeout, spins in ((10_000, 2**31 - 2), (3, 1_500_000)):
+        for hip, timeout, spins in ((None, 10_000, 2**31 - 2), ("7.2", 3, 1_500_000)):
+            monkeypatch.setattr(torch.version, "hip", hip)
             regions.clear()
             found = QuickReduce.over(MagicMock(), torch.device("cpu"), inbox_bytes=1 << 16, timeout=timeout)
             assert found.max_spins == spins
+            assert prove.call_count == (hip is not None)
+        (proven,) = prove.call_args.args
+        assert proven.mailbox is found.mailbox and proven.max_spins == 30_000_000
     assert met.call_count == 2
     box = found._mailbox
     assert box.peers.dtype == torch.int64 and box.peers.tolist() == [4352, 65792, regions[0].data_ptr()]
@@ -320,6 +326,33 @@ def not_connected_on_one_gpu(rank: int) -> None:
     assert not met.return_value.barrier.called
 
 
-@pytest.mark.parametrize("case", [full_on_one_gpu, not_connected_on_one_gpu], ids=lambda case: case.__name__)
+def wrong_on_one_gpu(rank: int) -> None:
+    stale = NoPeerMemory("a sum of known values is wrong, in call 3 of 12")
+    with (
+        patch.object(symmetric_memory, "empty", lambda size, **options: torch.zeros(size, **options)),
+        patch.object(symmetric_memory, "rendezvous", return_value=MagicMock(buffer_ptrs=[0, 0], rank=rank)),
+        patch.object(comm, "seconds_of_a_look", return_value=2e-6),
+        patch.object(torch.version, "hip", "7.2"),
+        patch.object(comm, "prove", side_effect=stale if rank else None),
+        pytest.raises(NoPeerMemory, match="^GPUs do not see what others write to their memory: a sum of .* 3 of 12$"),
+    ):
+        QuickReduce.over(dist.group.WORLD, torch.device("cpu"), inbox_bytes=1 << 16)
+
+
+def no_kernel_on_one_gpu(rank: int) -> None:
+    with (
+        patch.object(symmetric_memory, "empty", lambda size, **options: torch.zeros(size, **options)),
+        patch.object(symmetric_memory, "rendezvous", return_value=MagicMock(buffer_ptrs=[0, 0], rank=rank)),
+        patch.object(comm, "seconds_of_a_look", side_effect=AssertionError("not compiled") if rank else None),
+        pytest.raises(NoPeerMemory, match="^its kernel does not run: .* AssertionError: not compiled$"),
+    ):
+        QuickReduce.over(dist.group.WORLD, torch.device("cpu"), inbox_bytes=1 << 16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [full_on_one_gpu, not_connected_on_one_gpu, no_kernel_on_one_gpu, wrong_on_one_gpu],
+    ids=lambda case: case.__name__,
+)
 def test_nobody_waits_for_a_rank_without_memory(case: Callable[[int], None]) -> None:
     run_ranks(2, case)
