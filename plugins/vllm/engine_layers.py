@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -19,6 +20,8 @@ from vllm.platforms import current_platform
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 
 Loader = Callable[..., Any]
+# By --load-format: what vLLM stored of a loaded model, which it copies into parameters of the same names.
+_STORED = ("sharded_state", "runai_streamer_sharded")
 
 
 class _KeepsLoader(BasevLLMParameter):
@@ -58,6 +61,21 @@ def _is_or_wraps(loader: Any, own: Loader) -> bool:
 
 class Weight(_KeepsLoader, ModelWeightParameter):
     """A matrix whose rows or columns ranks share."""
+
+
+def is_dummy(config: VllmConfig) -> bool:
+    """Whether weights are random instead of a checkpoint's.
+
+    Raises:
+        ValueError: they are to be what vLLM stored of a loaded model. Our layers then hold other tensors than before.
+    """
+    chosen = config.load_config.load_format
+    if chosen in _STORED:
+        raise ValueError(
+            f"--load-format {chosen} cannot read layers that llm-quant-rocm serves, whose tensors are others once they "
+            "are loaded: serve the checkpoint itself"
+        )
+    return chosen == "dummy"
 
 
 def scalars(**arguments: Any) -> BasevLLMParameter:

@@ -12,7 +12,7 @@ from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 from llm_quant_rocm.checkpoint.warm_layers import warm_experts
 from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
 from llm_quant_rocm_vllm import padding
-from llm_quant_rocm_vllm.engine_layers import PreparedOnce
+from llm_quant_rocm_vllm.engine_layers import PreparedOnce, is_dummy
 
 
 def lacking(moe: FusedMoEConfig) -> str | None:
@@ -90,7 +90,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )
         self.vllm_config = get_current_vllm_config()
-        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
+        self.is_dummy = is_dummy(self.vllm_config)
         self._padding_is_to_find = padding.is_to_find(self.vllm_config)
 
     @abstractmethod

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from llm_quant_rocm.checkpoint.warm_layers import warm_linear
-from llm_quant_rocm_vllm.engine_layers import Loader, PreparedOnce
+from llm_quant_rocm_vllm.engine_layers import Loader, PreparedOnce, is_dummy
 
 
 class LinearMethod(PreparedOnce, LinearMethodBase):
@@ -26,7 +26,7 @@ class LinearMethod(PreparedOnce, LinearMethodBase):
         super().__init__()
         self.prefix = prefix
         self.vllm_config = get_current_vllm_config()
-        self.is_dummy = self.vllm_config.load_config.load_format == "dummy"
+        self.is_dummy = is_dummy(self.vllm_config)
 
     @abstractmethod
     def declare(self, layer: LinearBase, shape: tuple[int, int], loader: Loader) -> None:

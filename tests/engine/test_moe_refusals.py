@@ -71,6 +71,15 @@ def test_rounded_activations_are_not_compiled(activations: str, eager: bool, mon
         NvFp4MoEMethod(config, layer, "mlp.experts")
 
 
+@pytest.mark.parametrize("chosen", ["sharded_state", "runai_streamer_sharded"])
+def test_what_vllm_stored_is_not_read(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(load_config=SimpleNamespace(load_format=chosen))
+    monkeypatch.setattr(experts_of_vllm, "get_current_vllm_config", lambda: engine)
+    config: Any = SimpleNamespace(tensors=MODELOPT, options=Options())
+    with pytest.raises(ValueError, match=f"--load-format {chosen} cannot read layers"):
+        NvFp4MoEMethod(config, SimpleNamespace(moe_config=experts()), "mlp.experts")  # type: ignore[arg-type]
+
+
 def test_fp8_layers_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their product's way depends on the batch's size, as that of ptpc_fp8."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

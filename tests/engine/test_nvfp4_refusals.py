@@ -146,6 +146,7 @@ OTHERS = {
     "truncated": "is the first of 1 tensors that are cut off",
     "NVFP4 activations without scales": "input_scale is missing from the checkpoint, and activations in NVFP4 need it",
     "NVFP4 activations, compiled": "experts with activations in NVFP4 cannot be compiled: add --enforce-eager",
+    "stored by rank": "--load-format sharded_state cannot read layers that llm-quant-rocm serves",
 }
 
 
@@ -185,6 +186,7 @@ def answers(
         )
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests["NVFP4 activations, compiled"]["enforce_eager"] = False
+    requests["stored by rank"] = {"model": str(nvfp4_modelopt), "load_format": "sharded_state"}
     for kind in sound:
         requests[f"{kind} without weights"] = {**requests[kind], "load_format": "dummy"}
     return engines.refusals(folder / "nvfp4-refusals", requests)

@@ -55,6 +55,7 @@ def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[
     )
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests |= {f"{kind} without weights": {"model": str(sound[kind]), "load_format": "dummy"} for kind in sound}
+    requests["stored by rank"] = {"model": str(dense_checkpoint), "load_format": "sharded_state"}
     return engines.refusals(
         folder / "refusals", {name: {**request, "quantization": "ptpc_fp8"} for name, request in requests.items()}
     )
@@ -63,6 +64,11 @@ def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_tensors_are_named(answers: dict[str, str], name: str) -> None:
     assert BROKEN[name][3] in answers[name]
+
+
+def test_what_vllm_stored_is_not_read(answers: dict[str, str]) -> None:
+    """vLLM ended with a KeyError: it looks for the tensors of a loaded model before the model is loaded."""
+    assert "--load-format sharded_state cannot read layers that llm-quant-rocm serves" in answers["stored by rank"]
 
 
 def test_broken_files_are_named(answers: dict[str, str]) -> None:
