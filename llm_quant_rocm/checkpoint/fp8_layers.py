@@ -54,7 +54,7 @@ class Fp8Linear:
         Raises:
             ValueError: a tensor is missing; the message names it.
         """
-        codes, shard_scales = layer.weight.data, layer.weight_scale.data
+        codes, shard_scales = self.checkpoint.matrix("weight"), layer.weight_scale.data
         if self._is_dummy and self.checkpoint.is_empty:
             shard_scales.fill_(1.0)
         else:

@@ -133,6 +133,7 @@ class LinearTensors:
         self._shards = [shard_name(prefix, shard, fused) for shard in range(len(sizes))]
         self._prefix = prefix
         self._required: list[str] = []
+        self._dtypes: dict[str, torch.dtype] = {}
         self._arrived: set[tuple[str, int]] = set()
         self._optional: list[dict[int, torch.Tensor]] = []
         self._on_complete = on_complete
@@ -151,13 +152,19 @@ class LinearTensors:
                 raise TypeError(another_dtype(name, loaded_weight.dtype, dtype))
             rows = None if self._models_loader else self._row_counts.of(shard)
             refuse_other_shape(name, loaded_weight.shape, (loaded_weight.shape[0] if rows is None else rows, whole))
-            result = self._copy(param, loaded_weight, *args, **kwargs)
+            # As bytes, where an engine's plugin hides what they are.
+            result = self._copy(param, loaded_weight.view(param.dtype), *args, **kwargs)
             self._note(tensor, shard)
             return result
 
+        self._dtypes[tensor] = dtype
         data = torch.empty(sum(self._sizes), columns, dtype=dtype)
         self._register_matrix(tensor, data, load)
         self._required.append(tensor)
+
+    def matrix(self, tensor: str) -> torch.Tensor:
+        """What was loaded of a tensor that `add_matrix` declared."""
+        return getattr(self._layer, tensor).data.view(self._dtypes[tensor])
 
     def add_scalars(self, tensor: str) -> None:
         """A parameter, fp32 [shards], of checkpoint tensors with one value for each shard."""

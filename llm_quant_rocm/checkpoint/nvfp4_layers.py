@@ -77,9 +77,8 @@ class NvFp4Linear:
             TypeError, ValueError: a tensor is broken or missing; the message names it.
         """
         names = self._names
-        codes, scales, global_scale = (
-            getattr(layer, name).data for name in (names.codes, names.scales, names.global_scale)
-        )
+        codes, scales = self.checkpoint.matrix(names.codes), self.checkpoint.matrix(names.scales)
+        global_scale = getattr(layer, names.global_scale).data
         if self._is_dummy and self.checkpoint.is_empty:
             weight = dummy(codes, scales)
         else:

@@ -99,6 +99,17 @@ def hide_codes(layer: Any) -> torch.dtype:
     return dtype
 
 
+def hide_codes_to_come(layer: Any, prefix: str) -> None:
+    """`hide_codes` of a `weight` that is still to be loaded, where SGLang looks at it before that: as it builds blocks
+    of DeepSeek and GLM-4.7-Flash, it asks MLA's first layer in which codes their norm is to give the activations.
+
+    Of other layers it stays: SGLang decodes kv_b_proj's FP8 by its dtype, when everything is loaded.
+    """
+    if torch.version.hip and prefix.endswith(".fused_qkv_a_proj_with_mqa") and layer.weight.dtype.itemsize == 1:
+        # Zeros: SGLang's dummy weights leave integers as they are.
+        layer.weight.data = torch.zeros_like(layer.weight.data, dtype=torch.int8)
+
+
 def warm_up(layer: torch.nn.Module, method: Any) -> None:
     """Has the kernels compiled by which `method` will serve a linear layer, on a GPU."""
     if on_gpu(layer):

@@ -9,7 +9,15 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
 from llm_quant_rocm_sglang import fusion
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, hide_codes, is_dummy, refuse_updates, warm_up
+from llm_quant_rocm_sglang.engine_layers import (
+    ENGINE,
+    batch_invariant,
+    hide_codes,
+    hide_codes_to_come,
+    is_dummy,
+    refuse_updates,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -53,6 +61,7 @@ class Fp8LinearMethod(LinearMethodBase):
             self.config.packed_modules_mapping,
             ENGINE,
         )
+        hide_codes_to_come(layer, self.prefix)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()

@@ -9,7 +9,15 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
-from llm_quant_rocm_sglang.engine_layers import ENGINE, batch_invariant, hide_codes, is_dummy, refuse_updates, warm_up
+from llm_quant_rocm_sglang.engine_layers import (
+    ENGINE,
+    batch_invariant,
+    hide_codes,
+    hide_codes_to_come,
+    is_dummy,
+    refuse_updates,
+    warm_up,
+)
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
@@ -50,6 +58,7 @@ class NvFp4LinearMethod(LinearMethodBase):
             ENGINE,
             *([partial(self.decode, layer)] if self.is_absorbed else []),
         )
+        hide_codes_to_come(layer, self.prefix)
 
     def decode(self, layer: LinearBase) -> None:
         """Puts the weight in 16 bits in the place of what was loaded."""

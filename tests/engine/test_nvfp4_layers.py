@@ -227,7 +227,10 @@ def test_the_checkpoints_tensors_are_freed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ops, "prepare_nvfp4_weight", arrange)
     served, layer, given = method("o_proj"), torch.nn.Module(), weight()
     served.linear.checkpoint = SimpleNamespace(
-        refuse_missing=lambda: None, pieces=lambda: [("o_proj.weight", slice(0, N))], forget=lambda: None
+        matrix=lambda name: getattr(layer, name).data,
+        refuse_missing=lambda: None,
+        pieces=lambda: [("o_proj.weight", slice(0, N))],
+        forget=lambda: None,
     )
     tensors = {"weight": given.codes, "weight_scale": given.scales, "weight_scale_2": given.global_scale[:1].clone()}
     for name, tensor in {**tensors, "input_scale": torch.empty(0)}.items():
@@ -356,6 +359,7 @@ def fp8_layer(codes: torch.Tensor, scales: torch.Tensor) -> tuple[Fp8LinearMetho
     with set_current_vllm_config(VllmConfig()):
         served = Fp8LinearMethod(NvFp4Config.from_config(MODELOPT), "ab")
     served.linear.checkpoint = SimpleNamespace(
+        matrix=lambda name: getattr(layer, name).data,
         refuse_missing=lambda: None,
         pieces=lambda: [("a.weight", slice(0, 2)), ("b.weight", slice(2, 4))],
         forget=lambda: None,

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from sglang.srt.configs.load_config import LoadFormat
-from sglang.srt.layers.linear import LinearBase, QKVParallelLinear
+from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
@@ -315,6 +316,45 @@ def test_fp8_codes_on_rocm_are_no_e4m3(hip: str | None, monkeypatch: pytest.Monk
     assert layer.weight.dtype == (torch.int8 if hip else torch.float8_e4m3fn)
     found = method.apply(layer, torch.eye(64).bfloat16()).t()
     torch.testing.assert_close(found, fp8.dequantize(codes, scale).bfloat16())
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "dummy"])
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "block", ["deepseek_v2.DeepseekV2DecoderLayer", "glm4_moe_lite.Glm4MoeLiteDecoderLayer"], ids=["deepseek", "glm"]
+)
+def test_what_mla_is_asked_while_it_is_built(
+    block: str, is_fp8: bool, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On gfx950 SGLang asks this layer, before a tensor is loaded, in which codes a norm is to give it x."""
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    for module in ("deepseek_v2", "deepseek_common.utils"):
+        monkeypatch.setattr(f"sglang.srt.models.{module}._is_gfx95_supported", True)
+    for module in (fp8_linear, nvfp4_linear):
+        monkeypatch.setattr(module, "is_dummy", lambda: not loaded)
+    config = NvFp4Config.from_config(_W4A16)
+    monkeypatch.setattr(type(config), "algorithm", lambda self, layer, prefix: "FP8" if is_fp8 else "NVFP4")
+    name = "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa"
+    layer = ReplicatedLinear(64, 32, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix=name)
+    asked = resolve_name(f"sglang.srt.models.{block}._detect_gfx95_quant_format")
+    assert asked(SimpleNamespace(self_attn=SimpleNamespace(fused_qkv_a_proj_with_mqa=layer))) == ""
+
+    values = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    if is_fp8:
+        codes = (values / 4).to(torch.float8_e4m3fn)
+        tensors, expected = {"weight": codes, "weight_scale": torch.tensor(0.5)}, codes.float() * 0.5
+    else:
+        weight = nvfp4.quantize(values)
+        tensors = {"weight": weight.codes, "weight_scale": weight.scales, "weight_scale_2": weight.global_scale[0]}
+        expected = weight.dequantize(torch.float32)
+    for part, tensor in tensors.items() if loaded else ():
+        parameter = getattr(layer, part)
+        parameter.weight_loader(parameter, tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    found, _ = layer(torch.eye(64).bfloat16())
+    assert bool(found.isfinite().all())
+    if loaded:
+        torch.testing.assert_close(found.t(), expected.bfloat16())
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
