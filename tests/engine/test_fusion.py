@@ -19,10 +19,16 @@ from engines import Result, run
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
-from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
 from vllm.ir import ops as ir
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.comm import norm_ranks
@@ -429,6 +435,28 @@ def test_what_is_left_as_it_is(function: Callable[..., Any]) -> None:
     before = str(module.graph)
     assert fuse(module) == []
     assert str(module.graph) == before
+
+
+@pytest.mark.parametrize("custom_ops", ["none", "all"])
+def test_vllms_norms_on_rocm(custom_ops: str, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay what the pass looks for, also where AITER is to compute them: vLLM chooses that after the pass."""
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    monkeypatch.setattr(custom_op, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=[custom_ops]))
+    with set_current_vllm_config(config):
+        layer = RMSNorm(K, EPS, dtype=torch.bfloat16)
+
+    def norm(weights: Weights, *x: torch.Tensor) -> Any:
+        return functional_call(layer, {"weight": weights.norm}, x)
+
+    def function(x: torch.Tensor, a: Weights, b: Weights) -> tuple[torch.Tensor, ...]:
+        y, x = norm(b, REDUCE(a.linear(norm(a, x)), group), x)
+        return b.linear(y), x
+
+    module = trace(function, *given(rows(4), MODEL[:2]))
+    with pass_context(Range(1, 8)):
+        VllmIRInplaceFunctionalizationPass(config)(module.graph)
+    assert fuse(module, group) == [ALONE, TOGETHER]
 
 
 # How vLLM gets the pass.
