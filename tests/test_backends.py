@@ -200,6 +200,57 @@ def test_backend_of_a_product(on: Any, arch: str, changes: dict[str, Any], chose
     assert (choice.backend.name, list(choice.passed_over)) == (chosen, passed_over)
 
 
+NOT_SUPPORTED = "CUDA error: HIPBLAS_STATUS_NOT_SUPPORTED when calling `HIPBLAS_STATUS_NOT_SUPPORTED`"
+
+
+@pytest.fixture
+def without_solution(on: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A gfx950 whose hipBLASLt has kernels for other weights than [64, 128]; the numbers of rows that it is asked for.
+    Of Triton's there is a stand-in."""
+    on("gfx950")
+    asked = []
+
+    def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(a.shape[0])
+        if (b.shape[1], b.shape[0]) == (64, 128):
+            raise RuntimeError(NOT_SUPPORTED)
+        return reference.ptpc_gemm(a, scales[0], b.t(), scales[1].t(), options["bias"], options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    aiter, torchs, triton, last = gemm_operator.BACKENDS
+    triton = Backend("triton", triton.refusal, reference.ptpc_gemm)
+    monkeypatch.setattr(gemm_operator, "BACKENDS", (aiter, torchs, triton, last))
+    yield asked
+    gemm_operator._torch_failed.clear()
+
+
+def test_what_hipblaslt_has_no_kernel_for_is_ours(
+    without_solution: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "llm_quant_rocm")
+    for n in (64, 64, 96):
+        operands = integer_product(16, n, 128, fp8.OCP.dtype)
+        assert_same(ops.ptpc_gemm(*operands[:4]), reference.ptpc_gemm(*operands[:4], None, torch.bfloat16))
+    assert without_solution == [16, 16], "once of each weight"
+    line = "ptpc_gemm runs on triton; .*; passed over torch: torch._scaled_mm fails with 16 x 64 x 128 here: "
+    assert len(re.findall(line + NOT_SUPPORTED, caplog.text)) == 1
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, torch.AcceleratorError, RuntimeError])
+def test_failures_that_are_none_of_hipblaslts(
+    failure: type[RuntimeError], without_solution: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*operands: Any, **options: Any) -> None:
+        raise failure("something else")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    if failure is RuntimeError:
+        monkeypatch.setenv("LLM_QUANT_ROCM_PTPC_GEMM", "torch")
+    with pytest.raises(failure, match="something else"):
+        ops.ptpc_gemm(*integer_product(16, 64, 128, fp8.OCP.dtype)[:4])
+
+
 def test_without_triton_odd_products_take_the_reference(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on("sm_90")
     monkeypatch.setattr(gemm_operator, "missing", lambda name: f"{name} is not installed")

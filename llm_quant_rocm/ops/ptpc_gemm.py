@@ -18,6 +18,8 @@ from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8
 NAME = "ptpc_gemm"
 ROW = "row"
 LAYOUTS = (ROW, _aiter.LAYOUT)
+# By (device, N, K), what torch said of products that it had no kernel for.
+_torch_failed: dict[tuple[torch.device, int, int], str] = {}
 
 
 class GemmCall(NamedTuple):
@@ -73,7 +75,7 @@ def _torch_refusal(call: GemmCall) -> str | None:
         return "torch._scaled_mm needs N and K to be multiples of 16"
     if not call.aligned:
         return "torch._scaled_mm needs operands whose rows begin at multiples of 16 bytes"
-    return _not_rows(call)
+    return _torch_failed.get((call.device, call.n, call.k)) or _not_rows(call)
 
 
 def _triton_refusal(call: GemmCall) -> str | None:
@@ -157,6 +159,25 @@ def _choose(call: GemmCall) -> Choice:
     return choose(NAME, BACKENDS, call, measured.backend if measured else _usual(call))
 
 
+def _product(call: GemmCall, *operands: Any) -> torch.Tensor:
+    """By the backend that is chosen for `call`, or, where hipBLASLt has no kernel for the weight, by the next one.
+
+    Torch asks hipBLASLt before it launches anything, so that nothing is lost in a graph that is being captured. Which
+    shapes it knows depends on its release and GPU, and on the number of rows; one that it lacks decides for the weight.
+    """
+    backend = _choose(call).backend
+    try:
+        return backend.run(*operands)
+    except RuntimeError as error:
+        unserved = not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+        if not (unserved and backend.name == "torch" and torch.version.hip) or forced(NAME):
+            raise
+        shape = f"{call.m} x {call.n} x {call.k}"
+        _torch_failed[call.device, call.n, call.k] = f"torch._scaled_mm fails with {shape} here: {error}"
+    _choose.cache_clear()
+    return _product(call, *operands)
+
+
 def _validate(
     xq: torch.Tensor,
     xscale: torch.Tensor,
@@ -224,7 +245,7 @@ def _implementation(
     bias = None if bias is None else bias.contiguous()
     aligned = not wq.stride(0) % 16 and _aligned(rows, xscale, wq, wscale) and (bias is None or _aligned(bias))
     call = GemmCall(xq.device, m, n, k, out_dtype, None if bias is None else bias.dtype, layout, aligned)
-    return rows_as(xq, _choose(call).backend.run(rows, xscale, wq, wscale, bias, out_dtype))
+    return rows_as(xq, _product(call, rows, xscale, wq, wscale, bias, out_dtype))
 
 
 _operator = register(
