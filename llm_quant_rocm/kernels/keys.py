@@ -11,7 +11,8 @@ import torch
 
 from llm_quant_rocm.hardware import detect
 
-# Those that processes compile for each other, in an order that is the same in all of them.
+# Those whose keys depend on it, in an order that is the same in all processes; on AMD there are no others
+# (tests/kernels/test_keys.py).
 _MODULES = ("pdl", "fp8_row", "norm_row", "wire_units", "quick_reduce", "reduce_norm_quant", "rms_norm_quant")
 # On Hopper these as well.
 _HOPPER = (
