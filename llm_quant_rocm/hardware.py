@@ -73,13 +73,19 @@ def nvidia(major: int, minor: int) -> Hardware:
     return Hardware(f"sm_{major}{minor}", fp8_units=fp8, fp8_cast=fp8, nvfp4_units=blackwell, tma=hopper, pdl=hopper)
 
 
+def _dies(largest: Hardware, units: int) -> int:
+    """How many dies a GPU, or a partition of one, has with so many units. The driver does not say. All dies of an
+    architecture have as many, but for MI308X's: its four have 20 each, those of gfx942's other products 38."""
+    each = 20 if largest.arch == "gfx942" and units % 20 == 0 else largest.units / largest.xcds
+    return max(1, round(units / each))
+
+
 @cache
 def _gpu(index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         largest, units = amd(properties.gcnArchName), properties.multi_processor_count
-        # The driver does not say how many dies a product or a partition has; all of an architecture have as many units.
-        return replace(largest, units=units, xcds=max(1, round(units * largest.xcds / largest.units)))
+        return replace(largest, units=units, xcds=_dies(largest, units))
     return nvidia(properties.major, properties.minor)
 
 

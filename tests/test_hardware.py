@@ -68,15 +68,22 @@ def test_everything_else_is_a_cpu(device: str) -> None:
     ("arch", "units", "xcds"),
     [
         ("gfx942", 304, 8),
-        ("gfx942", 228, 6),
+        ("gfx942", 152, 4),
+        ("gfx942", 76, 2),
         ("gfx942", 38, 1),
+        ("gfx942", 228, 6),
+        ("gfx942", 80, 4),
+        ("gfx942", 40, 2),
+        ("gfx942", 20, 1),
         ("gfx950", 256, 8),
+        ("gfx950", 128, 4),
+        ("gfx950", 32, 1),
         ("gfx90a", 104, 1),
         ("gfx90a", 110, 1),
     ],
 )
 def test_dies_of_products_and_partitions(monkeypatch: pytest.MonkeyPatch, arch: str, units: int, xcds: int) -> None:
-    """MI300X, MI300A, a partition of one die, MI355X, MI250 and MI250X."""
+    """MI300X and MI325X, whole and in three modes, MI300A, MI308X, MI350X and MI355X, also in modes, MI250, MI250X."""
     properties = SimpleNamespace(gcnArchName=arch, multi_processor_count=units)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.version, "hip", "7.1")
