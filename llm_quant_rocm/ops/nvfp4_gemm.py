@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix product of 16-bit activations and NVFP4 weights."""
 
+import logging
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8, nvfp4
+from llm_quant_rocm.ops._hipblaslt import lacks_kernel
 from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, MAX_COLUMNS, rows_as, rows_of
 from llm_quant_rocm.ops.nvfp4_weight import (
@@ -23,6 +25,8 @@ from llm_quant_rocm.ops.nvfp4_weight import (
     runs_of,
 )
 
+logger = logging.getLogger("llm_quant_rocm")
+
 NAME = "nvfp4_gemm"
 # What was measured of prefill="fp8"; of its configurations `EXACT` stands for the 16-bit product as a backend.
 FP8_NAME, EXACT = "nvfp4_gemm_fp8", "exact"
@@ -30,6 +34,8 @@ HALF = (torch.bfloat16, torch.float16)
 PREFILLS = ("exact", "fp8")
 # With prefill="fp8", calls of at most so many rows are decode: limited by reading the weight, and exact all the same.
 DECODE_ROWS = 64
+# Weights, by device, N and K, of which the vendor turned out to have no product in FP8: they are computed exactly.
+_not_in_fp8: set[tuple[hardware.Hardware, int, int]] = set()
 # On AMD, from so many rows of x on the weight is expanded to 16 bits and the vendor multiplies. Where a shape has been
 # measured (`llm-quant-rocm tune nvfp4_gemm`), the winner counts instead.
 #
@@ -98,6 +104,8 @@ def _in_fp8(call: GemmCall) -> bool:
     save nothing."""
     if not call.fp8 or not call.hardware.fp8_units or call.k > MAX_COLUMNS:
         return False
+    if (call.hardware, call.n, call.k) in _not_in_fp8:
+        return False
     if not kernels_of(call.hardware.arch).serves_fp8(call.dtype, call.bias, call.n):
         return False
     return _fp8_config(call.hardware, call.m, call.n, call.k) is not None
@@ -123,7 +131,15 @@ def _run_triton(
     tensors = (weight.codes, weight.scales, weight.global_scale)
     if _in_fp8(call):
         config = _fp8_config(call.hardware, call.m, call.n, call.k)
-        return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware, config)
+        try:
+            return kernels.gemm_fp8(x, *tensors, bias, call.n, call.hardware, config)
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+            logger.warning("%s: %d x %d stays exact, as FP8 fails here: %s", NAME, call.n, call.k, error)
+        _not_in_fp8.add((call.hardware, call.n, call.k))
+        _choose.cache_clear()
+        return _choose(call).backend.run(x, weight, bias, call)
     config = _config(call.hardware, call.m, call.n, call.k)
     if call.batch_invariant:
         config = kernels.batch_invariant(config)

@@ -11,6 +11,7 @@ from llm_quant_rocm import hardware, reference, tuning
 from llm_quant_rocm.backends import Backend, Choice, choose, forced, missing
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops import _aiter
+from llm_quant_rocm.ops._hipblaslt import lacks_kernel
 from llm_quant_rocm.ops._register import register
 from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, rows_as, rows_of
 from llm_quant_rocm.ops.per_token_quant import per_token_quant_fp8
@@ -160,17 +161,13 @@ def _choose(call: GemmCall) -> Choice:
 
 
 def _product(call: GemmCall, *operands: Any) -> torch.Tensor:
-    """By the backend that is chosen for `call`, or, where hipBLASLt has no kernel for the weight, by the next one.
-
-    Torch asks hipBLASLt before it launches anything, so that nothing is lost in a graph that is being captured. Which
-    shapes it knows depends on its release and GPU, and on the number of rows; one that it lacks decides for the weight.
-    """
+    """By the backend that is chosen for `call`, or, where hipBLASLt has no kernel for the weight, by the next one. One
+    number of rows that it lacks decides for the weight."""
     backend = _choose(call).backend
     try:
         return backend.run(*operands)
     except RuntimeError as error:
-        unserved = not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-        if not (unserved and backend.name == "torch" and torch.version.hip) or forced(NAME):
+        if backend.name != "torch" or forced(NAME) or not lacks_kernel(error):
             raise
         shape = f"{call.m} x {call.n} x {call.k}"
         _torch_failed[call.device, call.n, call.k] = f"torch._scaled_mm fails with {shape} here: {error}"

@@ -249,6 +249,35 @@ def test_fp8_serves_only_what_it_speeds_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen(hopper.hardware, 128, 8192, 4096) is None and chosen(hopper.hardware, 64, 8192, 8192) is None
 
 
+@pytest.mark.parametrize("hip", ["7.1", None], ids=["hipBLASLt", "another library"])
+@pytest.mark.usefixtures("with_triton")
+def test_what_hipblaslt_has_no_kernel_for_is_exact(
+    hip: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = import_module("llm_quant_rocm.ops.nvfp4_gemm")
+    kernels, tried = module.kernels_of("gfx942"), []
+
+    def gemm_fp8(*operands: Any) -> None:
+        tried.append(operands)
+        raise RuntimeError("no valid solution")
+
+    monkeypatch.setattr(kernels, "gemm_fp8", gemm_fp8)
+    monkeypatch.setattr(kernels, "gemm_expanded", lambda *operands: "exact")
+    monkeypatch.setattr(module, "_not_in_fp8", set())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    prefill = MANY._replace(fp8=True)
+    weight = SimpleNamespace(codes=None, scales=None, global_scale=None, runs=None, n=96)
+    arguments = torch.empty(0), weight, None, prefill
+    if hip is None:
+        with pytest.raises(RuntimeError, match="no valid solution"):
+            _choose(prefill).backend.run(*arguments)
+        return
+    assert [_choose(prefill).backend.run(*arguments) for _ in range(2)] == ["exact", "exact"]
+    assert len(tried) == 1, "once of each weight"
+    assert caplog.messages == ["nvfp4_gemm: 96 x 64 stays exact, as FP8 fails here: no valid solution"]
+    assert module._in_fp8(prefill._replace(n=112))
+
+
 @pytest.mark.parametrize("device", [hardware.amd("gfx942"), hardware.nvidia(9, 0)], ids=["gfx942", "sm_90"])
 @pytest.mark.usefixtures("with_triton")
 def test_an_invariant_product_adds_up_no_parts(device: hardware.Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
