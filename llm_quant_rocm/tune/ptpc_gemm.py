@@ -11,6 +11,7 @@ import torch
 from llm_quant_rocm import hardware, timing
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
+from llm_quant_rocm.ops._hipblaslt import lacks_kernel
 from llm_quant_rocm.ops.ptpc_gemm import BACKENDS, ROW, GemmCall, kernels_of
 from llm_quant_rocm.tune.workload import Calls, Tuner
 
@@ -137,7 +138,9 @@ class PtpcWorkload:
         calls = [partial(_TORCH.run, *self._x, *w, None, torch.bfloat16) for w in self._weights]
         try:
             calls[0]()
-        except RuntimeError:  # hipBLASLt has no kernel for some shapes
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
             return {}
         return {"torch": calls}
 

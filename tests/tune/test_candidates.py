@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tuner would try, without a GPU: the shipped winners, and nothing twice."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from llm_quant_rocm import hardware, tuning
+from llm_quant_rocm.backends import Backend
 from llm_quant_rocm.kernels import nvfp4_hopper, nvfp4_wgmma, ptpc_hopper, ptpc_moe_hopper
 from llm_quant_rocm.kernels.hopper import SMS
 from llm_quant_rocm.kernels.nvfp4_slices import Expanded
@@ -17,7 +21,7 @@ from llm_quant_rocm.kernels.nvfp4_wgmma_split_tiles import Config as Split
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.ops.nvfp4_gemm import BACKENDS
-from llm_quant_rocm.tune import OPERATORS, tuner
+from llm_quant_rocm.tune import OPERATORS, ptpc_gemm, tuner
 from llm_quant_rocm.tune.nvfp4_gemm import _COMPILED_KS_BY_WARPS, compiled_rows
 from llm_quant_rocm.tune.routed import heights_for
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
@@ -196,3 +200,18 @@ def test_what_compiles_a_tail_has_one(tail: int, shares: int) -> None:
     tiles, groups = cdiv(m, 256) * cdiv(512, 128), groups_of(8192, STEP_BYTES)
     assert (tail_of(config, m, tiles, SMS), shares_of(config, tiles, groups, SMS, tail)) == (tail, shares)
     assert compiled_rows(Large(256, 128), 320) == 320
+
+
+@pytest.mark.parametrize("hip", ["7.1", None], ids=["hipBLASLt", "another library"])
+def test_torch_is_no_peer_where_hipblaslt_has_no_kernel(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else fails is said."""
+
+    def run(*operands: Any) -> None:
+        raise RuntimeError("no valid solution")
+
+    monkeypatch.setattr(ptpc_gemm, "_TORCH", Backend("torch", lambda call: None, run))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    workload = object.__new__(ptpc_gemm.PtpcWorkload)
+    workload._call, workload._x, workload._weights = None, (), [()]
+    with nullcontext() if hip else pytest.raises(RuntimeError, match="no valid solution"):
+        assert workload.peers() == {}
