@@ -150,6 +150,8 @@ class NvFp4Config(QuantizationConfig):
         from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_sglang.nvfp4_moe import NvFp4MoEMethod
 
+        if isinstance(layer, ParallelLMHead):
+            prefix = prefix or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, FusedMoE)

@@ -439,6 +439,16 @@ def test_an_output_head_is_what_a_target_means(target: str, ignore: list[str], a
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_output_head_that_its_model_gives_no_name(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Solar and HunYuan do."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    config = NvFp4Config.from_config(_W4A16 | {"ignore": ["lm_head"] * kept})
+    served = config.get_quant_method(object.__new__(ParallelLMHead), "")
+    assert isinstance(served, nvfp4_linear.NvFp4LinearMethod) is not kept
+    assert kept or served.prefix == "lm_head"  # what messages call it
+
+
 @pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
 @pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
 def test_one_format_for_all_layers(kind: type, ignore: list[str], algorithm: str | None) -> None:
