@@ -61,7 +61,7 @@ def checkpoint_kind(config: Mapping[str, Any]) -> str | None:
         groups = config.get("config_groups") or {}
         formats = {config.get("format"), *(group.get("format") for group in groups.values())}
         # A transform (a rotation of activations before the layer) belongs to the engine's own methods.
-        return method if COMPRESSED_TENSORS_FORMAT in formats and not config.get("transform_config") else None
+        return method if COMPRESSED_TENSORS_FORMAT in formats and not _transforms_activations(config) else None
     settings = modelopt_settings(config)
     if settings is None or not (method.startswith("modelopt") or "quantization" in config):
         return None
@@ -174,6 +174,13 @@ def summary(layers: Mapping[str, Sequence[str]], options: Options) -> str:
     ]
     prefill = "fp8 in linear layers" if options.prefill == "fp8" else options.prefill  # experts have none
     return f"{NAME}: {', '.join(counts)}; activations: {options.activations}, prefill: {prefill}"
+
+
+def _transforms_activations(config: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors' `transform_config` has more than what the weights hold, as SpinQuant's R1 and R2."""
+    schemes = ((config.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = [place.get("location") for scheme in schemes for place in scheme.get("apply") or [{}]]
+    return any(place not in ("weight_input", "weight_output") for place in places)
 
 
 def _refuse_group_size(size: int | str | None, where: str) -> None:

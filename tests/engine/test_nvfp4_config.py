@@ -52,6 +52,12 @@ def mixed(**layers: str) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipes}
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """A transform as SpinQuant describes it."""
+    places = [{"targets": ["re:.*down_proj$"], "location": location} for location in locations]
+    return {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": places}}}}
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
@@ -74,6 +80,9 @@ def mixed(**layers: str) -> dict[str, Any]:
         ),
         (COMPRESSED | {"format": "pack-quantized"}, None),
         (COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, None),
+        (COMPRESSED | rotated("weight_output", "weight_input"), "compressed-tensors"),  # R1 and R2: the weights hold it
+        (COMPRESSED | rotated("input", "weight_input"), None),  # R4
+        (COMPRESSED | rotated("q_attn", "k_cache"), None),  # R3
         ({"quant_method": "gptq", "bits": 4}, None),
         ({"quant_method": "mxfp4"}, None),
         ({}, None),
