@@ -41,6 +41,18 @@ class NvFp4MixedConfig(ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionCo
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         return None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
 
+    def _resolve_quant_algo(self, prefix: str) -> str | None:
+        """vLLM's answer, where the checkpoint lists the experts `prefix`. For those that it does not, as they are in 16
+        bits, vLLM takes any other layer beside them, such as a shared expert."""
+        if prefix.endswith(".experts"):
+            beside = prefix.removesuffix("experts")
+            beside = beside[max(0, beside.find("layers.")) :]  # models and checkpoints differ in what is before it
+            found = (name.partition(beside) for name in self.quantized_layers)
+            # Step-3.5's experts are called after their block, moe.gate_proj.
+            if not any(inside and (rest.split(".")[0] == "experts" or "." not in rest) for _, inside, rest in found):
+                return None
+        return super()._resolve_quant_algo(prefix)
+
 
 class NvFp4CompressedTensorsConfig(NvFp4Config, CompressedTensorsConfig):
     """A scheme a layer, by the targets of the checkpoint's `config_groups` and its ignore list."""

@@ -296,6 +296,26 @@ def test_the_projections_of_experts_are_quantized_alike_or_left_to_vllm(
 
 
 @pytest.mark.parametrize(
+    ("listed", "algorithm"),
+    [
+        ("mlp.experts.0.up_proj", "NVFP4"),
+        ("mlp.experts", "NVFP4"),  # as transformers calls all of them
+        ("mlp.up_proj", "NVFP4"),  # Step-3.5's, by the name of their block
+        ("mlp.shared_experts.up_proj", None),
+    ],
+)
+def test_experts_that_a_mixed_checkpoint_does_not_list_stay(listed: str, algorithm: str | None) -> None:
+    """vLLM takes for them what is beside them, such as a shared expert."""
+    experts: Any = RoutedExperts.__new__(RoutedExperts)
+    recipes = {f"model.layers.1.{listed}": "NVFP4", "model.layers.1.mlp.shared_experts.up_proj": "NVFP4"}
+    config = NvFp4Config.from_config(mixed(**recipes))
+    assert config.algorithm(experts, "model.layers.1.mlp.experts") == algorithm
+    assert config.algorithm(experts, "model.layers.11.mlp.experts") is None
+    if algorithm is None:
+        assert config.get_quant_method(experts, "model.layers.1.mlp.experts") is None
+
+
+@pytest.mark.parametrize(
     ("prefix", "algorithm"),
     [
         ("model.layers.0.mlp.down_proj", "NVFP4"),
