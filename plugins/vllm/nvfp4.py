@@ -7,6 +7,7 @@ NVFP4 units of their own are left to vLLM.
 """
 
 import logging
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ class NvFp4Config(QuantizationConfig):
         compile_key.begin()
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some models (AFMoE, K-EXAONE, Qwen3-Omni) give theirs no name
+            # DeepSeek's and GLM's layers that predict further tokens forget a part of the checkpoint's name.
+            prefix = re.sub(r"(?<!shared_head)\.head$", ".shared_head.head", prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, RoutedExperts)

@@ -284,6 +284,17 @@ def test_an_output_head_that_its_model_gives_no_name(config: dict[str, Any], kee
     assert keeps or served.prefix == "lm_head"  # what messages call it
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.head", "model.layers.2.shared_head.head"])
+def test_the_head_of_a_layer_that_predicts_further_tokens(name: str) -> None:
+    """vLLM's DeepSeek and GLM call theirs by the first of these names, checkpoints by the second."""
+    head: Any = ParallelLMHead.__new__(ParallelLMHead)
+    with set_current_vllm_config(VllmConfig()):
+        kept = NvFp4Config.from_config({**FLAT, "ignore": ["*.shared_head.head"]}).get_quant_method(head, name)
+        served = NvFp4Config.from_config(FLAT).get_quant_method(head, name)
+    assert not isinstance(kept, NvFp4LinearMethod)
+    assert isinstance(served, NvFp4LinearMethod) and served.prefix == "model.layers.2.shared_head.head"
+
+
 @pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
 def test_the_projections_of_experts_are_quantized_alike_or_left_to_vllm(
     ignore: list[str], algorithm: str | None
