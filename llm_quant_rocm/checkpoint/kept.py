@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 IGNORE = (
     "lm_head", "*.lm_head", "output_layer", "*.output_layer", "output", "language_model.output", "score", "score.*",
     "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router*", "*.shared_expert_gate",
-    "*.eh_proj", "mtp.fc", "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj", "*visual*", "*vision*",
-    "*audio*", "*projector*", "*connector*", "*resampler*", "*aligner*", "mlp1.*",
+    "*.eh_proj", "mtp.fc", "*.mtp_linear_proj.*", "*.mtp_layers.*.input_proj", "*.shared_head.head", "*.indexer.wk",
+    "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*", "*connector*", "*resampler*",
+    "*aligner*", "mlp1.*",
 )  # fmt: skip
 # Models of transformers' Conv1D, whose weights are [K, N].
 TRANSPOSED = ("gpt2", "openai-gpt")

@@ -195,6 +195,8 @@ def test_ignore(tmp_path: Path) -> None:
         "output",
         "language_model.output",
         "mtp.fc",
+        "model.mtp_linear_proj.0",
+        "model.mtp_layers.0.input_proj",
         "multi_modal_projector.patch_merger.merging_layer",
         "audio_tower.layers.0.fc1",
         "score",
