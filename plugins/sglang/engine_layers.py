@@ -66,6 +66,9 @@ ENGINE = EngineLayers(
 # What --load-format reads tensor by tensor; others fill parameters by themselves, or want them all alive.
 _TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"}
 
+# What SGLang stored of a loaded model, which it copies into parameters of the same names.
+_STORED = ("presharded", "sharded_state")
+
 # Many models of SGLang do not say what they fuse.
 _COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -143,9 +146,20 @@ def device_type() -> str:
 
 
 def is_dummy() -> bool:
-    """Whether SGLang fills a model's tensors by itself (--load-format dummy)."""
+    """Whether SGLang fills an NVFP4 checkpoint's tensors by itself (--load-format dummy).
+
+    Raises:
+        ValueError: they are to be what SGLang stored of a loaded model. Layers are to have been prepared by then, and
+            these cannot be without their tensors.
+    """
     load_format = get_server_args().load_format
-    return str(getattr(load_format, "value", load_format)) == "dummy"
+    chosen = str(getattr(load_format, "value", load_format))
+    if chosen in _STORED:
+        raise ValueError(
+            f"--load-format {chosen} cannot read NVFP4 layers that llm-quant-rocm serves, whose tensors are others "
+            "once they are loaded: serve the checkpoint itself, without --load-format"
+        )
+    return chosen == "dummy"
 
 
 def most_rows() -> int:

@@ -96,6 +96,9 @@ class PtpcFp8LinearMethod(LinearMethodBase):
             weight = make(torch.device("meta"), refusing_other_dtypes(load, self.names.of_shard, arrives))
         else:
             weight = make(device, refusing_other_dtypes(loader, self.names.of_shard, arrives))
+            # What SGLang stored (--load-format presharded) it copies over what has been quantized by then: whatever is
+            # in memory may be NaN.
+            weight.data.zero_()
         layer.register_parameter("weight", weight)
 
     def use_loader(self, loader: Loader) -> None:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
+from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm_sglang import engine_layers, ptpc_linear, ptpc_moe
@@ -70,6 +71,22 @@ def test_a_layer_is_quantized_with_its_last_shard(hip: str | None, monkeypatch: 
         ValueError, match=f"{ATTENTION}.weight was prepared for its kernels when .*: start the server again"
     ):
         layer.weight.weight_loader(layer.weight, shards["q"], "q")
+
+
+def test_a_layer_that_sglang_fills_once_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As --load-format presharded and sharded_state do, whatever was in the memory of the weight before."""
+    monkeypatch.setattr(ptpc_linear, "loads_tensors", lambda: False)
+    torch.use_deterministic_algorithms(True)  # memory is filled with NaN
+    try:
+        layer, method = linear()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    method.process_weights_after_loading(layer)
+    codes, scale = fp8.quantize_rows(tensor(48, HIDDEN), fp8.OCP)
+    for name, stored in (("weight", codes), ("weight_scale", scale)):
+        layer.state_dict()[name].copy_(stored)
+    x = tensor(4, HIDDEN)
+    assert torch.equal(method.apply(layer, x), ops.ptpc_linear(x, codes, scale, None, layer.ptpc_layout))
 
 
 @pytest.mark.parametrize("kv_ranks", [1, 2, 4])
