@@ -145,6 +145,12 @@ def device_type() -> str:
     return str(parallel_state.get_tp_group().device.type)
 
 
+def is_inherited(model_config: Any) -> bool:
+    """Whether a model's `quantization` is the target's, which SGLang gives a draft model where the user says nothing of
+    it. SGLang holds no draft to it whose checkpoint is of another method. (0.5.17 does not say what the user said.)"""
+    return model_config.is_draft_model and not getattr(model_config, "is_draft_quantization_explicit", False)
+
+
 def is_dummy() -> bool:
     """Whether SGLang fills an NVFP4 checkpoint's tensors by itself (--load-format dummy).
 

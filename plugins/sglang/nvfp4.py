@@ -31,7 +31,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import json_object
-from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_inherited, with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
@@ -44,7 +44,8 @@ logger = logging.getLogger("llm_quant_rocm")
 
 
 def chosen(model_config: Any) -> str | None:
-    """`nvfp4_triton` for a checkpoint that is taken over, else None.
+    """`nvfp4_triton` for a checkpoint that is taken over, else None. A draft model of another kind is then asked for
+    nothing, where it was for its target's method.
 
     Raises:
         ValueError: the user asks for `nvfp4_triton` and the checkpoint is of another kind; or of a checkpoint that is
@@ -57,7 +58,9 @@ def chosen(model_config: Any) -> str | None:
     config = _description(model_config)
     kind = None if config is None else checkpoint_kind(config)
     if config is None or kind is None:
-        if asked:
+        if asked and is_inherited(model_config):
+            model_config.quantization = None
+        elif asked:
             found = "not quantized" if config is None else f"quantized as {describe(config)}"
             raise ValueError(
                 f"{NAME} serves NVFP4 checkpoints of ModelOpt and compressed-tensors, and this one is {found}: serve "

@@ -27,7 +27,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     is_router,
     read_ignored_layers,
 )
-from llm_quant_rocm_sglang.engine_layers import batch_invariant, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_inherited, with_common_fused
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -37,7 +37,8 @@ _ABSORBED = "layers that SGLang absorbs into others"
 
 
 def chosen(model_config: Any) -> str | None:
-    """`ptpc_fp8` where the user or the checkpoint asks for it, else None.
+    """`ptpc_fp8` where the user or the checkpoint asks for it, else None. A draft model that has a method of its own is
+    then asked for nothing, where it was for its target's.
 
     Raises:
         ValueError: the checkpoint is quantized by another method, `ignored_layers` is wrong, or files are broken.
@@ -46,7 +47,10 @@ def chosen(model_config: Any) -> str | None:
     config = model_config._parse_quant_hf_config()
     method = None if config is None else str(config.get("quant_method") or "").lower()
     if asked and config and method != NAME:
-        raise ValueError(already_quantized(method))
+        if not is_inherited(model_config):
+            raise ValueError(already_quantized(method))
+        model_config.quantization = None
+        return None
     if not asked and (method != NAME or model_config.quantization):
         return None
     # Here, before SGLang starts a process: what is wrong is then the last thing that the user sees.

@@ -11,6 +11,7 @@ from typing import Any
 
 import nvfp4_checkpoints
 import pytest
+import sglang
 import torch
 from conftest import DEMO
 from safetensors.torch import load_file, save_file
@@ -33,9 +34,11 @@ def plugin() -> None:
     HookRegistry.apply_hooks()
 
 
-def method(checkpoint: Path, wish: str | None = None, overrides: str = "{}") -> str | None:
+def method(checkpoint: Path, wish: str | None = None, overrides: str = "{}", **facts: bool) -> str | None:
     """The quantization that SGLang would serve the checkpoint with."""
-    config = ModelConfig(model_path=str(checkpoint), quantization=wish, dtype="bfloat16", model_override_args=overrides)
+    config = ModelConfig(
+        model_path=str(checkpoint), quantization=wish, dtype="bfloat16", model_override_args=overrides, **facts
+    )
     return config.quantization
 
 
@@ -233,6 +236,26 @@ def test_wrong_settings_of_ptpc_are_refused_before_a_process_starts(wrong: dict[
 def test_a_quantized_checkpoint_is_not_quantized_again(checkpoints_by_kind: dict[str, Path], kind: str) -> None:
     with pytest.raises(ValueError, match="already quantized .*: serve it without --quantization ptpc_fp8"):
         method(checkpoints_by_kind[kind], "ptpc_fp8")
+
+
+def test_a_draft_of_another_kind_than_its_target(checkpoints_by_kind: dict[str, Path]) -> None:
+    """SGLang asks of a draft model what it asks of the target, and takes the draft's own method where it has one."""
+    fp8 = json.dumps({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}})
+    assert method(DEMO, "ptpc_fp8", is_draft_model=True) == "ptpc_fp8"
+    for wish in ("ptpc_fp8", "nvfp4_triton", "petit_nvfp4"):
+        assert method(DEMO, wish, fp8, is_draft_model=True) == "fp8"
+        for kind in ("modelopt", "compressed-tensors"):
+            assert method(checkpoints_by_kind[kind], wish, is_draft_model=True) == nvfp4.NAME
+    assert method(DEMO, "nvfp4_triton", is_draft_model=True) is None
+
+
+@pytest.mark.skipif(sglang.__version__.startswith("0.5.17"), reason="it does not say whose wish it is")
+def test_what_the_user_wishes_of_a_draft(checkpoints_by_kind: dict[str, Path]) -> None:
+    wished = {"is_draft_model": True, "is_draft_quantization_explicit": True}
+    with pytest.raises(ValueError, match="already quantized"):
+        method(checkpoints_by_kind["modelopt"], "ptpc_fp8", **wished)
+    with pytest.raises(ValueError, match="this one is not quantized"):
+        method(DEMO, "nvfp4_triton", **wished)
 
 
 @pytest.mark.parametrize(
