@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.layers.linear import (
@@ -64,7 +65,7 @@ ENGINE = EngineLayers(
 )
 
 # What --load-format reads tensor by tensor; others fill parameters by themselves, or want them all alive.
-_TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral"}
+_TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "runai_streamer"}
 
 # What SGLang stored of a loaded model, which it copies into parameters of the same names.
 _STORED = ("presharded", "sharded_state")
@@ -145,6 +146,11 @@ def device_type() -> str:
     return str(parallel_state.get_tp_group().device.type)
 
 
+def server_arguments() -> Any:
+    """The server's arguments with what SGLang decides of them by itself, which from 0.5.21 on stands beside them."""
+    return resolved_view(get_server_args())
+
+
 def is_inherited(model_config: Any) -> bool:
     """Whether a model's `quantization` is the target's, which SGLang gives a draft model where the user says nothing of
     it. SGLang holds no draft to it whose checkpoint is of another method. (0.5.17 does not say what the user said.)"""
@@ -158,7 +164,7 @@ def is_dummy() -> bool:
         ValueError: they are to be what SGLang stored of a loaded model. Layers are to have been prepared by then, and
             these cannot be without their tensors.
     """
-    load_format = get_server_args().load_format
+    load_format = server_arguments().load_format
     chosen = str(getattr(load_format, "value", load_format))
     if chosen in _STORED:
         raise ValueError(
@@ -170,7 +176,7 @@ def is_dummy() -> bool:
 
 def most_rows() -> int:
     """How many tokens a forward pass has at most."""
-    arguments = get_server_args()
+    arguments = server_arguments()
     chunk = arguments.chunked_prefill_size or -1
     return int(chunk if chunk > 0 else arguments.max_prefill_tokens)
 
@@ -182,7 +188,7 @@ def batch_invariant() -> bool:
 
 def loads_tensors() -> bool:
     """Whether SGLang hands every tensor of the checkpoint to our loaders, and keeps weights where it computes."""
-    arguments = get_server_args()
+    arguments = server_arguments()
     formats = {arguments.load_format, getattr(arguments, "speculative_draft_load_format", None)} - {None}
     others = (
         arguments.cpu_offload_gb > 0,
@@ -195,7 +201,7 @@ def loads_tensors() -> bool:
 
 def moves_experts() -> bool:
     """Whether experts may be elsewhere than the checkpoint's order says, or more than once."""
-    arguments = get_server_args()
+    arguments = server_arguments()
     return (
         arguments.enable_eplb or arguments.ep_num_redundant_experts > 0 or arguments.init_expert_location != "trivial"
     )

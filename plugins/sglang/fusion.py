@@ -29,7 +29,7 @@ import torch.distributed as dist
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
-from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_flashinfer_available
 
 from llm_quant_rocm import ops
@@ -41,6 +41,7 @@ from llm_quant_rocm.formats.norm_quant import Quantization
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm.ops.reduce_norm_quant import MAX_COLUMNS
 from llm_quant_rocm_sglang import communicator
+from llm_quant_rocm_sglang.engine_layers import server_arguments
 
 _HALF = (torch.bfloat16, torch.float16)
 # Where a norm's result keeps what FP8 layers want to know of it.
@@ -256,7 +257,7 @@ def _refusal() -> str | None:
     """Why SGLang's all-reduces stay apart from its norms."""
     if not hasattr(getattr(layernorm, "_forward_with_allreduce_fusion", None), "__wrapped__"):
         return "its norms could not be hooked"
-    arguments, parallel = get_server_args(), get_parallel()
+    arguments, parallel = server_arguments(), get_parallel()
     # SGLang sets it by itself for some models, and then does without where FlashInfer is not there.
     if getattr(arguments, "flashinfer_allreduce_fusion_backend", None) is not None and is_flashinfer_available():
         return "--flashinfer-allreduce-fusion-backend serves"

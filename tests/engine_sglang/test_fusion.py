@@ -324,7 +324,7 @@ def test_why_sums_stay_apart(
 ) -> None:
     sizes = {"tp_size": 2, "attn_tp_size": 2, "moe_tp_size": 2, "moe_ep_size": 1, **parallel}
     monkeypatch.setattr(fusion.layernorm._forward_with_allreduce_fusion, "__wrapped__", None, raising=False)
-    monkeypatch.setattr(fusion, "get_server_args", lambda: SimpleNamespace(**arguments))
+    monkeypatch.setattr(fusion, "server_arguments", lambda: SimpleNamespace(**arguments))
     monkeypatch.setattr(fusion, "get_parallel", lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(fusion, "is_flashinfer_available", lambda: arguments.get("has_flashinfer", True))
     found = fusion._refusal()

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from conftest import DEMO
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -20,6 +21,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.models.utils import WeightsMapper
+from sglang.srt.server_args import prepare_server_args
 
 from llm_quant_rocm.formats import fp8, nvfp4
 from llm_quant_rocm_sglang import communicator, engine_layers, experts, fp8_linear, nvfp4_linear, nvfp4_moe
@@ -158,6 +160,7 @@ def test_the_ranks_that_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, True),
         ({"load_format": "safetensors"}, True),
         ({"load_format": LoadFormat.AUTO}, True),
+        ({"load_format": "runai_streamer"}, True),
         ({"load_format": "dummy"}, False),
         ({"load_format": "sharded_state"}, False),
         ({"load_format": LoadFormat.PRESHARDED}, False),
@@ -167,7 +170,7 @@ def test_the_ranks_that_share_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weight_cache_mode": "shm"}, False),
         ({"startup_weight_load_mode": "overlap"}, False),
     ],
-    ids=["auto", "safetensors", "enum", "dummy", "sharded", "stored", "draft", "offload", "group", "cache", "overlap"],
+    ids=["auto", "file", "enum", "stream", "dummy", "shards", "stored", "draft", "moved", "group", "cache", "overlap"],
 )
 def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = SimpleNamespace(**({"load_format": "auto", "cpu_offload_gb": 0} | change))
@@ -176,6 +179,15 @@ def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypat
     is_stored = change.get("load_format") in ("sharded_state", "presharded")
     with pytest.raises(ValueError, match="cannot read NVFP4 layers") if is_stored else nullcontext():
         assert engine_layers.is_dummy() is (change.get("load_format") == "dummy")
+
+
+def test_what_sglang_decides_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps that beside them, for this flag and by itself for some models."""
+    given = [f"--model-path={DEMO}", "--device=cpu", "--attention-backend=torch_native", "--tp-size=2"]
+    arguments = prepare_server_args([*given, "--enable-flashinfer-allreduce-fusion"])
+    getattr(arguments, "resolve_once", lambda: None)()  # 0.5.17 has done so
+    monkeypatch.setattr(engine_layers, "get_server_args", lambda: arguments)
+    assert engine_layers.server_arguments().flashinfer_allreduce_fusion_backend == "auto"
 
 
 @pytest.mark.parametrize(
