@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from llm_quant_rocm import backends
-from llm_quant_rocm.hardware import Hardware
+from llm_quant_rocm.hardware import Hardware, detect
 
 HALF_OR_SINGLE = (torch.bfloat16, torch.float16, torch.float32)
 # kernels.per_token_quant keeps a row in registers; repeated here because importing the kernel imports Triton.
@@ -41,3 +41,9 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def rows_as(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """What became of `rows_of(x)`, [M, N], as [..., N]."""
     return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[-1])
+
+
+def fake_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a fake gives for the FP8 codes [..., K] and fp32 scales [..., 1] of x [..., K]."""
+    q = x.new_empty(x.shape, dtype=detect(x.device).fp8_dtype)
+    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)

@@ -10,7 +10,7 @@ from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, fake_codes, rows_as, rows_of, triton_refusal
 from llm_quant_rocm.reference.act_and_mul_quant import ACTIVATIONS
 
 NAME = "act_and_mul_quant_fp8"
@@ -54,12 +54,12 @@ def _implementation(x: torch.Tensor, activation: str) -> Result:
     return rows_as(x, q), rows_as(x, scale)
 
 
-def _fake(x: torch.Tensor, activation: str) -> Result:
-    shape, dtype = (*x.shape[:-1], x.shape[-1] // 2), hardware.detect(x.device).fp8_dtype
-    return x.new_empty(shape, dtype=dtype), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
-
-
-_operator = register(f"{NAME}(Tensor x, str activation) -> (Tensor, Tensor)", _validate, _implementation, _fake)
+_operator = register(
+    f"{NAME}(Tensor x, str activation) -> (Tensor, Tensor)",
+    _validate,
+    _implementation,
+    lambda x, activation: fake_codes(x[..., : x.shape[-1] // 2]),
+)
 
 
 def act_and_mul_quant_fp8(x: torch.Tensor, activation: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, fake_codes, rows_as, rows_of, triton_refusal
 
 
 def _triton(x: torch.Tensor, fmt: fp8.Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,12 +42,7 @@ def _implementation(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows_as(x, q), rows_as(x, scale)
 
 
-def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.empty(x.shape, dtype=hardware.detect(x.device).fp8_dtype, device=x.device)
-    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
-_operator = register("per_token_quant_fp8(Tensor x) -> (Tensor, Tensor)", _validate, _implementation, _fake)
+_operator = register("per_token_quant_fp8(Tensor x) -> (Tensor, Tensor)", _validate, _implementation, fake_codes)
 
 
 def per_token_quant_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from llm_quant_rocm import hardware, reference
 from llm_quant_rocm.backends import Backend, Choice, choose
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.ops._register import register
-from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, rows_as, rows_of, triton_refusal
+from llm_quant_rocm.ops._row_call import HALF_OR_SINGLE, RowCall, fake_codes, rows_as, rows_of, triton_refusal
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -62,23 +62,18 @@ def _run(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tens
     return rows_as(x, q), rows_as(x, scale), rows_as(x, total)
 
 
-def _fake_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q = torch.empty(x.shape, dtype=hardware.detect(x.device).fp8_dtype, device=x.device)
-    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
 # Two operators, because a registered operator has a fixed number of outputs and none may alias an input.
 _norm = register(
     "rms_norm_quant_fp8(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     _validate,
     lambda x, weight, eps: _run(x, weight, eps, None)[:2],
-    lambda x, weight, eps: _fake_codes(x),
+    lambda x, weight, eps: fake_codes(x),
 )
 _add_norm = register(
     "add_rms_norm_quant_fp8(Tensor x, Tensor weight, float eps, Tensor residual) -> (Tensor, Tensor, Tensor)",
     _validate,
     _run,
-    lambda x, weight, eps, residual: (*_fake_codes(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)),
+    lambda x, weight, eps, residual: (*fake_codes(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)),
 )
 
 
