@@ -18,10 +18,10 @@ from llm_quant_rocm.checkpoint.nvfp4_tensors import (
     input_global_scale,
     keep,
     kept,
-    kept_rows,
     refuse_ragged,
 )
 from llm_quant_rocm.formats.nvfp4 import BLOCK, NvFp4Weight, fake_quantize_activation
+from llm_quant_rocm.ops.nvfp4_weight import rows_of_weight
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -191,8 +191,9 @@ class NvFp4Experts:
             "expert_map": expert_map,
             "padding": padding,
         }
+        w13, w2 = kept(layer, "w13_"), kept(layer, "w2_")
         if self._w4a4:
             scales = (layer.w13_input_global_scale, layer.w2_input_global_scale)
-            weights = (kept_rows(layer, "w13_"), kept_rows(layer, "w2_"))
+            weights = (rows_of_weight(w13), rows_of_weight(w2))
             return ops.nvfp4_moe_w4a4(x, *weights, scales, topk_weights, topk_ids, **options)
-        return ops.nvfp4_moe(x, kept(layer, "w13_"), kept(layer, "w2_"), topk_weights, topk_ids, **options)
+        return ops.nvfp4_moe(x, w13, w2, topk_weights, topk_ids, **options)

@@ -139,12 +139,6 @@ def kept(layer: Any, stem: str = "") -> PreparedNvFp4Weight:
     )
 
 
-def kept_rows(layer: Any, stem: str) -> NvFp4Weight:
-    """What `keep` gave the layer in rows."""
-    weight = kept(layer, stem)
-    return NvFp4Weight(weight.codes, weight.scales, weight.global_scale)
-
-
 def input_global_scale(names: TensorNames, name: str, scales: Sequence[torch.Tensor]) -> torch.Tensor:
     """The scale that a layer's input is encoded with, fp32: of its shards' `scales` the one under which none saturates.
 
