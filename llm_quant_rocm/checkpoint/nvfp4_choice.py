@@ -4,11 +4,12 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TypeVar
 
 import torch
 
-from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS, NAME, Options, excluded, summary
+from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS, NAME, Options, excluded, summary, takeover
 
 Method = TypeVar("Method")
 
@@ -16,6 +17,12 @@ Method = TypeVar("Method")
 _LINEAR = torch.nn.Linear(1, 1, device="meta")
 
 logger = logging.getLogger("llm_quant_rocm")
+
+
+@cache
+def log_takeover(kind: str, engine: str) -> None:
+    """Log once that checkpoints of `kind` are served here."""
+    logger.info(takeover(kind, engine))
 
 
 class LayerChoice:

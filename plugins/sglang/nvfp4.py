@@ -6,8 +6,6 @@ no flag: ModelOpt's (NVFP4, W4A16_NVFP4, and MIXED_PRECISION with NVFP4 layers) 
 `nvfp4-pack-quantized`. GPUs with NVFP4 units of their own are left to SGLang.
 """
 
-import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
-from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
+from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
     MIXED_PRECISION,
@@ -27,7 +25,6 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     describe,
     modelopt_settings,
     served_here,
-    takeover,
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import json_object
@@ -39,8 +36,6 @@ _MODELOPT_FILE = "hf_quant_config.json"
 # A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
-
-logger = logging.getLogger("llm_quant_rocm")
 
 
 def chosen(model_config: Any) -> str | None:
@@ -73,7 +68,7 @@ def chosen(model_config: Any) -> str | None:
     folder = Path(model_config.model_path)
     refuse_broken_files(folder)
     _refuse_lost_scales(folder)
-    _log_takeover(kind)
+    log_takeover(kind, "SGLang")
     return NAME
 
 
@@ -232,8 +227,3 @@ def _serves_this_device() -> bool:
     if not (is_hip() or is_cuda()):
         return served_here("cpu" if not torch.cuda.is_available() else "other", None)
     return served_here("rocm" if is_hip() else "cuda", torch.cuda.get_device_capability())
-
-
-@cache
-def _log_takeover(kind: str) -> None:
-    logger.info(takeover(kind, "SGLang"))

@@ -6,9 +6,7 @@ Where vLLM would emulate NVFP4, or refuse it, these checkpoints are served with 
 NVFP4 units of their own are left to vLLM.
 """
 
-import logging
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import refuse_broken_files
-from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice
+from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
     MIXED_PRECISION,
@@ -29,14 +27,11 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     describe,
     modelopt_settings,
     served_here,
-    takeover,
 )
 from llm_quant_rocm.environment import switched_on
 
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
-
-logger = logging.getLogger("llm_quant_rocm")
 
 
 class NvFp4Config(QuantizationConfig):
@@ -91,7 +86,7 @@ class NvFp4Config(QuantizationConfig):
                     f"quantization_config is {describe(hf_quant_cfg)}: serve it without --quantization"
                 )
             return None
-        _log_takeover(kind)
+        log_takeover(kind, "vLLM")
         return NAME
 
     @classmethod
@@ -184,8 +179,3 @@ def _serves_this_device() -> bool:
     capability = current_platform.get_device_capability()
     platform = "rocm" if current_platform.is_rocm() else "cuda" if current_platform.is_cuda() else "other"
     return served_here(platform, None if capability is None else tuple(capability))
-
-
-@cache
-def _log_takeover(kind: str) -> None:
-    logger.info(takeover(kind, "vLLM"))

@@ -177,7 +177,7 @@ def test_the_log_says_what_leaves_a_checkpoint_to_vllm(
         "compressed-tensors": partial(nvfp4_dense.write_compressed_tensors, activations=False),
     }
     model = str(write[kind](tmp_path / kind))
-    nvfp4._log_takeover.cache_clear()
+    nvfp4.log_takeover.cache_clear()
     with caplog.at_level("INFO"):
         EngineArgs(model=model).create_model_config()
     line = re.search(r"NVFP4 checkpoint \((\S+)\): .* or --quantization (\S+) leaves it to vLLM", caplog.text)
