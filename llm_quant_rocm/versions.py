@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The versions of other packages that this one was made for, those it was tested with, and those that are here."""
 
+import logging
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
+
+logger = logging.getLogger("llm_quant_rocm")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,17 @@ DISTRIBUTIONS = {
     "transformers": ("transformers",),
     "lm-eval": ("lm-eval",),
 }
+
+
+@cache
+def warn_of_others(engine: str, version: str) -> None:
+    """One warning where this "vLLM" or "SGLang" is outside the supported range; its plugin still tries."""
+    supported = SUPPORTED[engine.lower()]
+    if not supported.holds(version):
+        logger.warning(
+            f"llm-quant-rocm supports {engine} {supported}; this is {engine} {version}. Continuing; if it fails, "
+            f"install a supported {engine}"
+        )
 
 
 def installed(package: str) -> str | None:

@@ -5,12 +5,9 @@ SGLang calls `register` in its main process and in every scheduler through the e
 an error of a plugin and goes on without it: what cannot be done here is one line of our own in the log.
 """
 
-import logging
 from functools import cache
 
-from llm_quant_rocm.versions import SUPPORTED
-
-logger = logging.getLogger("llm_quant_rocm")
+from llm_quant_rocm.versions import warn_of_others
 
 
 @cache
@@ -18,7 +15,7 @@ def register() -> None:
     """Make our quantization methods and hooks known to SGLang. May be called any number of times; touches no GPU."""
     import sglang
 
-    _warn_of_other_versions(sglang.__version__)
+    warn_of_others("SGLang", sglang.__version__)
 
     # SGLang's quantization package imports much of it, which the command's --help need not.
     from sglang.srt.layers import quantization
@@ -32,13 +29,3 @@ def register() -> None:
         getattr(quantization, name).update(configs)
     add_quantization_method_choices([name for name in configs if name not in QUANTIZATION_CHOICES])
     patches.apply()
-
-
-def _warn_of_other_versions(version: str) -> None:
-    """One warning where SGLang is outside the supported range; the plugin still tries."""
-    if not SUPPORTED["sglang"].holds(version):
-        logger.warning(
-            "llm-quant-rocm supports SGLang %s; this is SGLang %s. Continuing; if it fails, install a supported SGLang",
-            SUPPORTED["sglang"],
-            version,
-        )

@@ -6,11 +6,10 @@ vLLM calls `register` in each of its processes through the entry point `vllm.gen
 """
 
 import logging
-from functools import cache
 
 import vllm
 
-from llm_quant_rocm.versions import SUPPORTED
+from llm_quant_rocm.versions import warn_of_others
 from llm_quant_rocm_vllm import last_line
 
 logger = logging.getLogger("llm_quant_rocm")
@@ -24,7 +23,7 @@ def register() -> None:
     """
     _log_where_vllm_logs()
     last_line.install()
-    _warn_of_other_versions(vllm.__version__)
+    warn_of_others("vLLM", vllm.__version__)
 
     # Here, not above: vLLM's quantization package is only complete once its own start-up has reached the plugins.
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -40,14 +39,3 @@ def register() -> None:
 def _log_where_vllm_logs() -> None:
     """vLLM handles its own loggers alone, and sets them up after this: below them, the library's lines are seen."""
     logger.parent = logging.getLogger("vllm")
-
-
-@cache
-def _warn_of_other_versions(version: str) -> None:
-    """One warning where vLLM is outside the supported range; the plugin still tries."""
-    if not SUPPORTED["vllm"].holds(version):
-        logger.warning(
-            "llm-quant-rocm supports vLLM %s; this is vLLM %s. Continuing; if it fails, install a supported vLLM",
-            SUPPORTED["vllm"],
-            version,
-        )
