@@ -130,16 +130,14 @@ def predicted(world: int, codec: Codec = FP) -> Plan:
 
     def one_shot_until(by: Codec) -> float:
         more = (world - 1) * (world - 2) / world * by.group_bytes / FP.group_bytes
-        return _HOP_SECONDS * _LINK_BYTES_A_SECOND / more if more else math.inf
+        return int(_HOP_SECONDS * _LINK_BYTES_A_SECOND / more) if more else math.inf
 
-    steps: list[tuple[int, Choice]] = []
-    for start in sorted(n for n in {0, CODEC_BYTES, one_shot_until(FP), one_shot_until(codec)} if n < math.inf):
+    def choose(start: int) -> Choice:
         by = codec if start >= CODEC_BYTES else FP
-        algorithm = Algorithm.ONE_SHOT if start < one_shot_until(by) else Algorithm.TWO_SHOT
-        choice = Choice(algorithm, by)
-        if not steps or choice != steps[-1][1]:
-            steps.append((int(start), choice))
-    return Plan(tuple(steps), "predicted from H200s' links")
+        return Choice(Algorithm.ONE_SHOT if start < one_shot_until(by) else Algorithm.TWO_SHOT, by)
+
+    starts = {0, CODEC_BYTES, one_shot_until(FP), one_shot_until(codec)} - {math.inf}
+    return Plan(tuple(steps_of(map(int, starts), choose)), "predicted from H200s' links")
 
 
 @dataclass(frozen=True, eq=False)
