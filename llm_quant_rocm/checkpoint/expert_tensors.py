@@ -32,6 +32,13 @@ class ExpertNames:
     local: Callable[[int], int]
     whole: Callable[[int], int]
 
+    def of_row(self, parameter: str, rows: int, row: int) -> str:
+        """The checkpoint's name of the weight in row number `row` of "w13_weight" or "w2_weight", of which each of this
+        rank's experts has so many rows."""
+        shards = STEMS[parameter.removesuffix("weight")]
+        expert, place = divmod(row, rows)
+        return f"{self.name(self.whole(expert), shards[place * len(shards) // rows])}.weight"
+
 
 class ExpertTensors:
     """Declares the parameters of `layer`, and refuses checkpoint tensors that do not fit them.

@@ -2,6 +2,7 @@
 """Mixture-of-experts layers of `ptpc_fp8`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,14 +143,8 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""
-        rows = weight.shape[1]
         group = get_moe_tp_group().device_group if name == "w2_weight" and layer.moe_tp_size > 1 else None
-
-        def name_of_row(row: int) -> str:
-            expert, row = divmod(row, rows)
-            shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
-            return f"{self.names.name(self.names.whole(expert), shard)}.weight"
-
+        name_of_row = partial(self.names.of_row, name, weight.shape[1])
         codes, scale = quantize_weight(weight, f"{self.prefix}.{name}", name_of_row, group, device_type(), amax)
         parameter = torch.nn.Parameter(codes, requires_grad=False)
         set_weight_attrs(parameter, {"weight_loader": refusing_again(f"{self.prefix}.{name}")})

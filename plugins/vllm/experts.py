@@ -32,35 +32,23 @@ def lacking(moe: FusedMoEConfig) -> str | None:
 
 def expert_names(layer: RoutedExperts, prefix: str) -> ExpertNames:
     """Which experts `layer` has on this rank, and the checkpoint's names of them."""
-    return ExpertNames(
-        name=lambda expert, shard: expert_name(layer, prefix, expert, shard),
-        local=lambda expert: local_expert(layer, expert),
-        whole=lambda expert: global_expert(layer, expert),
-    )
-
-
-def expert_name(layer: RoutedExperts, prefix: str, expert: int, shard: str) -> str:
-    """The checkpoint's name of the projection `shard` ("w1", "w2" or "w3") of expert number `expert`."""
-    projection = {
+    projections = {
         "w1": layer.ckpt_gate_proj_name,
         "w2": layer.ckpt_down_proj_name,
         "w3": layer.ckpt_up_proj_name,
-    }[shard]
-    return f"{prefix}.{expert}.{projection}"
+    }
 
+    def local(expert: int) -> int:
+        return expert if layer._expert_map is None else int(layer._expert_map[expert])
 
-def local_expert(layer: RoutedExperts, expert: int) -> int:
-    """This rank's number of the checkpoint's expert number `expert`, or -1."""
-    return expert if layer._expert_map is None else int(layer._expert_map[expert])
+    def whole(expert: int) -> int:
+        return expert if layer._expert_map is None else int((layer._expert_map == expert).nonzero()[0])
 
-
-def global_expert(layer: RoutedExperts, expert: int) -> int:
-    """The checkpoint's number of this rank's expert number `expert`."""
-    return expert if layer._expert_map is None else int((layer._expert_map == expert).nonzero()[0])
+    return ExpertNames(lambda expert, shard: f"{prefix}.{expert}.{projections[shard]}", local, whole)
 
 
 def expert_map(layer: RoutedExperts) -> torch.Tensor | None:
-    """`local_expert` of every expert, or None where all are here.
+    """This rank's number of every expert of the checkpoint, or -1; None where all are here.
 
     The property `expert_map` is a 0/1 mask instead where aiter's kernels are switched on.
     """

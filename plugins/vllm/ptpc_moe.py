@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture-of-experts layers of `ptpc_fp8`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
-from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_name, global_expert
+from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_names
 
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
@@ -51,8 +52,10 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        self.names = expert_names(layer, self.prefix)
+
         def name_of_tensor(weight_name: str, shard_id: str, expert_id: int, return_success: bool = False) -> str:
-            return f"{expert_name(layer, self.prefix, expert_id, shard_id)}.weight"
+            return f"{self.names.name(expert_id, shard_id)}.weight"
 
         def rows_of_tensor(
             tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
@@ -98,13 +101,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         w2_group = get_ep_group().device_group if self.whole_rows else None
         for name, group, amax in (("w13_weight", None, None), ("w2_weight", w2_group, w2_amax)):
             weight = getattr(layer, name)
-            rows = weight.shape[1]
-
-            def name_of_row(row: int, name: str = name, rows: int = rows) -> str:
-                expert, row = divmod(row, rows)
-                shard = "w2" if name == "w2_weight" else "w1" if row < rows // 2 else "w3"
-                return f"{expert_name(layer, self.prefix, global_expert(layer, expert), shard)}.weight"
-
+            name_of_row = partial(self.names.of_row, name, weight.shape[1])
             codes, scale = quantize_weight(
                 weight, f"{self.prefix}.{name}", name_of_row, group, current_platform.device_type, amax
             )
@@ -114,9 +111,9 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def refuse_missing(self, layer: RoutedExperts) -> None:
         """ValueError where a tensor of one of this rank's experts never arrived."""
         if self.arrived or not self.is_dummy:
-            experts = [global_expert(layer, expert) for expert in range(layer.w13_weight.shape[0])]
+            experts = map(self.names.whole, range(layer.w13_weight.shape[0]))
             refuse_missing(
-                f"{expert_name(layer, self.prefix, expert, shard)}.weight"
+                f"{self.names.name(expert, shard)}.weight"
                 for expert in experts
                 for shard in ("w1", "w2", "w3")
                 if self.arrived.isdisjoint({(shard, expert), (shard, None)})  # None: all experts in one tensor

@@ -254,7 +254,7 @@ def test_ranks_share_the_rows_of_a_layer_whose_input_is_cut(columns: int, seen: 
 
 def test_ranks_share_the_rows_of_w2_alone(asked: list[Any]) -> None:
     method: Any = object.__new__(PtpcFp8MoEMethod)
-    method.config, method.prefix, method.refuse_missing = MagicMock(), "experts", MagicMock()
+    method.config, method.names, method.prefix, method.refuse_missing = MagicMock(), MagicMock(), "experts", MagicMock()
     for method.whole_rows in (WholeRows(32), None):
         layer: Any = torch.nn.Module()
         layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(torch.ones(2, 32, 16)) for _ in range(2))
