@@ -18,16 +18,14 @@ import torch.distributed as dist
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.quick_all_reduce import QuickReduceRegime
-from vllm.distributed.parallel_state import in_the_same_node_as
-from vllm.distributed.utils import get_distributed_timeout_or_none
-from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from llm_quant_rocm.comm import group
-from llm_quant_rocm.comm.group import GroupReduce, Members, better_left_to
+from llm_quant_rocm.comm.group import GroupReduce, better_left_to
 from llm_quant_rocm.comm.policy import Policy, Settings
 from llm_quant_rocm.environment import QUICK_REDUCE, read
 from llm_quant_rocm_vllm.patches import QUANTIZATION
+from llm_quant_rocm_vllm.reduce_norm import members
 
 # Codecs of ours alone: vLLM's QuickReduce would report each as a broken setting.
 _UNKNOWN_TO_VLLM = ("FP4", "FP8")
@@ -126,18 +124,7 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         ValueError: a file of measured crossovers is broken.
     """
     config = get_current_vllm_config_or_none()
-    members = Members(
-        engine="vLLM",
-        name=communicator.unique_name,
-        cpu_group=communicator.cpu_group,
-        device_group=getattr(communicator, "device_group", communicator.cpu_group),
-        device=communicator.device,
-        same_host=in_the_same_node_as,
-        visible_devices=current_platform.device_control_env_var,
-        dtype=getattr(config.model_config, "dtype", None) if config is not None else None,
-        timeout=get_distributed_timeout_or_none(),
-        custom=_custom(communicator),
-    )
+    dtype = getattr(config.model_config, "dtype", None) if config is not None else None
 
     def refuse(policy: Policy) -> str | None:
         if envs.VLLM_BATCH_INVARIANT:
@@ -145,7 +132,8 @@ def connect(communicator: Any, settings: Settings) -> QuickReduceComm | None:
         own = getattr(communicator, "qr_comm", None)
         return better_left_to(own, policy, f"{QUICK_REDUCE}MIN_SIZE_BYTES_MB")
 
-    quantized = group.connect(members, settings, refuse, QuickReduceComm)
+    given = members(communicator, dtype=dtype, custom=_custom(communicator))
+    quantized = group.connect(given, settings, refuse, QuickReduceComm)
     if quantized is not None and config is not None and config.compilation_config.pass_config.fuse_allreduce_rms:
         log = logger.info if dist.get_rank(communicator.cpu_group) == 0 else logger.debug
         log("quantized all-reduce: what vLLM fuses with an RMSNorm (fuse_allreduce_rms) it may send unquantized")

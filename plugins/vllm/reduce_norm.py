@@ -29,21 +29,26 @@ def connect(vllm_config: VllmConfig, obstacle: str | None = None) -> str | None:
     return _connected[group]
 
 
-def _connect(group: GroupCoordinator, vllm_config: VllmConfig, obstacle: str | None) -> str | None:
-    members = Members(
+def members(group: Any, **more: Any) -> Members:
+    """One of vLLM's groups, or a group's communicator, as the library knows groups."""
+    return Members(
         engine="vLLM",
         name=group.unique_name,
         cpu_group=group.cpu_group,
-        device_group=group.device_group,
+        device_group=getattr(group, "device_group", group.cpu_group),
         device=group.device,
         same_host=in_the_same_node_as,
         visible_devices=current_platform.device_control_env_var,
         timeout=get_distributed_timeout_or_none(),
+        **more,
     )
+
+
+def _connect(group: GroupCoordinator, vllm_config: VllmConfig, obstacle: str | None) -> str | None:
     transport = getattr(getattr(group.device_communicator, "quantized", None), "transport", None)
     all_reduce = getattr(group.device_communicator, "all_reduce", None)
     refusal = obstacle or _refusal(vllm_config, transport)
-    name = norm_ranks.connect(members, Settings.from_environment(), refusal, transport, all_reduce)
+    name = norm_ranks.connect(members(group), Settings.from_environment(), refusal, transport, all_reduce)
     if name is not None:
         norm_ranks.disconnect_with(group, name)
     return name

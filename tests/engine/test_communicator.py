@@ -27,7 +27,7 @@ from llm_quant_rocm.comm.quick_reduce import QuickReduce
 from llm_quant_rocm.formats.wire import CODECS, DTYPES
 from llm_quant_rocm.reference import quick_reduce as reference
 from llm_quant_rocm.tuning import cache_file
-from llm_quant_rocm_vllm import communicator, patches
+from llm_quant_rocm_vllm import communicator, patches, reduce_norm
 from tests.comm import processes
 from tests.inputs import assert_same, random_rows
 
@@ -133,7 +133,7 @@ def nodes(hosts: list[list[int]]) -> Any:
         host = next(host for host in hosts if source_rank in host)
         return [rank in host for rank in range(dist.get_world_size(group))]
 
-    return patch.object(communicator, "in_the_same_node_as", same)
+    return patch.object(reduce_norm, "in_the_same_node_as", same)
 
 
 def reduce_on_hosts(rank: int, hosts: list[list[int]]) -> None:
