@@ -32,6 +32,12 @@ class QuickReduce:
 
     A call allocates nothing but its result, waits for nothing on the host, and may be captured in a graph. So it cannot
     say that a rank is lost: let a `comm.watch.Watch` call `check`, or call it yourself.
+
+    Attributes:
+        mailbox: for other kernels on the same memory, whose calls count among these.
+        region: this rank's part of the memory.
+        max_spins: looks at a flag until its rank counts as lost.
+        device: where the memory is.
     """
 
     def __init__(
@@ -39,12 +45,12 @@ class QuickReduce:
     ) -> None:
         """
         Args:
-            region: this rank's part of the memory behind `mailbox`, kept alive; zeros on all ranks by now.
-            max_spins: looks at a flag until its rank counts as lost.
+            region: the memory behind `mailbox`, kept alive; zeros on all ranks by now.
             config: how messages are cut, on all ranks alike; None for the default of their algorithm.
         """
-        self._mailbox, self._region, self._max_spins, self._config = mailbox, region, max_spins, config
-        self._hardware = detect(region.device)
+        self.mailbox, self.region, self.max_spins, self._config = mailbox, region, max_spins, config
+        self.device = region.device
+        self._hardware = detect(self.device)
 
     @classmethod
     def over(
@@ -127,8 +133,8 @@ class QuickReduce:
         """
         if x.dtype not in DTYPES:
             raise TypeError(f"the quantized all-reduce takes bf16 or fp16, not {x.dtype}")
-        if x.device != self._region.device:
-            raise ValueError(f"x is on {x.device}, the group's memory on {self._region.device}")
+        if x.device != self.device:
+            raise ValueError(f"x is on {x.device}, the group's memory on {self.device}")
         if algorithm not in _KERNELS:
             raise ValueError(f"peer memory serves {' and '.join(_KERNELS)}, not {algorithm}")
         values = x.contiguous()
@@ -137,32 +143,12 @@ class QuickReduce:
         out = torch.empty_like(values)
         if x.numel():
             shots = 2 if algorithm is Algorithm.TWO_SHOT else 1
-            config = self._config or kernels.default_config(self._hardware, self._mailbox.world, shots)
+            config = self._config or kernels.default_config(self._hardware, self.mailbox.world, shots)
             _KERNELS[algorithm](
-                values, out, self._mailbox, codec, config, self._max_spins,
+                values, out, self.mailbox, codec, config, self.max_spins,
                 cast_bf16_to_fp16 and x.dtype == torch.bfloat16,
             )  # fmt: skip
         return out
-
-    @property
-    def mailbox(self) -> Mailbox:
-        """For other kernels on the same memory, whose calls count among these."""
-        return self._mailbox
-
-    @property
-    def region(self) -> torch.Tensor:
-        """This rank's part of the memory."""
-        return self._region
-
-    @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self._region.device
-
-    @property
-    def max_spins(self) -> int:
-        """Looks at a flag until its rank counts as lost."""
-        return self._max_spins
 
     def check(self) -> None:
         """Says whether a rank was lost, as far as kernels have found by now. It waits for nothing and calls no driver,
@@ -171,12 +157,12 @@ class QuickReduce:
         Raises:
             RuntimeError: one was; the results of that call and of all later ones are not valid.
         """
-        lost = self._mailbox.lost()
+        lost = self.mailbox.lost()
         if lost is not None:
             call, peer, phase = lost
             raise RuntimeError(
                 f"quantized all-reduce: rank {peer} of the group did not arrive in call {call}, phase {phase + 1}, "
-                f"which rank {self._mailbox.rank} noticed after looking {self._max_spins} times"
+                f"which rank {self.mailbox.rank} noticed after looking {self.max_spins} times"
             )
 
 

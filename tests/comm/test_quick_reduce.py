@@ -145,7 +145,7 @@ def test_memory_is_zero_before_anybody_calls(monkeypatch: pytest.MonkeyPatch) ->
         (proven,) = prove.call_args.args
         assert proven.mailbox is found.mailbox and proven.max_spins == 30_000_000
     assert met.call_count == 2
-    box = found._mailbox
+    box = found.mailbox
     assert box.peers.dtype == torch.int64 and box.peers.tolist() == [4352, 65792, regions[0].data_ptr()]
     assert (box.rank, box.world, box.state.tolist()) == (2, 3, [0] * kernels.STATE_WORDS)
     assert regions[0].numel() == box.region_bytes()
