@@ -94,13 +94,8 @@ def _validate(
 ) -> None:
     if x.dtype not in HALF_OR_SINGLE:
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
-    if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
-        raise ValueError(
-            f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit: "
-            "[T, H], [E, 2I, H] and [E, H, I] are needed"
-        )
-    experts, hidden, inner = w2.shape
-    if w13.shape != (experts, 2 * inner, hidden) or x.shape[1] != hidden:
+    experts, hidden, inner = w2.shape if w2.dim() == 3 else (-1, -1, -1)  # which no other shape has
+    if x.shape[1:] != (hidden,) or w13.shape != (experts, 2 * inner, hidden):
         raise ValueError(
             f"{NAME}: x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} do not fit: "
             "[T, H], [E, 2I, H] and [E, H, I] are needed"
