@@ -20,7 +20,7 @@ _COMPILED_K = 8192
 # Where warps multiply alone, steps are longer if a consumer has many: none has with the one, all have with the other.
 _COMPILED_KS_BY_WARPS = (256, 2**18)
 # Of an H100: what a multiprocessor's programs share, and how many multiprocessors there are.
-_SHARED_BYTES, _SMS = 227 * 1024, 132
+_SHARED_BYTES, SMS = 227 * 1024, 132
 
 
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
@@ -69,8 +69,8 @@ def _shares(tiles: int, together: int) -> list[int]:
     """Numbers of programs that share the steps of so many tiles: multiples of the tiles, which cut all alike, and of
     the multiprocessors."""
     alike = [tiles * each for each in (2, 3, 4, 6, 8, 16)]
-    everywhere = [_SMS * each for each in range(1, together + 1)]
-    return [0, *(programs for programs in (*alike, *everywhere) if programs <= _SMS * together)]
+    everywhere = [SMS * each for each in range(1, together + 1)]
+    return [0, *(programs for programs in (*alike, *everywhere) if programs <= SMS * together)]
 
 
 def _cdna(m: int, k: int) -> list[Any]:
@@ -148,7 +148,7 @@ def compile_one(config: Any) -> None:
 def compiled_rows(config: Any, m: int) -> int:
     """m rows, or as many as a product with a weight of 512 rows has a tail with, if `config` has one: that comes only
     behind a wave, here of four tiles across N. A row more than that has."""
-    return _SMS // 4 * config.block_m + 1 if getattr(config, "tail_m", 0) else m
+    return SMS // 4 * config.block_m + 1 if getattr(config, "tail_m", 0) else m
 
 
 def backend(m: int, us: Mapping[str, float]) -> str:

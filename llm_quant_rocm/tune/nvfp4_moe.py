@@ -12,12 +12,11 @@ from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
-from llm_quant_rocm.tune.nvfp4_gemm import random_weight
+from llm_quant_rocm.tune.nvfp4_gemm import SMS, random_weight
 from llm_quant_rocm.tune.routed import Weights, heights_for, tuner
 
-# What a multiprocessor of Hopper has for all its programs, of which each takes 1 KiB more; and how many there are.
+# What a multiprocessor of Hopper has for all its programs, of which each takes 1 KiB more.
 _SHARED_BYTES = 228 * 1024
-_SMS = 132
 
 
 def candidates(device: hardware.Hardware, m: int, experts: int, topk: int, hidden: int, inner: int) -> list[PairConfig]:
@@ -61,9 +60,9 @@ def _hopper(block_m: int) -> list[Any]:
     if block_m <= 16:
         found += [_shared(block_m, *kind) for kind in ((64, 128, 2, 4), (128, 64, 2, 4), (128, 64, 4, 3))]
     if block_m == 8:
-        found += [Split(8, 4, _SMS), Split(8, 4, 2 * _SMS), Split(8, 2, 2 * _SMS)]
+        found += [Split(8, 4, SMS), Split(8, 4, 2 * SMS), Split(8, 2, 2 * SMS)]
     if block_m >= 32:
-        found.append(Split(block_m, 2, _SMS))
+        found.append(Split(block_m, 2, SMS))
     if block_m >= 64:
         found += [Large(block_m, block_n, 0) for block_n in (128, 256)]
     return found
@@ -78,7 +77,7 @@ def _shared(block_m: int, block_n: int, block_k: int, unroll: int, together: int
     # The sums change their layout by way of shared memory; barriers take less than 64 bytes.
     sums_bytes = block_m * block_n * 4 + 64
     stages = (_SHARED_BYTES // together - 1024 - sums_bytes) // group_bytes
-    return Config(block_m, block_n, block_k, together * _SMS, unroll, min(stages, 6))
+    return Config(block_m, block_n, block_k, together * SMS, unroll, min(stages, 6))
 
 
 def _cdna(heights: list[int]) -> list[Any]:
