@@ -122,6 +122,18 @@ class OnlineLayers:
             )
         return whole or (bool(shards) and all(shards))
 
+    def kind(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> str:
+        """LINEAR of a linear layer that is quantized; of another IGNORED, ROUTERS or EMBEDDINGS.
+
+        Raises:
+            ValueError: as of `is_ignored`.
+        """
+        if self.is_ignored(prefix, fused):
+            return IGNORED
+        if is_router(prefix):
+            return ROUTERS
+        return EMBEDDINGS if is_head(prefix) or is_embedding(prefix) else LINEAR
+
     def report(self, fused: Mapping[str, Sequence[str]]) -> None:
         """Log once what is quantized and what is not. Call it when the whole model exists."""
         if self._reported:

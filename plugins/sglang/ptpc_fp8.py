@@ -19,12 +19,8 @@ from llm_quant_rocm.checkpoint.online_layers import (
     IGNORED,
     LINEAR,
     NAME,
-    ROUTERS,
     OnlineLayers,
     already_quantized,
-    is_embedding,
-    is_head,
-    is_router,
     read_ignored_layers,
 )
 from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_inherited, with_common_fused
@@ -131,17 +127,11 @@ class PtpcFp8Config(QuantizationConfig):
         from llm_quant_rocm_sglang.ptpc_moe import PtpcFp8MoEMethod
 
         if isinstance(layer, LinearBase):
-            for kind, holds in (
-                (IGNORED, self.layers.is_ignored(prefix, self.packed_modules_mapping)),
-                (ROUTERS, is_router(prefix)),
-                (EMBEDDINGS, is_head(prefix) or is_embedding(prefix)),
-                (_ABSORBED, prefix.rpartition(".")[2] == "kv_b_proj"),
-            ):
-                if holds:
-                    self.layers.note(kind, prefix)
-                    return UnquantizedLinearMethod()
-            self.layers.note(LINEAR, prefix)
-            return PtpcFp8LinearMethod(self, prefix)
+            kind = self.layers.kind(prefix, self.packed_modules_mapping)
+            if kind == LINEAR and prefix.rpartition(".")[2] == "kv_b_proj":
+                kind = _ABSORBED
+            self.layers.note(kind, prefix)
+            return PtpcFp8LinearMethod(self, prefix) if kind == LINEAR else UnquantizedLinearMethod()
         if isinstance(layer, FusedMoE):
             if self.layers.is_ignored(prefix, self.packed_modules_mapping):
                 self.layers.note(IGNORED, prefix)

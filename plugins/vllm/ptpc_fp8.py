@@ -23,9 +23,6 @@ from llm_quant_rocm.checkpoint.online_layers import (
     ROUTERS,
     OnlineLayers,
     already_quantized,
-    is_embedding,
-    is_head,
-    is_router,
     read_ignored_layers,
 )
 
@@ -138,17 +135,11 @@ class PtpcFp8Config(QuantizationConfig):
 
         compile_key.begin()
         if isinstance(layer, LinearBase):
-            if self.layers.is_ignored(prefix, self.packed_modules_mapping):
-                self.layers.note(IGNORED, prefix)
-                return UnquantizedLinearMethod()
-            if isinstance(layer, GateLinear) or is_router(prefix):
-                self.layers.note(ROUTERS, prefix)
-                return UnquantizedLinearMethod()
-            if is_head(prefix) or is_embedding(prefix):
-                self.layers.note(EMBEDDINGS, prefix)
-                return UnquantizedLinearMethod()
-            self.layers.note(LINEAR, prefix)
-            return PtpcFp8LinearMethod(self, prefix)
+            kind = self.layers.kind(prefix, self.packed_modules_mapping)
+            if kind != IGNORED and isinstance(layer, GateLinear):
+                kind = ROUTERS
+            self.layers.note(kind, prefix)
+            return PtpcFp8LinearMethod(self, prefix) if kind == LINEAR else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             if self.layers.is_ignored(prefix, self.packed_modules_mapping):
                 self.layers.note(IGNORED, prefix)
