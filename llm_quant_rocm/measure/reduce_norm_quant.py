@@ -178,42 +178,6 @@ def calls_of_a_graph(call_ms: float) -> int:
     return max(2, min(_MOST_CALLS, int(_REPLAY_MS / call_ms)))
 
 
-class Measurement:
-    """Times calls of all ranks together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def time(self, call: Callable[[], object]) -> float:
-        """Microseconds a call, the same number on all ranks."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call()
-        torch.cuda.synchronize()
-        dist.barrier()
-        start.record()
-        for _ in range(3):
-            call()
-        end.record()
-        end.synchronize()
-        guess = slowest(start.elapsed_time(end) / 3, self.device)  # milliseconds, launches included
-        calls = calls_of_a_graph(guess)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks the driver meanwhile
-            for _ in range(calls):
-                call()
-        times = []
-        for turn in range(11):
-            torch.cuda.synchronize()
-            dist.barrier()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn:
-                times.append(start.elapsed_time(end) * 1e3 / calls)
-        return round(slowest(statistics.median(times), self.device), 2)
-
-
 class Cell:
     """One number of rows and columns: the operators to be timed."""
 
@@ -270,14 +234,43 @@ class Cell:
 
         return call
 
-    def measure(self, measurement: Measurement, codec: str | None) -> dict[str, float]:
-        us = {name: measurement.time(call) for name, call in self.all_reduces().items()}
+    def time(self, call: Callable[[], object]) -> float:
+        """Microseconds a call, the same number on all ranks."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        call()
+        torch.cuda.synchronize()
+        dist.barrier()
+        start.record()
+        for _ in range(3):
+            call()
+        end.record()
+        end.synchronize()
+        guess = slowest(start.elapsed_time(end) / 3, self.shared.device)  # milliseconds, launches included
+        calls = calls_of_a_graph(guess)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks the driver meanwhile
+            for _ in range(calls):
+                call()
+        times = []
+        for turn in range(11):
+            torch.cuda.synchronize()
+            dist.barrier()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                times.append(start.elapsed_time(end) * 1e3 / calls)
+        return round(slowest(statistics.median(times), self.shared.device), 2)
+
+    def measure(self, codec: str | None) -> dict[str, float]:
+        us = {name: self.time(call) for name, call in self.all_reduces().items()}
         best = min(us, key=us.__getitem__)
         reduce = self.all_reduces()[best]
-        us["separate"] = measurement.time(lambda: self.norm_and_quant(reduce()))
-        us["two_kernels"] = measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
+        us["separate"] = self.time(lambda: self.norm_and_quant(reduce()))
+        us["two_kernels"] = self.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
         for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
-            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+            us[name_of(algorithm, by)] = self.time(self.fused(algorithm, by))
         us["fused"] = min(us[name] for name in ("two_kernels", "one_shot", "two_shot") if name in us)
         chosen = self.ranks.plan.choose(self.nbytes)
         planned = name_of(chosen.algorithm, chosen.codec.name) if chosen.codec else "two_kernels"
@@ -286,24 +279,20 @@ class Cell:
         if codec and self.nbytes >= LEAST_CODEC_BYTES:
             memory = self.ranks.memory
             assert memory is not None
-            us[f"separate_{codec}"] = measurement.time(
-                lambda: self.norm_and_quant(memory.all_reduce(self.x, CODECS[codec]))
-            )
+            us[f"separate_{codec}"] = self.time(lambda: self.norm_and_quant(memory.all_reduce(self.x, CODECS[codec])))
         return us
 
-    def sweep(self, measurement: Measurement, codec: str | None) -> dict[str, float]:
+    def sweep(self, codec: str | None) -> dict[str, float]:
         """What can be chosen, and other launch configurations of it."""
-        reduces = {name: measurement.time(call) for name, call in self.all_reduces().items()}
+        reduces = {name: self.time(call) for name, call in self.all_reduces().items()}
         reduce = self.all_reduces()[min(reduces, key=reduces.__getitem__)]
-        us = {
-            "two_kernels": measurement.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))
-        }
+        us = {"two_kernels": self.time(lambda: ops.rms_norm_quant_fp8(reduce(), self.weight, 1e-6, self.residual))}
         for algorithm, by in choices(self.nbytes, self.ranks.world, codec):
-            us[name_of(algorithm, by)] = measurement.time(self.fused(algorithm, by))
+            us[name_of(algorithm, by)] = self.time(self.fused(algorithm, by))
             for threads, programs in CONFIGS if self.rows in CONFIGS_ROWS else ():
                 if _fits(threads, self.columns, by):
                     call = self.fused(algorithm, by, kernels.Config(threads, programs))
-                    us[f"{name_of(algorithm, by)} {threads}x{programs}"] = measurement.time(call)
+                    us[f"{name_of(algorithm, by)} {threads}x{programs}"] = self.time(call)
         return us
 
 
@@ -327,14 +316,13 @@ def _rank(
     symmetric_memory.rendezvous(shared, group)
     memory = QuickReduce.over(group, device, inbox_bytes, LOST_AFTER)
     ranks = groups.connect("tp", group, device, memory=memory)
-    measurement = Measurement(device)
     for width in columns:
         for count in rows:
             cell = Cell(count, width, ranks, shared, vllm_library is not None)
             if sweep:
-                us = cell.sweep(measurement, codec)
+                us = cell.sweep(codec)
             else:
-                us = cell.measure(measurement, codec)
+                us = cell.measure(codec)
                 us["speed_up"] = round(us["separate"] / us["fused"], 2)
             memory.check()
             report("row", {"rows": count, "columns": width, "us": us})
