@@ -45,10 +45,6 @@ def _fused_refusal(call: Call) -> str | None:
     return call.obstacle or _kernel_refusal(call)
 
 
-def _fused(ranks: Ranks, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
-    return ranks.reduce_norm_quant(x, residual, norm, target)
-
-
 def _triton(ranks: Ranks, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, target: Target) -> Result:
     from llm_quant_rocm.kernels.reduce_norm_quant import norm_quant
 
@@ -67,7 +63,7 @@ def _reference(ranks: Ranks, x: torch.Tensor, residual: torch.Tensor | None, nor
 
 
 BACKENDS = (
-    Backend("fused", _fused_refusal, _fused),
+    Backend("fused", _fused_refusal, Ranks.reduce_norm_quant),
     Backend("triton", _kernel_refusal, _triton),
     Backend("reference", lambda call: None, _reference),
 )
