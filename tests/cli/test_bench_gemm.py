@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm_quant_rocm import provenance, timing
+from llm_quant_rocm import ops, provenance, timing
 from llm_quant_rocm.cli._app import app
 from llm_quant_rocm.cli.bench.gemm import BASE, TOLERANCE, measure, panels, products, table
 
@@ -39,9 +39,7 @@ def test_everyone_is_right_and_rows_say_so(clock: None) -> None:
 
 
 def test_a_wrong_result_is_not_timed(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The package has a function of the module's name.
-    module = import_module("llm_quant_rocm.cli.bench.gemm")
-    monkeypatch.setattr(module, "_nvfp4", lambda weight, prefill, x: torch.zeros(x.shape[0], N))
+    monkeypatch.setattr(ops, "nvfp4_gemm", lambda x, weight, prefill: torch.zeros(x.shape[0], N))
     (row,) = measure("layer", N, K, (4,), torch.device("cpu"), {})
     assert "nvfp4_gemm" not in row["us"]
     assert "relative error 1.0 exceeds 0.12" in row["failed"]["nvfp4_gemm"]
@@ -80,11 +78,12 @@ def test_a_panel_for_each_who_was_timed_and_a_line_a_layer() -> None:
 def test_the_command_prints_draws_and_names_the_row_that_failed(
     clock: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # The package has a function of the module's name.
     module = import_module("llm_quant_rocm.cli.bench.gemm")
     monkeypatch.setattr(module, "require_gpu", lambda: None)
     monkeypatch.setattr(module, "layers_of", lambda *arguments: {"tiny": (N, K)})
     monkeypatch.setattr(module, "measure", lambda *a: measure(*a[:4], torch.device("cpu"), a[5]))
-    monkeypatch.setattr(module, "_nvfp4", lambda weight, prefill, x: torch.zeros(x.shape[0], N))
+    monkeypatch.setattr(ops, "nvfp4_gemm", lambda x, weight, prefill: torch.zeros(x.shape[0], N))
     monkeypatch.setattr(provenance, "environment", lambda: {"device": "a GPU", "commit": "abc", "date": "today"})
     command = partial(CliRunner().invoke, app)
     plot = tmp_path / "gemm.png"

@@ -96,13 +96,13 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
     from llm_quant_rocm.formats import nvfp4
 
     found: dict[str, list[Product]] = {
-        BASE: [partial(_linear, weight) for weight in dense],
-        "ptpc_linear": [partial(_ptpc, *_prepared_ptpc(weight)) for weight in dense],
+        BASE: [partial(torch.nn.functional.linear, weight=weight) for weight in dense],
+        "ptpc_linear": [_ptpc(weight) for weight in dense],
     }
     try:
         prepared = [ops.prepare_nvfp4_weight(nvfp4.quantize(weight)) for weight in dense]
         for name, prefill in (("nvfp4_gemm", "exact"), ("nvfp4_gemm_fp8", "fp8")):
-            found[name] = [partial(_nvfp4, weight, prefill) for weight in prepared]
+            found[name] = [partial(ops.nvfp4_gemm, weight=weight, prefill=prefill) for weight in prepared]
     except ValueError as error:
         absent["nvfp4_gemm"] = str(error)
     if torch.version.hip:
@@ -118,30 +118,12 @@ def products(dense: "list[torch.Tensor]", absent: dict[str, str]) -> "dict[str, 
     return found
 
 
-def _linear(weight: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
-    import torch
-
-    return torch.nn.functional.linear(x, weight)
-
-
-def _prepared_ptpc(weight: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor, str]":
+def _ptpc(weight: "torch.Tensor") -> "Product":
     from llm_quant_rocm import ops
 
     codes, scale = ops.per_token_quant_fp8(weight)
     codes, layout = ops.prepare_ptpc_weight(codes)
-    return codes, scale, layout
-
-
-def _ptpc(codes: "torch.Tensor", scale: "torch.Tensor", layout: str, x: "torch.Tensor") -> "torch.Tensor":
-    from llm_quant_rocm import ops
-
-    return ops.ptpc_linear(x, codes, scale, layout=layout)
-
-
-def _nvfp4(weight: Any, prefill: str, x: "torch.Tensor") -> "torch.Tensor":
-    from llm_quant_rocm import ops
-
-    return ops.nvfp4_gemm(x, weight, prefill=prefill)
+    return partial(ops.ptpc_linear, wq=codes, wscale=scale, layout=layout)
 
 
 def _vllm_fp8(vllm_ops: Any, codes: "torch.Tensor", scale: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
