@@ -234,6 +234,10 @@ def test_older_compressed_tensors_describe_it_under_another_key(
             COMPRESSED | {"config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS | {"group_size": 32}}}},
             r"g \(Linear\) has group_size 32",
         ),
+        (
+            mixed(**{"a": "FP8", "backbone.embeddings": "W4A16_NVFP4"}),
+            "backbone.embeddings is in W4A16_NVFP4, and vLLM reads embeddings in 16 bits: export",
+        ),
         (FLAT | {"activations": "fp8"}, "ACTIVATIONS .* is 16bit or nvfp4, not 'fp8'"),
         ({"quant_method": "gptq"}, "serves no checkpoint"),
     ],
@@ -241,6 +245,11 @@ def test_older_compressed_tensors_describe_it_under_another_key(
 def test_configurations_that_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NvFp4Config.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["embed_vision.embedding_projection", "lm_head", "embed_tokens_proj.fc"])
+def test_layers_that_are_no_tables_of_tokens(name: str) -> None:
+    assert NvFp4Config.from_config(mixed(**{f"model.{name}": "NVFP4"})).options == Options()
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
