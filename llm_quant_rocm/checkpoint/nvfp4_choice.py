@@ -34,8 +34,8 @@ class LayerChoice:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
+        # Those that `report` has not named yet.
         self._layers: defaultdict[str, list[str]] = defaultdict(list)
-        self._reported = False
 
     def choose(
         self,
@@ -73,10 +73,11 @@ class LayerChoice:
         return method
 
     def report(self, options: Options) -> None:
-        """Log once what is served and what is not. Call it when the whole model exists."""
-        if not self._reported:
-            self._reported = True
+        """Log once what is served and what is not. Call it when the whole model exists; layers that predict further
+        tokens, which an engine makes later as a model of their own, get a line of their own."""
+        if self._layers:
             logger.info(summary(self._layers, options))
+            self._layers.clear()
 
 
 class ModelOptExclusions:

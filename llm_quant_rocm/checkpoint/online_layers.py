@@ -94,6 +94,7 @@ class OnlineLayers:
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
         self.ignored = list(ignored)
+        # Those that `report` has not named yet.
         self._layers: defaultdict[str, list[str]] = defaultdict(list)
         self._reported = False
 
@@ -135,14 +136,15 @@ class OnlineLayers:
         return EMBEDDINGS if is_head(prefix) or is_embedding(prefix) else LINEAR
 
     def report(self, fused: Mapping[str, Sequence[str]]) -> None:
-        """Log once what is quantized and what is not. Call it when the whole model exists."""
-        if self._reported:
+        """Log once what is quantized and what is not. Call it when the whole model exists; layers that predict further
+        tokens, which an engine makes later as a model of their own, get a line of their own."""
+        layers, self._layers = self._layers, defaultdict(list)
+        if not layers:
             return
-        self._reported = True
-        quantized = [f"{len(self._layers[kind])} {kind}" for kind in (LINEAR, EXPERTS) if self._layers[kind]]
+        quantized = [f"{len(layers[kind])} {kind}" for kind in (LINEAR, EXPERTS) if layers[kind]]
         left = [
             f"{len(names)} {kind} ({_abbreviate(names)})"
-            for kind, names in self._layers.items()
+            for kind, names in layers.items()
             if names and kind not in (LINEAR, EXPERTS)
         ]
         logger.info(
@@ -151,10 +153,15 @@ class OnlineLayers:
             " and ".join(quantized) or "nothing",
             "; ".join(left) or "none",
         )
-        seen = [name for prefix in self._layers[IGNORED] for name in _names(prefix, fused)]
+        if self._reported:
+            return
+        self._reported = True
+        seen = [name for prefix in layers[IGNORED] for name in _names(prefix, fused)]
         for entry in self.ignored:
             if not any(_matches(entry, name) for name in seen):
-                logger.warning("%s: ignored_layers names %r, which no layer of this process matches", NAME, entry)
+                logger.warning(
+                    "%s: ignored_layers names %r, which no layer of this process matches so far", NAME, entry
+                )
 
 
 def _names(prefix: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
