@@ -10,6 +10,7 @@ import torch
 
 from llm_quant_rocm.checkpoint.linear_tensors import UNQUANTIZED, another_dtype, refuse_other_shape
 from llm_quant_rocm.checkpoint.nvfp4_tensors import Piece, TensorNames, input_global_scale
+from llm_quant_rocm.checkpoint.online import refuse_missing
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 
 # The parameters' stems, and which of an expert's projections each holds, by engines' names, in the order of their rows.
@@ -201,11 +202,8 @@ class ExpertTensors:
             number = self._experts.whole(expert)
             for index, shard in enumerate(shards):
                 name = self._experts.name(number, shard)
-                for tensor in (names.codes, names.scales, names.global_scale):
-                    if (tensor, number, shard) not in self._arrived:
-                        raise ValueError(
-                            f"{name}.{tensor} is missing from the checkpoint: fetch or export the checkpoint again"
-                        )
+                wanted = (names.codes, names.scales, names.global_scale)
+                refuse_missing(f"{name}.{tensor}" for tensor in wanted if (tensor, number, shard) not in self._arrived)
                 yield Piece(
                     f"{name}.weight", (expert, slice(index * rows, (index + 1) * rows)), global_scale[expert, index]
                 )
