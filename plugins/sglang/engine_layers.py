@@ -2,7 +2,7 @@
 """SGLang's classes of layers and parameters, for the library's loaders of checkpoint tensors; its groups."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -89,6 +89,18 @@ def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
     for name, param in layer.named_parameters(recurse=False):
         if not hasattr(param, "weight_loader"):
             param.weight_loader = refusing_again(f"{prefix}.{name}")  # type: ignore[attr-defined]
+
+
+def once(prepare: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A method's `process_weights_after_loading`, for layers that are not served yet. SGLang prepares all of them again
+    at the end of a session of updates (`end_weight_update`), each of which was refused."""
+
+    @wraps(prepare)
+    def process(method: Any, layer: Any) -> None:
+        if getattr(layer, "_derived_weight_cache_error", None) is None:
+            prepare(method, layer)
+
+    return process
 
 
 def hide_codes(layer: Any) -> torch.dtype:

@@ -15,6 +15,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     hide_codes,
     hide_codes_to_come,
     is_dummy,
+    once,
     refuse_updates,
     warm_up,
 )
@@ -63,6 +64,7 @@ class Fp8LinearMethod(LinearMethodBase):
         )
         hide_codes_to_come(layer, self.prefix)
 
+    @once
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         self.linear.finish(layer)

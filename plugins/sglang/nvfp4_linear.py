@@ -15,6 +15,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     hide_codes,
     hide_codes_to_come,
     is_dummy,
+    once,
     refuse_updates,
     warm_up,
 )
@@ -66,6 +67,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.is_decoded = True
 
+    @once
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         if not self.is_absorbed:

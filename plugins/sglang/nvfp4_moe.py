@@ -10,7 +10,7 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
-from llm_quant_rocm_sglang.engine_layers import is_dummy, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import is_dummy, once, refuse_updates
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
     def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
         """None is made: our operator runs."""
 
+    @once
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
         self.experts.finish(layer)

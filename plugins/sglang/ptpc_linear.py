@@ -21,6 +21,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     group_of,
     hide_codes,
     loads_tensors,
+    once,
     refuse_updates,
     warm_up,
 )
@@ -116,6 +117,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         layer.weight.weight_loader = refusing_again(name)
         layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
 
+    @once
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         self.config.report()
         if self.arriving is None:

@@ -15,7 +15,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, once, refuse_updates
 from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
     def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
         """None is made: our operator runs."""
 
+    @once
     def process_weights_after_loading(self, layer: FusedMoE) -> None:
         self.config.report()
         for name in ("w13_weight", "w2_weight"):

@@ -283,6 +283,7 @@ def test_what_mla_absorbs_is_decoded(
             parameter.weight_loader(parameter, tensors[part])
         assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
     method.process_weights_after_loading(layer)
+    method.process_weights_after_loading(layer)  # which /end_weight_update has it do again
     assert (layer.weight.dtype == torch.bfloat16) is is_absorbed
     assert f"{name} was prepared for its kernels" in layer._derived_weight_cache_error
     if last is None:
@@ -327,6 +328,8 @@ def test_fp8_codes_on_rocm_are_no_e4m3(hip: str | None, monkeypatch: pytest.Monk
         layer.ptpc_layout = "row"  # type: ignore[assignment]
 
     monkeypatch.setattr(method.linear, "finish", finish)
+    method.process_weights_after_loading(layer)
+    monkeypatch.delattr(method.linear, "finish")
     method.process_weights_after_loading(layer)
     assert layer.weight.dtype == (torch.int8 if hip else torch.float8_e4m3fn)
     found = method.apply(layer, torch.eye(64).bfloat16()).t()
