@@ -150,6 +150,8 @@ class NvFp4Config(QuantizationConfig):
 
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
+            if prefix.endswith("shared_head.head"):  # a draft's (MTP): it is the target's
+                return None
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, FusedMoE)

@@ -467,6 +467,12 @@ def test_an_output_head_that_its_model_gives_no_name(kept: bool, monkeypatch: py
     assert kept or served.prefix == "lm_head"  # what messages call it
 
 
+def test_a_draft_shares_the_output_head_of_its_target() -> None:
+    """As MTP of DeepSeek and GLM does: SGLang puts the target's there when the draft is loaded."""
+    config = NvFp4Config.from_config(_W4A16 | {"ignore": ["lm_head", "model.layers.61*"]})
+    assert config.get_quant_method(object.__new__(ParallelLMHead), "model.shared_head.head") is None
+
+
 @pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
 @pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
 def test_one_format_for_all_layers(kind: type, ignore: list[str], algorithm: str | None) -> None:
