@@ -47,14 +47,6 @@ def expert_names(layer: RoutedExperts, prefix: str) -> ExpertNames:
     return ExpertNames(lambda expert, shard: f"{prefix}.{expert}.{projections[shard]}", local, whole)
 
 
-def expert_map(layer: RoutedExperts) -> torch.Tensor | None:
-    """This rank's number of every expert of the checkpoint, or -1; None where all are here.
-
-    The property `expert_map` is a 0/1 mask instead where aiter's kernels are switched on.
-    """
-    return layer._expert_map
-
-
 class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
     """Serves the routed experts of one layer by one of our operators.
 
@@ -125,7 +117,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
             topk_ids,
             activation=self.moe.activation.value,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            expert_map=expert_map(layer),
+            expert_map=layer._expert_map,  # its property is a mask of 0 and 1 where aiter's kernels are switched on
             padding=places,
         )
 

@@ -13,7 +13,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
 from llm_quant_rocm_vllm import experts as experts_of_vllm
 from llm_quant_rocm_vllm import padding
-from llm_quant_rocm_vllm.experts import expert_map, lacking
+from llm_quant_rocm_vllm.experts import lacking
 from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
@@ -89,25 +89,20 @@ def test_fp8_layers_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         Fp8LinearMethod(SimpleNamespace(), "mlp.up_proj")  # type: ignore[arg-type]
 
 
-def test_the_map_is_no_mask() -> None:
-    """Where aiter's kernels are switched on, vLLM's property of the map is a mask of 0 and 1."""
-    whole, mask = torch.tensor([-1, -1, 0, 1]), torch.tensor([0, 0, 1, 1])
-    layer: Any = SimpleNamespace(_expert_map=whole, expert_map=mask)
-    assert expert_map(layer) is whole
-
-
 @pytest.mark.parametrize("to_find", [True, False])
 @pytest.mark.parametrize("on_input", [True, False])
 def test_what_the_operator_is_told_of_a_call(on_input: bool, to_find: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where aiter's kernels are switched on, vLLM's property of the map is a mask of 0 and 1."""
     monkeypatch.setattr(padding, "places", lambda tokens: f"of {tokens}")
     method: Any = object.__new__(NvFp4MoEMethod)
     method.moe, method._padding_is_to_find = experts(activation=SimpleNamespace(value="gelu")), to_find
     method.compute = lambda layer, x, weights, ids, **options: options
-    layer: Any = SimpleNamespace(_expert_map=torch.tensor([-1, 0]), apply_router_weight_on_input=on_input)
+    whole, mask = torch.tensor([-1, -1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    layer: Any = SimpleNamespace(_expert_map=whole, expert_map=mask, apply_router_weight_on_input=on_input)
     assert method.apply(layer, torch.ones(3, 4), None, None, None, None) == {
         "activation": "gelu",
         "apply_router_weight_on_input": on_input,
-        "expert_map": layer._expert_map,
+        "expert_map": whole,
         "padding": "of 3" if to_find else None,
     }
 
