@@ -67,7 +67,8 @@ class QuantizedAllReduce:
             super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)  # type: ignore[call-arg]
         if unique_name.split(":")[0] == "tp":
             self.quantized = connect(self, settings)
-        if self.quantized is not None and not _vllm_quick_reduce_serves(self):
+        vllms = getattr(self, "qr_comm", None)
+        if self.quantized is not None and (vllms is None or vllms.disabled):
             # Read by vLLM's fusion of the all-reduce with AITER's RMSNorm, which may otherwise send what is ours.
             self.qr_comm = self.quantized
             self._aiter_qr_rmsnorm_comm = False  # no AITER kernel of its own for codecs that it does not know
@@ -146,11 +147,6 @@ def _custom(communicator: Any) -> Any:
     if getattr(communicator, "use_aiter_allreduce", False):
         custom = communicator.aiter_ar_comm or custom
     return custom
-
-
-def _vllm_quick_reduce_serves(communicator: Any) -> bool:
-    theirs = getattr(communicator, "qr_comm", None)
-    return theirs is not None and not theirs.disabled
 
 
 @contextmanager
