@@ -55,7 +55,9 @@ class Reader:
         refuse_dead_links(folder.iterdir())
         if quantization_of(folder, self.config) is not None:
             raise ValueError(f"{folder} is quantized already: start from the 16-bit checkpoint it was made of")
-        expected = self._index()
+        index = folder / INDEX
+        # Where there is an index, what it names alone: a folder may hold the weights twice.
+        expected = read_index(index) if index.is_file() else {}
         files = {folder / file: self._tensors(file) for file in sorted(set(expected.values())) or self._files()}
         refuse_twice(files)
         self.tensors = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
@@ -82,11 +84,6 @@ class Reader:
             "config": hashlib.sha256((self._folder / "config.json").read_bytes()).hexdigest(),
             "files": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in files.items()},
         }
-
-    def _index(self) -> dict[str, str]:
-        """The file of every tensor, where an index says so (a folder may hold the weights twice); otherwise nothing."""
-        index = self._folder / INDEX
-        return read_index(index) if index.is_file() else {}
 
     def _files(self) -> list[str]:
         names = files_without_index(self._folder)
