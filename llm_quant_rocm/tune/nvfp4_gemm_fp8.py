@@ -21,19 +21,17 @@ _COMPILED = (320, 512, 8192)
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them unless it is the exact product."""
     default = kernels_of(device.arch).default_fp8_config(m, n, k, device)
-    decoding = _decoding(m, n, k) if device.arch == "sm_90" else []
+    decoding = []
+    if device.arch == "sm_90":
+        from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import configs
+
+        decoding = configs(m, n, k, fp8=True)
     by_count = {-(-n * k // values): Expanded(values) for values in reversed(_SLICES)}
     # The vendor's product wants a weight of a multiple of 16 rows; slices have at least 128 of them.
     expanding = [config for count, config in by_count.items() if n % 16 == 0 and count <= max(1, n // 128)]
     # The slices that serve where nobody measured are among them, whoever is estimated to win.
     plain = [Expanded()] if expanding else []
     return list(dict.fromkeys([*([default] if default else []), *plain, *decoding, *expanding]))
-
-
-def _decoding(m: int, n: int, k: int) -> list[Any]:
-    from llm_quant_rocm.kernels.nvfp4_wgmma_large_tiles import configs
-
-    return configs(m, n, k, fp8=True)
 
 
 class Fp8Workload(NvFp4Workload):
