@@ -4,10 +4,13 @@
 PYTHONPATH=tests/engine_sglang/stand_ins:.venv/sglang .venv/bin/python -m pytest tests/engine_sglang
 """
 
+import inspect
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,6 +35,27 @@ IMPORTED = (
     "sglang.srt.managers.detokenizer_manager",
 )
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
+
+
+def share(
+    monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, kv_rank: int | None = None, kv_ranks: int | None = None
+) -> dict[str, Any]:
+    """The arguments that give a linear layer one rank's share, if need be another one of k and v, in the words of this
+    version of SGLang."""
+    from sglang.srt.layers import linear
+
+    known = inspect.signature(linear.QKVParallelLinear).parameters
+    if "parallel_group" in known:  # newer than 0.5.21
+        places = {"attn_tp": (rank, ranks), "tp": (kv_rank, kv_ranks)}
+        groups = {name: SimpleNamespace(rank_in_group=at, world_size=size) for name, (at, size) in places.items()}
+        monkeypatch.setattr(linear, "_resolve_linear_group", groups.get)
+        return {"parallel_group": "attn_tp"} | ({"kv_parallel_group": "tp"} if kv_ranks else {})
+    arguments = {"tp_rank": rank, "tp_size": ranks}
+    if kv_ranks and "kv_tp_rank" in known:
+        arguments |= {"kv_tp_rank": kv_rank, "kv_tp_size": kv_ranks}
+    elif kv_ranks and (kv_rank, kv_ranks) != (rank, ranks):
+        pytest.skip("this SGLang shares k and v out as q")
+    return arguments
 
 
 def pytest_configure(config: pytest.Config) -> None:

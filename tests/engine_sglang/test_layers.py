@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import DEMO
+from conftest import DEMO, share
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -426,7 +426,7 @@ def test_a_projection_that_is_fused_on_disk(kv_ranks: int, monkeypatch: pytest.M
         kv_rank = rank * kv_ranks // 4
         layer: Any = QKVParallelLinear(
             64, 16, 4, 2, bias=False, quant_config=config, prefix="self_attn.qkv_proj",
-            tp_rank=rank, tp_size=4, kv_tp_rank=kv_rank, kv_tp_size=kv_ranks,
+            **share(monkeypatch, rank, 4, kv_rank, kv_ranks),
         )  # fmt: skip
         for rows in (112, 144):
             with pytest.raises(ValueError, match=r"^self_attn\.qkv_proj\.weight has shape .* needs \(128, 32\)"):

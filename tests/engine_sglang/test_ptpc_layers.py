@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import share
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
@@ -97,12 +98,13 @@ def test_tensors_of_another_shape(in_pieces: bool, kv_ranks: int, monkeypatch: p
     Of four ranks several have the same heads of k and v. On a CPU it pads layers, whose tensors are shorter."""
     monkeypatch.setattr(ptpc_linear, "loads_tensors", lambda: in_pieces)
     monkeypatch.setattr(ptpc_linear, "device_type", lambda: "cuda")
-    config, options = PtpcFp8Config(), {"bias": False, "params_dtype": torch.bfloat16, "tp_rank": 3, "tp_size": 4}
+    config, options = PtpcFp8Config(), {"bias": False, "params_dtype": torch.bfloat16}
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     qkv: Any = QKVParallelLinear(
-        64, 16, 4, 2, quant_config=config, prefix="self_attn.qkv_proj", kv_tp_rank=kv_ranks - 1, kv_tp_size=kv_ranks,
-        **options,
+        64, 16, 4, 2, quant_config=config, prefix="self_attn.qkv_proj",
+        **options, **share(monkeypatch, 3, 4, kv_ranks - 1, kv_ranks),
     )  # fmt: skip
+    options |= share(monkeypatch, 3, 4)
     down: Any = RowParallelLinear(64, 32, quant_config=config, prefix="mlp.down_proj", **options)
     for layer, name, rows, shard in (
         (qkv, "self_attn.qkv_proj", 128, ()),
@@ -131,7 +133,7 @@ def test_shapes_that_others_know(own: bool, presharded: bool, monkeypatch: pytes
     monkeypatch.setattr(ptpc_linear, "device_type", lambda: "cuda")
     layer: Any = RowParallelLinear(
         64, 32, bias=False, params_dtype=torch.bfloat16, quant_config=PtpcFp8Config(), prefix="mlp.down_proj",
-        tp_rank=1, tp_size=2, use_presharded_weights=presharded,
+        use_presharded_weights=presharded, **share(monkeypatch, 1, 2),
     )  # fmt: skip
     if own:
         layer.weight._weight_loader = lambda param, loaded_weight: param.data.copy_(loaded_weight)
