@@ -21,8 +21,8 @@ from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
-# Tables of tokens; gemma's embedding_projection is a linear layer.
-_EMBEDDING = re.compile(r"(^|\.)(\w*embed_tokens\w*|\w*embeddings?|wte)$")
+# Tables of tokens; gemma's embedding_projection and some patch_embedding are linear layers.
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens\w*|((word|tok)_)?embeddings?|wte)$")
 
 
 class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):

@@ -247,7 +247,9 @@ def test_configurations_that_are_refused(config: dict[str, Any], words: str) -> 
         NvFp4Config.from_config(config)
 
 
-@pytest.mark.parametrize("name", ["embed_vision.embedding_projection", "lm_head", "embed_tokens_proj.fc"])
+@pytest.mark.parametrize(
+    "name", ["embed_vision.embedding_projection", "lm_head", "vision.patch_embedding", "embed_tokens_proj.fc"]
+)
 def test_layers_that_are_no_tables_of_tokens(name: str) -> None:
     assert NvFp4Config.from_config(mixed(**{f"model.{name}": "NVFP4"})).options == Options()
 
