@@ -11,6 +11,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import get_bool_env_var, is_cuda, is_hip
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
@@ -24,6 +25,32 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 # Models that leave the routed scaling factor to the experts on every platform. DeepSeek's and GLM's multiply by it
 # themselves where there is no CUDA.
 _LEAVE_THE_FACTOR = ("Bailing", "KimiLinear", "LLaDA2")
+
+
+class ExpertsMethod(FusedMoEMethodBase):
+    """Serves routed experts by one of our operators, which is no kernel of SGLang's runners.
+
+    Attributes:
+        prefix: SGLang's name of the layer.
+        runner: SGLang reads it.
+    """
+
+    prefix: str
+    runner = None
+
+    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
+        """None is made: our operator runs."""
+
+    def get_triton_quant_info(self, layer: FusedMoE) -> Any:
+        """Asked for by adapters, which have SGLang's own kernels compute the experts between theirs.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.prefix}: LoRA adapters of routed experts are not served over quantized ones: serve adapters of "
+            "attention alone (--lora-target-modules), or the checkpoint in 16 bits"
+        )
 
 
 def lacking(layer: FusedMoE) -> str | None:

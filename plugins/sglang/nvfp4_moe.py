@@ -6,25 +6,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
 from llm_quant_rocm_sglang.engine_layers import is_dummy, once, refuse_updates
-from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
+from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 
-class NvFp4MoEMethod(FusedMoEMethodBase):
+class NvFp4MoEMethod(ExpertsMethod):
     """Serves the routed experts of one layer by `NvFp4Experts`.
 
     Raises:
         NotImplementedError: the layer needs something that the operator has not.
     """
-
-    runner = None  # which SGLang reads: ours are no kernels of its runners
 
     def __init__(self, config: "NvFp4Config", layer: FusedMoE, prefix: str) -> None:
         self.config = config
@@ -66,9 +63,6 @@ class NvFp4MoEMethod(FusedMoEMethodBase):
                 f"{shared} is not NVFP4, and SGLang makes it one of the routed experts, which are: serve with "
                 "--disable-shared-experts-fusion"
             )
-
-    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
-        """None is made: our operator runs."""
 
     @once
     def process_weights_after_loading(self, layer: FusedMoE) -> None:

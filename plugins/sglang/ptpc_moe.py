@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.distributed.parallel_state import get_moe_tp_group
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import set_weight_attrs
 
 from llm_quant_rocm import ops
@@ -16,13 +15,13 @@ from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
 from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, once, refuse_updates
-from llm_quant_rocm_sglang.experts import combined, expert_names, lacking, routing, warm_up
+from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
     from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
 
-class PtpcFp8MoEMethod(FusedMoEMethodBase):
+class PtpcFp8MoEMethod(ExpertsMethod):
     """Serves the routed experts of one layer, which come to life and are quantized as in `PtpcFp8LinearMethod`.
 
     The served layer holds `w13_weight` [E, 2I, H] (gate rows, then up rows) and `w2_weight` [E, H, I], E4M3, with
@@ -31,8 +30,6 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
     Raises:
         NotImplementedError: the layer needs something that the operator has not.
     """
-
-    runner = None  # which SGLang reads: ours are no kernels of its runners
 
     def __init__(self, config: "PtpcFp8Config", layer: FusedMoE, prefix: str) -> None:
         self.config = config
@@ -122,9 +119,6 @@ class PtpcFp8MoEMethod(FusedMoEMethodBase):
         final = load if loads_tensors() else loader
         set_weight_attrs(weight, {"weight_loader": refusing_other_dtypes(final, name_of_tensor, arrives)})
         layer.register_parameter(name, weight)
-
-    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: Any) -> None:
-        """None is made: our operator runs."""
 
     @once
     def process_weights_after_loading(self, layer: FusedMoE) -> None:

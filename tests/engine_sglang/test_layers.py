@@ -13,6 +13,7 @@ import torch
 from conftest import DEMO, share
 from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, ReplicatedLinear
+from sglang.srt.layers.moe import MoeRunnerConfig
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
@@ -20,6 +21,7 @@ from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.server_args import prepare_server_args
 
@@ -465,6 +467,15 @@ def test_an_output_head_that_its_model_gives_no_name(kept: bool, monkeypatch: py
     served = config.get_quant_method(object.__new__(ParallelLMHead), "")
     assert isinstance(served, nvfp4_linear.NvFp4LinearMethod) is not kept
     assert kept or served.prefix == "lm_head"  # what messages call it
+
+
+@pytest.mark.parametrize("kind", [nvfp4_moe.NvFp4MoEMethod, PtpcFp8MoEMethod])
+def test_experts_take_no_adapters(kind: type) -> None:
+    """SGLang's layer of adapters asks their method what its own kernels need to know."""
+    layer: Any = MagicMock(quant_method=object.__new__(kind), runner=None, moe_runner_config=MoeRunnerConfig())
+    layer.quant_method.prefix = "model.layers.0.mlp.experts"
+    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.experts: LoRA adapters of routed experts are not"):
+        FusedMoEWithLoRA(layer, MagicMock())
 
 
 def test_a_draft_shares_the_output_head_of_its_target() -> None:
