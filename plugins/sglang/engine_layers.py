@@ -79,7 +79,7 @@ def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[s
     return {**_COMMON_FUSED, **(fused or {})}
 
 
-def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
+def _refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
     """Has SGLang refuse what is to be loaded later (`update_weights_from_disk` and its kin) into a model with `layer`.
 
     From 0.5.21 on it asks layers before it loads anything. Before, and where somebody loads without asking, the
@@ -92,13 +92,14 @@ def refuse_updates(layer: torch.nn.Module, prefix: str) -> None:
 
 
 def once(prepare: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """A method's `process_weights_after_loading`, for layers that are not served yet. SGLang prepares all of them again
-    at the end of a session of updates (`end_weight_update`), each of which was refused."""
+    """A method's `process_weights_after_loading`: a layer is prepared once, and takes no updates from then on. SGLang
+    prepares all of them again at the end of a session of updates (`end_weight_update`), each of which was refused."""
 
     @wraps(prepare)
     def process(method: Any, layer: Any) -> None:
         if getattr(layer, "_derived_weight_cache_error", None) is None:
             prepare(method, layer)
+            _refuse_updates(layer, method.prefix)
 
     return process
 

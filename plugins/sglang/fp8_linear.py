@@ -16,7 +16,6 @@ from llm_quant_rocm_sglang.engine_layers import (
     hide_codes_to_come,
     is_dummy,
     once,
-    refuse_updates,
     warm_up,
 )
 
@@ -70,7 +69,6 @@ class Fp8LinearMethod(LinearMethodBase):
         self.linear.finish(layer)
         self.codes = hide_codes(layer)
         warm_up(layer, self)
-        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)

@@ -16,7 +16,6 @@ from llm_quant_rocm_sglang.engine_layers import (
     hide_codes_to_come,
     is_dummy,
     once,
-    refuse_updates,
     warm_up,
 )
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
@@ -76,7 +75,6 @@ class NvFp4LinearMethod(LinearMethodBase):
             warm_up(layer, self)
         elif not self.is_decoded:
             self.decode(layer)
-        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_absorbed:

@@ -9,7 +9,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
-from llm_quant_rocm_sglang.engine_layers import is_dummy, once, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import is_dummy, once
 from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class NvFp4MoEMethod(ExpertsMethod):
         self.config.report()
         self.experts.finish(layer)
         warm_up(layer, self.experts.product, self.dtype, self.prefix)
-        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
         """This rank's share of the routed experts' output. The model runs shared experts itself."""

@@ -22,7 +22,6 @@ from llm_quant_rocm_sglang.engine_layers import (
     hide_codes,
     loads_tensors,
     once,
-    refuse_updates,
     warm_up,
 )
 
@@ -125,7 +124,6 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         else:
             refuse_missing(self.names.of_shard(number) for number in self.arriving.finish())
         warm_up(layer, self)
-        refuse_updates(layer, self.prefix)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)

@@ -14,7 +14,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, once, refuse_updates
+from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, once
 from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -134,7 +134,6 @@ class PtpcFp8MoEMethod(ExpertsMethod):
             if not self.arriving[name].is_quantized:
                 refuse_missing(names or [f"{self.prefix}.{name}"])
         warm_up(layer, self.product, self.dtype, self.prefix)
-        refuse_updates(layer, self.prefix)
 
     def quantize(self, layer: FusedMoE, name: str, weight: torch.Tensor, amax: torch.Tensor | None = None) -> None:
         """Puts the parameter `name` in FP8 in its place. `amax` as `quantize_weight` takes it."""

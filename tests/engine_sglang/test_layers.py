@@ -469,6 +469,17 @@ def test_an_output_head_that_its_model_gives_no_name(kept: bool, monkeypatch: py
     assert kept or served.prefix == "lm_head"  # what messages call it
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [Fp8LinearMethod, PtpcFp8LinearMethod, PtpcFp8MoEMethod, nvfp4_linear.NvFp4LinearMethod, nvfp4_moe.NvFp4MoEMethod],
+)
+def test_a_served_layer_is_not_prepared_again(kind: Any) -> None:
+    """As SGLang would have it at the end of a session of updates, each of which was refused."""
+    layer = torch.nn.Module()
+    engine_layers.once(lambda method, layer: None)(SimpleNamespace(prefix="mlp.experts"), layer)
+    object.__new__(kind).process_weights_after_loading(layer)  # which has nothing to prepare it with
+
+
 @pytest.mark.parametrize("kind", [nvfp4_moe.NvFp4MoEMethod, PtpcFp8MoEMethod])
 def test_experts_take_no_adapters(kind: type) -> None:
     """SGLang's layer of adapters asks their method what its own kernels need to know."""
