@@ -55,7 +55,7 @@ def variants(
     """For every step of the experts, the calls to time over rotating operands."""
     device = hardware.detect(torch.device("cuda"))
     slots = tokens * topk
-    block_m = default_config(device, slots, experts).block_m
+    block_m = default_config(device, slots, experts, columns, columns).block_m
     sets = []
     for _ in range(min(32, timing.copies(slots * columns * 2))):
         weights, ids = torch.randn(tokens, experts, device="cuda").softmax(-1).topk(topk)

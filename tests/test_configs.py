@@ -172,8 +172,8 @@ def test_the_schedule_of_experts_takes_as_many_launches_as_were_faster() -> None
         us = row["us"]
         if row["step"] != "schedule" or "one_launch" not in us:
             continue
-        experts, topk, _ = SHAPES[row["model"]]
+        experts, topk, columns = SHAPES[row["model"]]
         slots = row["tokens"] * topk
-        tiles = max_tiles(slots, experts, default_config(HOPPER, slots, experts).block_m)
+        tiles = max_tiles(slots, experts, default_config(HOPPER, slots, experts, columns, columns).block_m)
         taken = us["one_launch" if slots * tiles <= MANY_READS else "two_launches"]
         assert taken == min(us["one_launch"], us["two_launches"]), (slots, tiles)

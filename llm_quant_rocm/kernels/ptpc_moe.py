@@ -21,6 +21,7 @@ from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
 from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.launch import launch
+from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.kernels.routing import schedule, sum_rows
@@ -30,7 +31,7 @@ from llm_quant_rocm.kernels.xcd import neighbours
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Tiles of both products: slots, rows of the weight, depth; Triton's num_stages and num_warps."""
+    """Tiles of a product: slots, rows of the weight, depth; Triton's num_stages and num_warps."""
 
     block_m: int
     block_n: int
@@ -39,15 +40,19 @@ class MoeConfig:
     warps: int
 
 
-def config_of(fields: Mapping[str, Any]) -> MoeConfig:
+def config_of(fields: Mapping[str, Any]) -> PairConfig:
     """The configuration with these fields, as configs/ptpc_moe holds it."""
-    return MoeConfig(**fields)
+    return PairConfig.of(fields, lambda one: MoeConfig(**one))
 
 
-def default_config(hardware: Hardware, slots: int, experts: int) -> MoeConfig:
-    """Blocks about as tall as an expert has slots: a taller one multiplies rows that are not there, of a lower one two
-    read the weight. With bulk copies, what an H100 took."""
-    per_expert = slots / experts
+def default_config(hardware: Hardware, slots: int, experts: int, hidden: int, inner: int) -> PairConfig:
+    """Blocks about as tall as an expert has slots, whatever the sizes of the weights: a taller one multiplies rows that
+    are not there, of a lower one two read the weight. With bulk copies, what an H100 took."""
+    config = _default(hardware, slots / experts)
+    return PairConfig(config, config)
+
+
+def _default(hardware: Hardware, per_expert: float) -> MoeConfig:
     if hardware.tma:
         if per_expert <= 24:
             return MoeConfig(16 if per_expert <= 6 else 32, 64, 256, 3, 4)
@@ -118,7 +123,7 @@ def ptpc_moe(
     activation: str,
     fmt: Fp8Format,
     hardware: Hardware,
-    config: MoeConfig,
+    config: PairConfig,
 ) -> torch.Tensor:
     """Sum over the experts of every token, [T, H], as reference.ptpc_moe; all tensors contiguous, T > 0."""
     x, weights, ids, expert_map, padding = tokens
@@ -133,6 +138,7 @@ def ptpc_moe(
         wscale: torch.Tensor,
         per_row: int,
         row_weight: torch.Tensor | None,
+        config: MoeConfig,
     ) -> torch.Tensor:
         n, k = w.shape[1:]
         out = torch.empty((slots, n), dtype=x.dtype, device=x.device)
@@ -148,7 +154,7 @@ def ptpc_moe(
         return out
 
     xq, xscale = per_token_quant_fp8(x, fmt)
-    h = multiply(xq, xscale, w13, w13_scale, topk, None)
+    h = multiply(xq, xscale, w13, w13_scale, topk, None, config.w13)
     aq, ascale = act_and_mul_quant_fp8(h, activation, fmt, hardware, routing.slot_row)
-    y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight)
+    y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight, config.w2)
     return sum_rows(y, routing.slot_row, topk, hardware, in_tiles=False)

@@ -49,7 +49,7 @@ def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, in
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
     if measured is None:
-        return kernels.default_config(device, slots, experts)
+        return kernels.default_config(device, slots, experts, hidden, inner)
     return tuning.configured(NAME, device.arch, measured, kernels.config_of)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm_quant_rocm import ops, reference
+from llm_quant_rocm import hardware, ops, reference
 from llm_quant_rocm.formats import fp8
 from tests.moe_inputs import experts, moe64, relative_error
 
@@ -37,6 +37,20 @@ def test_against_the_reference(tokens: int, count: int, topk: int, hidden: int, 
     assert relative_error(found, expected.double()) < 0.02
     if tokens <= 40:
         assert relative_error(found, moe64(arguments)) < 0.02
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 150])
+def test_every_pair_that_the_tuner_tries(tokens: int) -> None:
+    """Of tiles of 16 to 128 rows, with sums that end within a step."""
+    from llm_quant_rocm.tune.ptpc_moe import candidates, run
+
+    given = experts(tokens, 4, 2, 272, 144)
+    expected = moe64(given)
+    on_gpu = cuda(given)
+    weights = [on_gpu[name] for name in ("w13", "w13_scale", "w2", "w2_scale")]
+    routing = on_gpu["topk_weights"], on_gpu["topk_ids"]
+    for config in candidates(hardware.detect(torch.device("cuda")), tokens, 4, 2, 272, 144):
+        assert relative_error(run(weights, on_gpu["x"], *routing, config).cpu(), expected) < 0.02, config
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -3,7 +3,6 @@
 
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +22,37 @@ HOPPER = hardware.nvidia(9, 0)
 PAIR = PairConfig(Config(128, 256), Config(128, 256))
 
 
-def test_few_rows_are_the_kernel_of_all_gpus() -> None:
-    assert isinstance(ptpc_moe_hopper.default_config(HOPPER, 96 * 8, 8), MoeConfig)
-    assert ptpc_moe_hopper.default_config(HOPPER, 96 * 8 + 1, 8) == PAIR
+@pytest.mark.parametrize(
+    ("slots", "shape", "w13", "w2"),
+    [
+        # Qwen3-30B-A3B with one token, eight and 256, Mixtral with one, 32 and 128.
+        (8, (128, 2048, 768), MoeConfig(16, 128, 256, 5, 8), MoeConfig(16, 128, 128, 3, 8)),
+        (64, (128, 2048, 768), MoeConfig(16, 128, 256, 3, 8), MoeConfig(16, 128, 128, 3, 8)),
+        (2048, (128, 2048, 768), MoeConfig(32, 128, 128, 3, 4), MoeConfig(32, 128, 128, 3, 4)),
+        (2, (8, 4096, 14336), MoeConfig(16, 128, 256, 3, 8), MoeConfig(16, 128, 256, 5, 8)),
+        (64, (8, 4096, 14336), MoeConfig(16, 128, 256, 3, 8), MoeConfig(16, 128, 256, 3, 8)),
+        (256, (8, 4096, 14336), MoeConfig(64, 128, 128, 3, 4), MoeConfig(64, 128, 256, 4, 4)),
+    ],
+)
+def test_few_rows_are_the_kernel_of_all_gpus(
+    slots: int, shape: tuple[int, int, int], w13: MoeConfig, w2: MoeConfig
+) -> None:
+    assert ptpc_moe_hopper.default_config(HOPPER, slots, *shape) == PairConfig(w13, w2)
 
 
-@pytest.mark.parametrize("config", [PairConfig(Config(64, 256), Config(64, 128)), MoeConfig(16, 64, 256, 3, 4)])
-def test_a_file_says_which_kernel(config: Any) -> None:
+def test_many_rows_are_the_kernel_for_hopper() -> None:
+    assert isinstance(ptpc_moe_hopper.default_config(HOPPER, 60 * 8, 8, 4096, 4096).w13, MoeConfig)
+    assert ptpc_moe_hopper.default_config(HOPPER, 60 * 8 + 1, 8, 4096, 4096) == PAIR
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PairConfig(Config(64, 256), Config(64, 128)),
+        PairConfig(MoeConfig(16, 128, 256, 3, 8), MoeConfig(16, 64, 256, 3, 4)),
+    ],
+)
+def test_a_file_says_which_kernel(config: PairConfig) -> None:
     assert ptpc_moe_hopper.config_of(asdict(config)) == config
 
 
@@ -62,4 +85,4 @@ def test_what_bulk_copies_cannot_read_goes_to_the_other_kernel(
         given["w2"] = off_by_a_byte(given["w2"])
     tokens, weights = for_kernels(given)
     ptpc_moe_hopper.ptpc_moe(tokens, *weights, "silu", fp8.OCP, HOPPER, PAIR)
-    assert taken == [ptpc_moe.default_config(HOPPER, 10, 4)]
+    assert taken == [ptpc_moe.default_config(HOPPER, 10, 4, hidden, inner)]
