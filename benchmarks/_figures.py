@@ -10,7 +10,7 @@ A table has what there are files for.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,44 +161,35 @@ def fused_engine() -> str:
 # --- routed experts
 
 
-def over(result: Row, peer: str, ours: str, model: str, router: str) -> dict[int, str]:
-    """By tokens, a peer's time over ours, where both were timed."""
-    rows = [row for row in result["rows"] if {peer, ours} <= row["us"].keys()]
-    return {
-        row["tokens"]: f"{row['us'][peer] / row['us'][ours]:.2f}"
-        for row in rows
-        if (row["model"], row["router"]) == (model, router)
-    }
+def over(result: Row, peers: Sequence[str], ours: str, model: str, router: str) -> dict[int, str]:
+    """By tokens, the time of the fastest of the peers that were timed over ours."""
+    found = {}
+    for row in result["rows"]:
+        theirs = [row["us"][peer] for peer in peers if peer in row["us"]]
+        if (row["model"], row["router"]) == (model, router) and theirs and ours in row["us"]:
+            found[row["tokens"]] = f"{min(theirs) / row['us'][ours]:.2f}"
+    return found
 
 
-def experts_table(result: Row, peer: str, ours: str) -> str:
-    """A peer's time over ours under a fair router and, in brackets, a skewed one."""
-    titles = MODELS | UNTUNED_MODELS
-    columns = {}
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        fair, skewed = (over(result, peer, ours, model, router) for router in ("fair", "skewed"))
-        both = {tokens: f"{fair[tokens]} ({skewed[tokens]})" for tokens in fair.keys() & skewed.keys()}
-        columns[titles[model]] = both
-    rows = [
-        [str(tokens), *(column.get(tokens, "") for column in columns.values())]
-        for tokens in dict.fromkeys(row["tokens"] for row in result["rows"])
-    ]
-    return table(["tokens", *columns], rows)
+def experts(peers: Sequence[str], ours: str, *names: str) -> str:
+    """The time of the fastest of peers over ours under a fair router and, in brackets, a skewed one; of each file."""
+    tables = []
+    for result in map(load, names):
+        columns = {}
+        for model in dict.fromkeys(row["model"] for row in result["rows"]):
+            fair, skewed = (over(result, peers, ours, model, router) for router in ("fair", "skewed"))
+            both = {tokens: f"{fair[tokens]} ({skewed[tokens]})" for tokens in fair.keys() & skewed.keys()}
+            columns[(MODELS | UNTUNED_MODELS)[model]] = both
+        rows = [
+            [str(tokens), *(column.get(tokens, "") for column in columns.values())]
+            for tokens in dict.fromkeys(row["tokens"] for row in result["rows"])
+        ]
+        tables.append(f"{measured_on(result)}:\n\n{table(['tokens', *columns], rows)}")
+    return "\n\n".join(tables)
 
 
-def ptpc_experts(name: str) -> str:
-    result = load(name)
-    peers = {"vllm_cutlass": "CUTLASS", "vllm_fp8": "Triton"}
-    return "\n\n".join(
-        f"vLLM's {who} experts, {measured_on(result)}:\n\n{experts_table(result, peer, 'ptpc_moe')}"
-        for peer, who in peers.items()
-        if any(peer in row["us"] for row in result["rows"])
-    )
-
-
-def nvfp4_experts(*names: str) -> str:
-    found = [load(name) for name in names]
-    return "\n\n".join(f"{measured_on(result)}:\n\n{experts_table(result, 'marlin', 'nvfp4_moe')}" for result in found)
+NVFP4_EXPERTS = partial(experts, ("marlin",), "nvfp4_moe")
+PTPC_EXPERTS = partial(experts, ("vllm_cutlass", "vllm_fp8"), "ptpc_moe")
 
 
 # --- NVFP4
@@ -370,7 +361,7 @@ def overview() -> str:
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
-    for name, result in results("ptpc_gemm_sm_90"):
+    for name, result in (*results("ptpc_gemm_sm_90"), *results("ptpc_gemm_h200_sm_90")):
         said = [f"{m}: {mean(result, m, 'ptpc_linear')}" for m in ms]
         title = f"PTPC FP8 linear layer, quantization of its input included, mean of Llama-3-70B's, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
@@ -380,17 +371,17 @@ def overview() -> str:
             said = [f"{m}: {mean_and_least(result, m, 'bf16', operator)}" for m in ms]
             add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
     for name, result in (*results("nvfp4_moe_sm_90"), *results("nvfp4_moe_h200_sm_90")):
-        ratios = {title: over(result, "marlin", "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
-        said = [f"{title} {', '.join(ratios[title][tokens] for tokens in FEW_TOKENS)}" for title in ratios]
+        found = {title: over(result, ["marlin"], "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
+        said = [f"{title} {', '.join(found[title][tokens] for tokens in FEW_TOKENS)}" for title in found]
         title = f"NVFP4 experts, {device(result)}"
         tokens = ", ".join(map(str, FEW_TOKENS))
         add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
-    for name, result in results("ptpc_moe_sm_90"):
+    for name, result in (*results("ptpc_moe_sm_90"), *results("ptpc_moe_h200_sm_90")):
         tokens = (1, 16, 64, 1024, 4096)
         said = []
         for model, shown in MODELS.items():
-            peers = [over(result, peer, "ptpc_moe", model, "fair") for peer in ("vllm_cutlass", "vllm_fp8")]
-            said.append(f"{shown} {', '.join(min(peer[count] for peer in peers) for count in tokens)}")
+            found = over(result, ["vllm_cutlass", "vllm_fp8"], "ptpc_moe", model, "fair")
+            said.append(f"{shown} {', '.join(found[count] for count in tokens)}")
         title = f"FP8 experts, {device(result)}"
         add(name, title, f"times as fast as the faster of vLLM's CUTLASS and Triton experts in FP8 at "
             f"{', '.join(map(str, tokens))} tokens: {'; '.join(said)}")  # fmt: skip
@@ -428,16 +419,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "fused_norm": fused_norm,
     "fused_engine": fused_engine,
     "ptpc_untuned": partial(untuned, PTPC_UNTUNED, "ptpc_gemm_untuned_sm_90.json"),
-    "ptpc_experts": partial(ptpc_experts, "ptpc_moe_sm_90.json"),
-    "ptpc_experts_untuned": partial(ptpc_experts, "ptpc_moe_untuned_sm_90.json"),
+    "ptpc_experts": partial(PTPC_EXPERTS, "ptpc_moe_h200_sm_90.json", "ptpc_moe_sm_90.json"),
+    "ptpc_experts_untuned": partial(PTPC_EXPERTS, "ptpc_moe_untuned_h200_sm_90.json", "ptpc_moe_untuned_sm_90.json"),
     "fp8_prefill": fp8_prefill,
     "nvfp4_untuned": partial(
         untuned, NVFP4_UNTUNED, "nvfp4_gemm_untuned_sm_90.json", "nvfp4_gemm_untuned_h200_sm_90.json"
     ),
     "nvfp4_means": nvfp4_means,
-    "nvfp4_experts": partial(nvfp4_experts, "nvfp4_moe_h200_sm_90.json", "nvfp4_moe_sm_90.json"),
+    "nvfp4_experts": partial(NVFP4_EXPERTS, "nvfp4_moe_h200_sm_90.json", "nvfp4_moe_sm_90.json"),
     "nvfp4_experts_untuned": partial(
-        nvfp4_experts, "nvfp4_moe_untuned_h200_sm_90.json", "nvfp4_moe_untuned_sm_90.json"
+        NVFP4_EXPERTS, "nvfp4_moe_untuned_h200_sm_90.json", "nvfp4_moe_untuned_sm_90.json"
     ),
     "nvfp4_engine": nvfp4_engine,
     "loading": loading,
