@@ -187,6 +187,8 @@ def test_ignore(tmp_path: Path) -> None:
         "transformer.wte",
         "transformer.wpe",
         "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.gate.wg",
+        "model.layers.0.altup.modality_router",
         "model.vision_tower.0.q_proj",
         "model.layers.0.self_attn.indexer.wk",
         "model.layers.2.shared_head.head",
