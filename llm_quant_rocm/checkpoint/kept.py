@@ -4,16 +4,18 @@
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+# Encoders of images and sounds, as a whole.
+ENCODERS = ("*visual*", "*vision*", "*audio*")
 # Output layers (GLM-4 and InternLM2 have other names of theirs), embeddings, routers (of HunYuan called gate.wg), the
 # small layers of Gemma-3n's altup, what joins hidden states before a layer that predicts further tokens and reads what
-# it says, what picks tokens for sparse attention, and encoders of images and sounds with what joins them to the
-# language model stay: engines read them as they are.
+# it says, what picks tokens for sparse attention, and encoders with what joins them to the language model stay: engines
+# read them as they are.
 IGNORE = (
     "lm_head", "*.lm_head", "output_layer", "*.output_layer", "output", "language_model.output", "score", "score.*",
     "*.score", "classifier", "classifier.*", "*embed*", "*.wte", "*.wpe", "*.gate", "*.gate.*", "*.router*",
     "*.shared_expert_gate", "*.altup.*", "*.eh_proj", "mtp.fc", "*.mtp_linear_proj.*", "*.mtp_layers.*.input_proj",
-    "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj", "*visual*", "*vision*", "*audio*", "*projector*",
-    "*connector*", "*resampler*", "*aligner*", "mlp1.*",
+    "*.shared_head.head", "*.indexer.wk", "*.indexer.weights_proj", *ENCODERS, "*projector*", "*connector*",
+    "*resampler*", "*aligner*", "mlp1.*", "mlp_AR.*",
 )  # fmt: skip
 # Models of transformers' Conv1D, whose weights are [K, N].
 TRANSPOSED = ("gpt2", "openai-gpt")

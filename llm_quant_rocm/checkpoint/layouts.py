@@ -4,6 +4,7 @@
 The two conventions hold the same bytes under other names; formats/nvfp4.py and formats/fp8.py say what they mean.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Layout:
         weight: the tensors of a weight (`PtpcWeight`, or an `NvFp4Weight` whose rows share one global scale), by the
             last part of their names.
         describe: the JSON files that describe a checkpoint, by name, config.json last: of its config, the modules that
-            were kept, and whether activations are NVFP4 too.
+            were kept (names, and patterns with `*`), and whether activations are NVFP4 too.
         input: the tensors of a layer's input whose largest magnitude is 2688 times the given scale; None where the
             layout holds no such thing.
     """
@@ -79,10 +80,14 @@ def _compressed_tensors(config: Json, scheme: Json, format: Any, kept: Sequence[
     description = QuantizationConfig(
         config_groups={"group_0": group},
         format=format.value,
-        ignore=list(kept),
+        ignore=[_expression(name) if "*" in name else name for name in kept],
         quantization_status=QuantizationStatus.COMPRESSED,
     )
     return _described(config, {**description.model_dump(), "version": compressed_tensors.__version__})
+
+
+def _expression(pattern: str) -> str:
+    return "re:" + re.escape(pattern).replace(r"\*", ".*")
 
 
 def _describe_compressed_tensors(config: Json, kept: Sequence[str], w4a4: bool) -> dict[str, Json]:

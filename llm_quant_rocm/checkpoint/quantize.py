@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from llm_quant_rocm import __version__
 from llm_quant_rocm.checkpoint.files import INDEX
-from llm_quant_rocm.checkpoint.kept import IGNORE, TRANSPOSED, fused_with, holds_all_experts, in_mixers
+from llm_quant_rocm.checkpoint.kept import ENCODERS, IGNORE, TRANSPOSED, fused_with, holds_all_experts, in_mixers
 from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
@@ -249,8 +249,10 @@ def _write_others(
     if (source / INDEX).exists():
         output.write_json(INDEX, _index(target, output))
     kept = {_module(name) for name in reader.weights if name not in chosen}
+    # Engines fuse layers of encoders, too, and not all of vLLM's models say by which names of the checkpoint.
+    found = {pattern for pattern in ENCODERS if any(fnmatchcase(name, pattern) for name in kept)}
     # A tied output layer has no tensor, but engines build one, and it is not quantized.
-    listed = sorted(kept | {"lm_head"}.intersection(ignore))
+    listed = sorted(kept | found.union({"lm_head"}).intersection(ignore))
     for name, content in form.describe(reader.config, listed, w4a4).items():
         output.write_json(name, content)
 

@@ -200,6 +200,7 @@ def test_ignore(tmp_path: Path) -> None:
         "model.mtp_linear_proj.0",
         "model.mtp_layers.0.input_proj",
         "multi_modal_projector.patch_merger.merging_layer",
+        "mlp_AR.linear_1",
         "audio_tower.layers.0.fc1",
         "score",
         "classifier.out_proj",
@@ -319,6 +320,18 @@ def test_a_tied_output_layer_is_ignored_by_name(tmp_path: Path, layout: str) -> 
     quantize_checkpoint(write(tmp_path / "source", tensors), tmp_path / "target", layout)
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "ptpc_fp8"])
+@pytest.mark.parametrize(("layout", "pattern"), [("compressed-tensors", r"re:.*vision.*"), ("modelopt", "*vision*")])
+def test_an_encoder_is_ignored_as_a_whole(tmp_path: Path, scheme: str, layout: str, pattern: str) -> None:
+    """vLLM's model of it may make one layer of q, k and v, and not say so."""
+    tower = {f"visual.vision_model.0.self_attn.{name}_proj.weight": torch.ones(16, 64) for name in "qkv"}
+    source = write(tmp_path / "source", tensors_of_a_model() | tower)
+    quantize_checkpoint(source, tmp_path / "target", layout, scheme=scheme)
+    ignored = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert pattern in ignored
+    assert not any("audio" in entry for entry in ignored)
 
 
 def test_compressed_tensors_reads_the_description(tmp_path: Path) -> None:
