@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checkpoints are NVFP4, by their `quantization_config`, and who serves them with what options."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,11 @@ ALIAS = "petit_nvfp4"  # what engines called their own method of this kind
 MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 MIXED_PRECISION = "MIXED_PRECISION"
 COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
+# What to say of a table of tokens that is quantized.
+TABLES = "and engines read embeddings in 16 bits: export the model with them so"
+
+# Tables of tokens; gemma's embedding_projection and some patch_embedding are linear layers.
+_TABLE = re.compile(r"(^|\.)(embed_tokens\w*|((word|tok)_)?embeddings?|wte)$")
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ def check(config: Mapping[str, Any]) -> str:
     """The kind of the checkpoint that `config` describes, whose settings are such as we serve.
 
     Raises:
-        ValueError: no NVFP4 checkpoint, an unknown algorithm, or a group size other than 16.
+        ValueError: no NVFP4 checkpoint, an unknown algorithm, a group size other than 16, or a table of tokens in
+            NVFP4 or FP8, of which engines make one in 16 bits all the same.
     """
     kind = checkpoint_kind(config)
     if kind == "compressed-tensors":
@@ -108,6 +115,8 @@ def check(config: Mapping[str, Any]) -> str:
     if kind == "modelopt_mixed":
         for layer, recipe in settings["quantized_layers"].items():
             algorithm = str(recipe.get("quant_algo")).upper()
+            if is_table(layer) and algorithm in ("FP8", *MODELOPT_ALGORITHMS):
+                raise ValueError(f"{layer} is in {algorithm}, {TABLES}")
             if "NVFP4" not in algorithm:
                 continue
             if algorithm not in MODELOPT_ALGORITHMS:
@@ -118,6 +127,11 @@ def check(config: Mapping[str, Any]) -> str:
             _refuse_group_size(recipe.get("group_size"), layer)
         return kind
     raise ValueError(f"{NAME} serves no checkpoint with the quantization_config {describe(config)}")
+
+
+def is_table(module: str) -> bool:
+    """Whether a module of this name is a table of tokens."""
+    return _TABLE.search(module) is not None
 
 
 def excluded(prefix: str, fused: Mapping[str, Sequence[str]], is_excluded: Callable[[str], bool]) -> bool:

@@ -5,8 +5,7 @@ vLLM's classes read the configuration, match ignore lists and targets, follow it
 (KV cache scales), embeddings and layers that are not NVFP4.
 """
 
-import re
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -15,14 +14,12 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecis
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions, as_targeted
-from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, MODELOPT_ALGORITHMS
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_vllm.nvfp4 import NvFp4Config
 
 # Parts of a model that ModelOpt never quantized; checkpoints of before 0.39 do not list them.
 _UNLISTED = ("vision_tower", "vision_model", "vit_large_projector")
-# Tables of tokens; gemma's embedding_projection and some patch_embedding are linear layers.
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens\w*|((word|tok)_)?embeddings?|wte)$")
 
 
 class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
@@ -37,22 +34,9 @@ class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptNvFp4Config):
 
 
 class NvFp4MixedConfig(ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
-    """An algorithm a layer, by the checkpoint's `quantized_layers`.
-
-    Raises:
-        ValueError: the table of tokens is in NVFP4. vLLM would make one in 16 bits, which the codes do not fit.
-    """
+    """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name, recipe in self.quantized_layers.items():
-            algorithm = str(recipe.get("quant_algo")).upper()
-            if algorithm in MODELOPT_ALGORITHMS and _EMBEDDING.search(name):
-                raise ValueError(
-                    f"{name} is in {algorithm}, and vLLM reads embeddings in 16 bits: export the model with it so"
-                )
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         return None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)

@@ -684,6 +684,32 @@ def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
     assert what == "model.layers.0.mlp.down_proj and 1 more are NVFP4 in the checkpoint, and its ignore list names it"
 
 
+@pytest.mark.parametrize(
+    ("linear", "config"),
+    [
+        (modelopt, MODELOPT),
+        (compressed, COMPRESSED),
+        (
+            modelopt,
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.embed_tokens": {"quant_algo": "NVFP4"}},
+            },
+        ),
+    ],
+    ids=["modelopt", "compressed-tensors", "mixed"],
+)
+def test_a_quantized_table_of_tokens(tmp_path: Path, linear: Any, config: Any) -> None:
+    tensors = llama(linear)
+    del tensors["model.embed_tokens.weight"]
+    tensors |= {f"model.embed_tokens.{part}": value for part, value in linear(128256, 8192).items()}
+    what, cure = fault(write(tmp_path, tensors, config))
+    where = "in NVFP4" if "quantized_layers" in config else "NVFP4 in the checkpoint"
+    assert what == f"model.embed_tokens is {where}, and engines read embeddings in 16 bits"
+    assert cure == "export the model with them so"
+
+
 def test_several_groups_promise_nothing_of_a_layer(tmp_path: Path) -> None:
     """Which of them a layer is in, their targets do not say."""
     tensors = {name: value for name, value in llama(compressed).items() if ".0.mlp.down_proj" not in name}

@@ -236,7 +236,11 @@ def test_older_compressed_tensors_describe_it_under_another_key(
         ),
         (
             mixed(**{"a": "FP8", "backbone.embeddings": "W4A16_NVFP4"}),
-            "backbone.embeddings is in W4A16_NVFP4, and vLLM reads embeddings in 16 bits: export",
+            "backbone.embeddings is in W4A16_NVFP4, and engines read embeddings in 16 bits: export",
+        ),
+        (
+            mixed(**{"a": "NVFP4", "model.embed_tokens": "FP8"}),
+            "model.embed_tokens is in FP8, and engines read embeddings in 16 bits: export",
         ),
         (FLAT | {"activations": "fp8"}, "ACTIVATIONS .* is 16bit or nvfp4, not 'fp8'"),
         ({"quant_method": "gptq"}, "serves no checkpoint"),

@@ -27,8 +27,12 @@ def contradictions(found: Survey) -> Iterator[str]:
                 "says so: fetch the checkpoint again, with all its files"
             )
         return
-    if nvfp4_kinds.checkpoint_kind(config) is None:
+    kind = nvfp4_kinds.checkpoint_kind(config)
+    if kind is None:
         return
+    tables = [module for module in modules if module.is_quantized and nvfp4_kinds.is_table(module.name)]
+    if tables and kind != "modelopt_mixed":  # whose description names them, so that they are refused by it
+        yield f"{_several(tables)} {tables[0].kind} in the checkpoint, {nvfp4_kinds.TABLES}"
     yield from one_of_each(_halves_of_fused_layers(modules))
     kept = _keeps(config)
     if kept is None:
