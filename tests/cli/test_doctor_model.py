@@ -548,6 +548,16 @@ def test_a_scale_that_is_missing(tmp_path: Path, part: str) -> None:
     assert what == f"model.layers.1.mlp.up_proj.{part} is missing from the checkpoint"
 
 
+def test_a_scale_of_the_inputs(tmp_path: Path) -> None:
+    """ModelOpt's of AWQ, under whose algorithm's name a description is refused."""
+    scales: Tensors = {f"model.layers.{layer}.mlp.down_proj.pre_quant_scale": ("BF16", (28672,)) for layer in (0, 1)}
+    assert fault(write(tmp_path, llama(modelopt) | scales, MODELOPT)) == (
+        "model.layers.0.mlp.down_proj.pre_quant_scale is in the checkpoint, AWQ's scale of the layer's inputs, which "
+        "engines do not multiply by it, and 1 more such",
+        "export the model without AWQ",
+    )
+
+
 def test_faults_of_many_layers_are_said_once(tmp_path: Path) -> None:
     tensors = {name: value for name, value in llama(modelopt, 3).items() if not name.endswith("up_proj.weight_scale_2")}
     what, cure = fault(write(tmp_path, tensors, MODELOPT))
