@@ -36,6 +36,7 @@ from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
+from llm_quant_rocm.checkpoint.survey import EXPERT_BIASES
 from llm_quant_rocm.json_files import parsed
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
@@ -325,12 +326,14 @@ def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:
 
 
 def _check_experts(reader: Reader) -> None:
+    has_biases = any(".experts." in name and name.endswith(EXPERT_BIASES) for name in reader.tensors)
+    cure = "serve it in 16 bits" if has_biases else "save the checkpoint so, or serve it with --quantization ptpc_fp8"
     for name, tensor in reader.tensors.items():
         is_weight = ".experts." in name or name.endswith(".weight")
         if is_weight and holds_all_experts(_module(name), tensor.shape):
             raise ValueError(
                 f"{name} holds all experts of a layer in one tensor {list(tensor.shape)}; experts are quantized from "
-                "one tensor for each of them: save the checkpoint so, or serve it with --quantization ptpc_fp8"
+                f"one tensor for each of them{', without biases' * has_biases}: {cure}"
             )
 
 

@@ -586,6 +586,15 @@ def test_a_weight_that_cannot_be_nvfp4(tmp_path: Path, name: str, tensor: torch.
     assert not (tmp_path / "target" / "config.json").exists(), "an unfinished checkpoint must not load"
 
 
+def test_experts_with_biases_are_not_sent_to_ptpc(tmp_path: Path) -> None:
+    """gpt-oss's, which the engines' plugins refuse."""
+    experts = {"model.layers.1.mlp.experts.down_proj": torch.ones(2, 64, 96)}
+    biases = {"model.layers.1.mlp.experts.down_proj_bias": torch.ones(2, 96)}
+    source = write(tmp_path / "source", tensors_of_a_model() | experts | biases)
+    with pytest.raises(ValueError, match="one tensor for each of them, without biases: serve it in 16 bits$"):
+        quantize_checkpoint(source, tmp_path / "target")
+
+
 @pytest.mark.parametrize(
     ("ignore", "kept", "quantized"),
     [
