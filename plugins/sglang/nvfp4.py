@@ -36,6 +36,12 @@ _MODELOPT_FILE = "hf_quant_config.json"
 # A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
+# What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
+# layers come before it. In lists of DeepSeek's and Ling's SGLang itself puts its own name.
+_DRAFTS = {
+    "Qwen3NextForCausalLMMTP": ("model.layers.0.", "mtp.layers.0."),
+    "Glm4MoeForCausalLMNextN": ("model.decoder.", "model.layers.{}."),
+}
 
 
 def chosen(model_config: Any) -> str | None:
@@ -77,6 +83,8 @@ class NvFp4Config(QuantizationConfig):
     which are SGLang's own configurations of the format with another choice of method for NVFP4 layers."""
 
     options = Options()
+    # SGLang's name of a draft's layer, and the checkpoint's.
+    draft = ("", "")
     packed_modules_mapping: dict[str, list[str]]
     # SGLang's models ask for it where a layer is FP8, which has no blocks here.
     weight_block_size: list[int] | None = None
@@ -119,10 +127,13 @@ class NvFp4Config(QuantizationConfig):
                 f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "
                 "--enable-deterministic-inference: drop one of them"
             )
+        model = config.get("hf_config")
         if kind == "modelopt":
             config = _with_known_algorithm(config)
         result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
         result.options = options
+        if model is not None and (names := _DRAFTS.get(model.architectures[0])):
+            result.draft = (names[0], names[1].format(model.num_hidden_layers))
         return result
 
     def get_scaled_act_names(self) -> list[str]:
@@ -152,6 +163,9 @@ class NvFp4Config(QuantizationConfig):
             prefix = prefix or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
             if prefix.endswith("shared_head.head"):  # a draft's (MTP): it is the target's
                 return None
+        here, in_checkpoint = self.draft
+        if here and prefix.startswith(here):
+            prefix = in_checkpoint + prefix.removeprefix(here)
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             return super().get_quant_method(layer, prefix)
         is_moe = isinstance(layer, FusedMoE)

@@ -495,6 +495,26 @@ def test_a_draft_shares_the_output_head_of_its_target() -> None:
     assert config.get_quant_method(object.__new__(ParallelLMHead), "model.shared_head.head") is None
 
 
+@pytest.mark.parametrize(
+    ("model", "prefix", "kept"),
+    [
+        ("Qwen3NextForCausalLMMTP", "model.layers.0.mlp.down_proj", "mtp*"),
+        ("Glm4MoeForCausalLMNextN", "model.decoder.mlp.down_proj", "model.layers.46*"),
+        ("Qwen3NextForCausalLM", "model.layers.0.mlp.down_proj", "model.layers.0*"),
+    ],
+)
+def test_lists_speak_of_a_draft_by_the_checkpoints_names(
+    model: str, prefix: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang calls the layer of some draft models (MTP) as the first one of their targets, or by a name of its own."""
+    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
+    facts = SimpleNamespace(architectures=[model], num_hidden_layers=46)
+    for ignore, method in ((kept, UnquantizedLinearMethod), ("lm_head", nvfp4_linear.NvFp4LinearMethod)):
+        config = NvFp4Config.from_config(_W4A16 | {"ignore": [ignore], "hf_config": facts})
+        found = config.get_quant_method(object.__new__(LinearBase), prefix)
+        assert isinstance(found, method)
+
+
 @pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
 @pytest.mark.parametrize(("ignore", "algorithm"), [([], "W4A16_NVFP4"), (["re:.*down_proj"], None)])
 def test_one_format_for_all_layers(kind: type, ignore: list[str], algorithm: str | None) -> None:
