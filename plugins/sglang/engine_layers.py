@@ -69,6 +69,8 @@ _TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "m
 
 # What SGLang stored of a loaded model, which it copies into parameters of the same names.
 _STORED = ("presharded", "sharded_state")
+# A loaded model's parameters, from another server: SGLang prepares no layer for them.
+_OF_A_SERVER = ("remote_instance",)
 
 # Many models of SGLang do not say what they fuse.
 _COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -174,17 +176,26 @@ def is_dummy() -> bool:
     """Whether SGLang fills an NVFP4 checkpoint's tensors by itself (--load-format dummy).
 
     Raises:
-        ValueError: they are to be what SGLang stored of a loaded model. Layers are to have been prepared by then, and
-            these cannot be without their tensors.
+        ValueError: they are to be what SGLang stored of a loaded model, or another server's. Layers are to have been
+            prepared by then, and these cannot be without their tensors.
+    """
+    return _load_format(*_STORED, *_OF_A_SERVER) == "dummy"
+
+
+def _load_format(*refused: str) -> str:
+    """--load-format.
+
+    Raises:
+        ValueError: it is one of the `refused`.
     """
     load_format = server_arguments().load_format
     chosen = str(getattr(load_format, "value", load_format))
-    if chosen in _STORED:
+    if chosen in refused:
         raise ValueError(
-            f"--load-format {chosen} cannot read NVFP4 layers that llm-quant-rocm serves, whose tensors are others "
-            "once they are loaded: serve the checkpoint itself, without --load-format"
+            f"--load-format {chosen} cannot read layers that llm-quant-rocm serves, whose tensors are others once "
+            "they are loaded: serve the checkpoint itself, without --load-format"
         )
-    return chosen == "dummy"
+    return chosen
 
 
 def most_rows() -> int:
@@ -200,9 +211,13 @@ def batch_invariant() -> bool:
 
 
 def loads_tensors() -> bool:
-    """Whether SGLang hands every tensor of the checkpoint to our loaders, and keeps weights where it computes."""
+    """Whether SGLang hands every tensor of the checkpoint to our loaders, and keeps weights where it computes.
+
+    Raises:
+        ValueError: the layers are to be another server's.
+    """
     arguments = server_arguments()
-    formats = {arguments.load_format, getattr(arguments, "speculative_draft_load_format", None)} - {None}
+    formats = {_load_format(*_OF_A_SERVER), getattr(arguments, "speculative_draft_load_format", None)} - {None}
     others = (
         arguments.cpu_offload_gb > 0,
         getattr(arguments, "offload_group_size", -1) > 0,

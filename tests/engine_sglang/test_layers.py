@@ -179,8 +179,17 @@ def test_who_fills_the_parameters(change: dict[str, Any], loads: bool, monkeypat
     monkeypatch.setattr(engine_layers, "get_server_args", lambda: arguments)
     assert engine_layers.loads_tensors() is loads
     is_stored = change.get("load_format") in ("sharded_state", "presharded")
-    with pytest.raises(ValueError, match="cannot read NVFP4 layers") if is_stored else nullcontext():
+    with pytest.raises(ValueError, match="cannot read layers") if is_stored else nullcontext():
         assert engine_layers.is_dummy() is (change.get("load_format") == "dummy")
+
+
+@pytest.mark.parametrize("layers", [engine_layers.loads_tensors, engine_layers.is_dummy])
+def test_another_servers_parameters_are_refused(layers: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang copies them into those of a model whose layers nobody prepares."""
+    arguments = SimpleNamespace(load_format=LoadFormat.REMOTE_INSTANCE, cpu_offload_gb=0)
+    monkeypatch.setattr(engine_layers, "get_server_args", lambda: arguments)
+    with pytest.raises(ValueError, match="^--load-format remote_instance cannot read layers that "):
+        layers()
 
 
 def test_what_sglang_decides_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
