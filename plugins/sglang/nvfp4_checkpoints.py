@@ -5,6 +5,7 @@ SGLang's classes read the configuration, match ignore lists and targets, follow 
 attention (KV cache scales), embeddings and layers that are not NVFP4.
 """
 
+from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
@@ -19,8 +20,30 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
+# Projections of MLA that SGLang looks for in the names of fused layers.
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
-class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
+
+class OfOneLayer:
+    """ModelOpt's list of excluded modules, of which SGLang takes model.layers.61.self_attn.q_a_proj for that projection
+    of every layer."""
+
+    exclude_modules: list[str]
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether the checkpoint keeps `prefix` as it was."""
+        listed, parent = self.exclude_modules, prefix.rpartition(".")[0]
+        parts = [(name, *name.rpartition(".")[::2]) for name in listed or ()]
+        self.exclude_modules = [
+            name for name, of, leaf in parts if leaf not in _LATENT or fnmatchcase(parent, f"*{of}")
+        ]
+        try:
+            return super().is_layer_excluded(prefix)  # type: ignore[misc]
+        finally:
+            self.exclude_modules = listed
+
+
+class NvFp4ModelOptConfig(ModelOptExclusions, OfOneLayer, NvFp4Config, ModelOptFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
@@ -29,7 +52,7 @@ class NvFp4ModelOptConfig(ModelOptExclusions, NvFp4Config, ModelOptFp4Config):
         return None if self.is_layer_excluded(prefix) else "NVFP4"
 
 
-class NvFp4MixedConfig(ModelOptExclusions, NvFp4Config, ModelOptMixedPrecisionConfig):
+class NvFp4MixedConfig(ModelOptExclusions, OfOneLayer, NvFp4Config, ModelOptMixedPrecisionConfig):
     """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT

@@ -369,3 +369,17 @@ def test_a_fused_layer_of_two_kinds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keeps model\.attn\.q_proj in 16 bits, but not all of"):
         config.is_layer_excluded("model.attn.qkv_proj")
     assert not config.is_layer_excluded("model.mlp.gate_up_proj")
+
+
+@pytest.mark.parametrize("leaf", ["fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"])
+def test_a_projection_of_one_layer_is_not_that_of_all(leaf: str) -> None:
+    """SGLang looks for MLA's projections in the names of fused layers."""
+    names = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
+    ignore = [f"model.layers.61.self_attn.{name}" for name in names]
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "packed_modules_mapping": {}}
+    config = NvFp4Config.from_config({**settings, "ignore": ignore})
+    assert config.is_layer_excluded(f"model.layers.61.self_attn.{leaf}")
+    assert config.is_layer_excluded(f"language_model.model.layers.61.self_attn.{leaf}")
+    assert not config.is_layer_excluded(f"model.layers.6.self_attn.{leaf}")
+    everywhere = NvFp4Config.from_config({**settings, "ignore": [f"*.{name}" for name in names]})
+    assert everywhere.is_layer_excluded(f"model.layers.6.self_attn.{leaf}")
