@@ -95,6 +95,9 @@ def ptpc_gemm_kernel(
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, out with TMA_STORE, pointers otherwise; out is the workspace with
     SPLIT_K > 1."""
+    # On gfx942 Triton swizzles the weight's tile in the LDS only where it is loaded as [K, N]: turned, its rows of 128
+    # bytes begin in one bank, and to read them takes at least 4 to 8 times as many clocks. gfx950 has no conflicts.
+    BY_COLUMN: tl.constexpr = tl.target_info.is_hip_cdna3() and not SWAP_AB
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     split = tl.program_id(1)
@@ -111,7 +114,8 @@ def ptpc_gemm_kernel(
             # Rows beyond the edge read row 0 again, and are not stored: no mask in the loop.
             depth = tl.arange(0, BLOCK_K)
             x_rows = x + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * x_stride
-            w_rows = w + tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * w_stride
+            w_row = tl.where(columns < N, columns, 0).to(tl.int64)
+            w_rows = w + (w_row[None, :] if BY_COLUMN else w_row[:, None]) * w_stride
         if SWAP_AB:
             acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         else:
@@ -122,14 +126,18 @@ def ptpc_gemm_kernel(
                 b = w.load([tile_n * BLOCK_N, k])
             elif EVEN_K:
                 a = tl.load(x_rows + (k + depth)[None, :])
-                b = tl.load(w_rows + (k + depth)[None, :])
+                b = tl.load(w_rows + ((k + depth)[:, None] if BY_COLUMN else (k + depth)[None, :]))
             else:
-                a = tl.load(x_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
-                b = tl.load(w_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
+                within = k + depth < K
+                a = tl.load(x_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
+                if BY_COLUMN:
+                    b = tl.load(w_rows + (k + depth)[:, None], mask=within[:, None], other=0.0)
+                else:
+                    b = tl.load(w_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
             if DECODE:
                 a = e4m3_to_fp16(a)
                 b = e4m3_to_fp16(b)
-            acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b.T, acc)
+            acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b if BY_COLUMN else b.T, acc)
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         if TMA_STORE:

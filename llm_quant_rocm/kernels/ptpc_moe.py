@@ -72,6 +72,7 @@ def grouped_gemm_kernel(
     XCDS: tl.constexpr
 ):  # fmt: skip
     """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the router weight if there is one."""
+    BY_COLUMN: tl.constexpr = tl.target_info.is_hip_cdna3() and not SWAP_AB  # as in `ptpc_gemm`
     if PDL:
         programmatic_launch()
     tile, tile_n = tl.program_id(0), tl.program_id(1)
@@ -92,19 +93,23 @@ def grouped_gemm_kernel(
     w_row = expert.to(tl.int64) * N + tl.where(column < N, column, 0)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + row[:, None] * K
-    w_rows = w_ptr + w_row[:, None] * K
+    w_rows = w_ptr + (w_row[None, :] if BY_COLUMN else w_row[:, None]) * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             a = tl.load(x_rows + (k + depth)[None, :])
-            b = tl.load(w_rows + (k + depth)[None, :])
+            b = tl.load(w_rows + ((k + depth)[:, None] if BY_COLUMN else (k + depth)[None, :]))
         else:
-            a = tl.load(x_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
-            b = tl.load(w_rows + (k + depth)[None, :], mask=(k + depth < K)[None, :], other=0.0)
+            within = k + depth < K
+            a = tl.load(x_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
+            if BY_COLUMN:
+                b = tl.load(w_rows + (k + depth)[:, None], mask=within[:, None], other=0.0)
+            else:
+                b = tl.load(w_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
         if DECODE:
             a = e4m3_to_fp16(a)
             b = e4m3_to_fp16(b)
-        acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b.T, acc)
+        acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b if BY_COLUMN else b.T, acc)
     out = acc.T if SWAP_AB else acc
     out *= tl.load(xscale_ptr + row)[:, None]
     out *= tl.load(wscale_ptr + w_row)[None, :]
