@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.hip import libdevice
 
 from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.hardware import Hardware
@@ -28,14 +29,24 @@ PROGRAMS = 4096
 
 
 @triton.jit
+def _over_one_and_exp(x, z):
+    """x / (1 + exp(z)). Triton's own exp and division take 17 instructions on CDNA GPUs: for subnormal results, which 1
+    swallows here, and for the last bit of a quotient, whose exponential has an error as large."""
+    if tl.target_info.is_hip():
+        return libdevice.fast_dividef(x, 1.0 + libdevice.fast_expf(z))
+    else:
+        return x / (1.0 + tl.exp(z))
+
+
+@triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
     """silu, gelu (with erf) or gelu_tanh of fp32 values."""
     if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
+        return _over_one_and_exp(gate, -gate)
     elif ACTIVATION == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:  # x / 2 * (1 + tanh u) is x * sigmoid(2 u)
-        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+        return _over_one_and_exp(gate, -1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
 
 
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
@@ -117,6 +128,9 @@ def _constants(columns: int, activation: str | None, fmt: Fp8Format, hardware: H
 
 def _gated_launch(columns: int, hardware: Hardware) -> dict[str, int]:
     """What was fastest on an H100. Two values are read for one that stays, so that a thread takes fewer than of a plain
-    row, and gets few registers: four programs of 8192 columns share a multiprocessor, or two of 24576."""
-    threads = 128 if columns <= 5120 else 256 if columns <= 8192 else 512 if columns <= 24576 else 1024
+    row, and gets few registers: four programs of 8192 columns share a multiprocessor, or two of 24576. On CDNA GPUs 16
+    waves of a program have 128 registers each, and wait for one block after the other; 8 of them ask for all at once.
+    """
+    cdna = hardware.lanes == 64
+    threads = 128 if columns <= 5120 else 256 if columns <= 8192 else 512 if columns <= 24576 or cdna else 1024
     return block_launch(columns, threads, hardware, 64 if columns > 5120 else None)

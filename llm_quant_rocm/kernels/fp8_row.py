@@ -29,8 +29,11 @@ def row_launch(columns: int, hardware: Hardware, operands: int = 1) -> dict[str,
 def block_launch(columns: int, threads: int, hardware: Hardware, registers: int | None) -> dict[str, int]:
     """BLOCK and launch options of `threads` that take 8 values each of every block of a row.
 
-    On NVIDIA's GPUs a thread has at most `registers`, or with None as many as the compiler likes.
+    On NVIDIA's GPUs a thread has at most `registers`, or with None as many as the compiler likes. A compute unit of
+    CDNA has four SIMDs, each of which issues its own waves alone: programs of fewer than four leave some idle.
     """
+    if hardware.lanes == 64 and columns >= 2048:
+        threads = max(threads, 256)
     options = {"BLOCK": min(threads * 8, next_power_of_2(max(columns, 16))), "num_warps": threads // hardware.lanes}
     if registers and hardware.arch.startswith("sm_"):
         options["maxnreg"] = registers
@@ -100,8 +103,26 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def larger(a, b):
-    """Elementwise maximum; unlike tl.max and tl.maximum's default, keeps a NaN."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    """Elementwise maximum of fp32 magnitudes; unlike tl.max and tl.maximum's default, keeps a NaN.
+
+    Of AMD's GPUs only gfx950 has an instruction for that, and others take three. But the bits of magnitudes are in
+    order as integers, those of NaN above all.
+    """
+    if tl.target_info.is_hip() and not tl.target_info.is_hip_cdna4():
+        bits = tl.maximum(a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(magnitudes, axis: tl.constexpr):
+    """The largest along an axis of fp32 magnitudes, by `larger`. Integers pass between an AMD GPU's lanes without the
+    LDS."""
+    if tl.target_info.is_hip() and not tl.target_info.is_hip_cdna4():
+        return tl.max(magnitudes.to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(magnitudes, axis, larger)
 
 
 @triton.jit
@@ -124,7 +145,7 @@ def store_quantized_row(
 
     Nothing is clamped: amax / scale exceeds FP8_MAX by a rounding error at most, and casts to FP8_MAX.
     """
-    amax = tl.reduce(largest, 0, larger)
+    amax = largest_of(largest, 0)
     if len(row) > 0:
         dtype: tl.constexpr = row[0].dtype
         # To fp16 by `narrow`, as the row was: AMD's own conversion stops at 65504 here, and a row with inf would have a

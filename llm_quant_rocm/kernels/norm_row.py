@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from llm_quant_rocm.formats.norm_quant import Quantization, ScaleLayout
-from llm_quant_rocm.kernels.fp8_row import larger, load_block, narrow, store_block, store_quantized_row, widen
+from llm_quant_rocm.kernels.fp8_row import (
+    larger,
+    largest_of,
+    load_block,
+    narrow,
+    store_block,
+    store_quantized_row,
+    widen,
+)
 from llm_quant_rocm.kernels.wire_units import e4m3_codes
 
 NONE, FP8_PER_TOKEN, FP8_STATIC, NVFP4 = (tl.constexpr(n) for n in range(4))
@@ -109,7 +117,7 @@ def store_nvfp4(
     Values beyond the row are zeros; so are the scales that the layout pads a row with.
     """
     wide = tl.reshape(widen(value), (BLOCK // 16, 16))
-    amax = tl.reduce(tl.abs(wide), 1, larger)
+    amax = largest_of(tl.abs(wide), 1)
     size = tl.clamp(given * tl.math.div_rn(amax, 6.0), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     broken = size != size
     scale_codes = tl.where(broken, 127, e4m3_codes(size))

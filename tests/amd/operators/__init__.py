@@ -13,13 +13,14 @@ A case is a function without arguments, called where the CPU is a virtual GPU wi
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 import triton
 
 from llm_quant_rocm.hardware import Hardware
-from tests.amd import budget, tritons
+from tests.amd import budget, isa, tritons
 
 # Modules of llm_quant_rocm.kernels that are for Hopper: all but rms_norm_walk, which asks for Hopper by name, for its
 # matrix unit. These do not compile here, and test_refusals.py shows that the library never comes to them.
@@ -44,6 +45,13 @@ def shared_out(
         return cases
     archs = list(budget.LDS)
     return dict(list(cases.items())[(archs.index(hardware.arch) + newest) % len(archs) :: len(archs)])
+
+
+def four_waves(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the launch of a kernel that has a program for each row: of fewer waves than a compute unit has
+    SIMDs, some of these are idle where there are few rows."""
+    columns, waves = constants["COLUMNS"], constants["num_warps"]
+    return [f"{waves} waves share {columns} columns"] if columns >= 2048 and waves < 4 else []
 
 
 def operator(name: str) -> ModuleType:

@@ -10,10 +10,10 @@ from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
-from tests.amd.operators import shared_out
+from tests.amd.operators import four_waves, shared_out
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, nasty_rows, random_rows
 
-BUDGETS = {"per_token_quant_kernel": Budget(uses=FP8_CAST)}
+BUDGETS = {"per_token_quant_kernel": Budget(uses=FP8_CAST, more=four_waves)}
 # Hidden sizes of Llama 3 8B, Qwen3 32B, Llama 3 405B, an MLP of Llama 3 70B, and the widest row there may be.
 WIDTHS = (4096, 5120, 16384, 28672, 65536)
 

@@ -10,11 +10,11 @@ from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_CAST, Budget
-from tests.amd.operators import shared_out
+from tests.amd.operators import four_waves, shared_out
 from tests.inputs import DTYPE_IDS, DTYPES, assert_same, nasty_rows, random_rows
 
 # The widest row there may be spills with Triton 3.9. No model has it: the widest hidden size, Llama 3 405B's, is 16384.
-BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST, may_spill=frozenset({"65536 columns"}))}
+BUDGETS = {"rms_norm_quant_kernel": Budget(uses=FP8_CAST, may_spill=frozenset({"65536 columns"}), more=four_waves)}
 WIDTHS = (4096, 5120, 8192, 16384)  # hidden sizes of Llama 3 8B, Qwen3 32B, Llama 3 70B and Llama 3 405B
 
 
