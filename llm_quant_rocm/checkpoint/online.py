@@ -44,19 +44,19 @@ def refuse_missing(names: Iterable[str]) -> None:
         raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
 
 
-def why_not_again(name: str) -> str:
+def why_not_again(name: str, cure: str = "start the server again with the new checkpoint") -> str:
     """Why nothing can be loaded over `name`, a weight or a layer that is served."""
     return (
         f"{name} was prepared for its kernels when the checkpoint was loaded, and no other can be loaded over it: "
-        "start the server again with the new checkpoint"
+        f"{cure}"
     )
 
 
-def refusing_again(name: str) -> Callable[..., None]:
+def refusing_again(name: str, *cure: str) -> Callable[..., None]:
     """The weight loader of a weight that is served: what comes then would be copied into codes as they are."""
 
     def load(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(why_not_again(name))
+        raise ValueError(why_not_again(name, *cure))
 
     return load
 

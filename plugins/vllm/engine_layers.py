@@ -18,10 +18,12 @@ from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParamete
 from vllm.platforms import current_platform
 
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
+from llm_quant_rocm.checkpoint.online import refusing_again
 
 Loader = Callable[..., Any]
 # By --load-format: what vLLM stored of a loaded model, which it copies into parameters of the same names.
 _STORED = ("sharded_state", "runai_streamer_sharded")
+_RELOAD = "load weights by vLLM's reload_weights or update_weights, which prepare it again"
 
 
 class _KeepsLoader(BasevLLMParameter):
@@ -84,7 +86,13 @@ def scalars(**arguments: Any) -> BasevLLMParameter:
 
 
 class PreparedOnce(ABC):
-    """A method that turns the loaded weights of a layer into what it serves once, however often vLLM asks."""
+    """A method that turns the loaded weights of a layer into what it serves once, however often vLLM asks.
+
+    Attributes:
+        prefix: vLLM's name of the layer.
+    """
+
+    prefix: str
 
     @abstractmethod
     def prepare(self, layer: Any) -> None:
@@ -101,6 +109,10 @@ class PreparedOnce(ABC):
         self.prepare(layer)
         if current_platform.is_cuda_alike():
             self.warm_up(layer)
+        # Who trains a model may call its load_weights. Where vLLM reloads weights it has the loaders of before.
+        for name, param in layer.named_parameters(recurse=False):
+            if name != "bias":  # served as it is
+                param.weight_loader = refusing_again(f"{self.prefix}.{name}", _RELOAD)
         layer._already_called_process_weights_after_loading = True
 
 

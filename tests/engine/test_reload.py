@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 IGNORE = ("lm_head", "mlp.gate")
+TRAINED = "model.layers.0.self_attn.o_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 # kind: (how many tensors our layers serve, a tensor that a broken checkpoint lacks, arguments of vllm.LLM)
 KINDS = {
@@ -53,11 +54,12 @@ def changed(checkpoint: Path, folder: Path, change: Callable[[Tensors], Tensors]
     return folder
 
 
-def reload(folder: Path, reloads: list[Path], **settings: object) -> list[list[str] | str]:
+def reload(folder: Path, reloads: list[Path], loaded: Path, **settings: object) -> list[list[str] | str]:
     """What reload_process.py answers."""
     request, answer = folder / "request.json", folder / "answer.json"
     given = {**engines.SETTINGS, **settings}
-    request.write_text(json.dumps({"settings": given, "reloads": [str(checkpoint) for checkpoint in reloads]}))
+    checkpoints = {"reloads": [str(checkpoint) for checkpoint in reloads], "loaded": str(loaded)}
+    request.write_text(json.dumps({"settings": given, **checkpoints}))
     process = subprocess.run(
         [forks.python(), str(engines.HERE / "reload_process.py"), str(request), str(answer)],
         env=engines.environment(**engines.EAGER),
@@ -72,13 +74,21 @@ def reload(folder: Path, reloads: list[Path], **settings: object) -> list[list[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_reloaded(kind: str, sound: Path, tmp_path: Path) -> None:
-    """All of them, or those of some layers. A checkpoint that lacks a tensor of a layer is refused, as at first."""
+    """All of them, or those of some layers. A checkpoint that lacks a tensor of a layer is refused, as at first.
+
+    What comes to the model's own load_weights, as trainers send it, is refused, and nothing copied.
+    """
     count, lacking, settings = KINDS[kind]
     others = changed(sound, tmp_path / "others", lambda tensors: {name: other(name, tensors[name]) for name in tensors})
     layer = changed(others, tmp_path / "layer", lambda all: {name: all[name] for name in all if ".layers.1." in name})
     broken = changed(sound, tmp_path / "broken", lambda all: {name: all[name] for name in all if name != lacking})
+    trained = changed(sound, tmp_path / "trained", lambda all: {TRAINED: torch.zeros(128, 128, dtype=torch.bfloat16)})
     reloads = [others, sound, layer, broken]
-    of_others, of_sound, of_layer, error = reload(tmp_path, reloads, model=str(sound), **settings)
+    refusal, of_loaded, of_others, of_sound, of_layer, error = reload(
+        tmp_path, reloads, trained, model=str(sound), **settings
+    )
+    assert f"{TRAINED} was prepared for its kernels when the checkpoint was loaded, and no other can be" in refusal
+    assert of_loaded == []
     assert len(of_others) == count
     assert of_sound == []
     assert of_layer == [name for name in of_others if ".layers.1." in name]
