@@ -27,6 +27,8 @@ def lacking(moe: FusedMoEConfig) -> str | None:
         return "LoRA adapters"
     if moe.moe_parallel_config.use_all2all_kernels:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
+    if moe.moe_parallel_config.enable_eplb:
+        return "load balancing of experts (--enable-eplb)"
     return None
 
 

@@ -25,7 +25,7 @@ def experts(**changes: Any) -> Any:
         "swiglu_limit": None,
         "has_bias": False,
         "is_lora_enabled": False,
-        "moe_parallel_config": SimpleNamespace(use_all2all_kernels=False),
+        "moe_parallel_config": SimpleNamespace(use_all2all_kernels=False, enable_eplb=False),
     }
     return SimpleNamespace(**(facts | changes))
 
@@ -43,6 +43,7 @@ def test_ordinary_experts_lack_nothing(activation: str) -> None:
         ({"has_bias": True}, "biases"),
         ({"is_lora_enabled": True}, "LoRA"),
         ({"moe_parallel_config": SimpleNamespace(use_all2all_kernels=True)}, "--enable-expert-parallel"),
+        ({"moe_parallel_config": SimpleNamespace(use_all2all_kernels=False, enable_eplb=True)}, "--enable-eplb"),
     ],
 )
 def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
