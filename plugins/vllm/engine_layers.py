@@ -80,6 +80,16 @@ def is_dummy(config: VllmConfig) -> bool:
     return chosen == "dummy"
 
 
+def refuse_offloading(config: VllmConfig) -> None:
+    """ValueError where vLLM is to move weights to the host's memory that have none yet, being quantized as they arrive:
+    it does so while it builds the model."""
+    if config.offload_config.uva.cpu_offload_gb and not config.offload_config.uva.cpu_offload_params:
+        raise ValueError(
+            "--cpu-offload-gb moves weights before they are loaded, and ptpc_fp8 quantizes them as they arrive: leave "
+            "it out, or serve what `llm-quant-rocm quantize MODEL OUT --scheme ptpc_fp8` makes of the checkpoint"
+        )
+
+
 def scalars(**arguments: Any) -> BasevLLMParameter:
     """Values that all ranks have: a model's loader of rows is not for them."""
     return _KeepsLoader(on_other_loader=lambda loader: None, **arguments)

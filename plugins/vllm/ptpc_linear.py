@@ -17,7 +17,7 @@ from llm_quant_rocm.checkpoint.linear_tensors import WholeRowCounts, refuse_othe
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm_vllm import compile_key, fusion
-from llm_quant_rocm_vllm.engine_layers import ENGINE, Loader, Weight
+from llm_quant_rocm_vllm.engine_layers import ENGINE, Loader, Weight, refuse_offloading
 from llm_quant_rocm_vllm.linear import LinearMethod
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class PtpcFp8LinearMethod(LinearMethod):
 
     def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
         super().__init__(prefix)
+        refuse_offloading(self.vllm_config)
         self.config = config
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None

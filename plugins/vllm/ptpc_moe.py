@@ -15,6 +15,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_other_dtypes
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
+from llm_quant_rocm_vllm.engine_layers import refuse_offloading
 from llm_quant_rocm_vllm.experts import ExpertsMethod, expert_names
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
 
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
+        refuse_offloading(self.vllm_config)
         self.config = config
         # Of w2, where it is sharded.
         self.whole_rows: WholeRows | None = None

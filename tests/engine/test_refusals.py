@@ -55,6 +55,7 @@ def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[
     )
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests |= {f"{kind} without weights": {"model": str(sound[kind]), "load_format": "dummy"} for kind in sound}
+    requests["moved to the host"] = {"model": str(dense_checkpoint), "cpu_offload_gb": 1}
     requests["stored by rank"] = {"model": str(dense_checkpoint), "load_format": "sharded_state"}
     return engines.refusals(
         folder / "refusals", {name: {**request, "quantization": "ptpc_fp8"} for name, request in requests.items()}
@@ -69,6 +70,11 @@ def test_broken_tensors_are_named(answers: dict[str, str], name: str) -> None:
 def test_what_vllm_stored_is_not_read(answers: dict[str, str]) -> None:
     """vLLM ended with a KeyError: it looks for the tensors of a loaded model before the model is loaded."""
     assert "--load-format sharded_state cannot read layers that llm-quant-rocm serves" in answers["stored by rank"]
+
+
+def test_weights_are_not_moved_before_they_are_loaded(answers: dict[str, str]) -> None:
+    """torch ended with `Cannot copy out of meta tensor; no data!`."""
+    assert "--cpu-offload-gb moves weights before they are loaded" in answers["moved to the host"]
 
 
 def test_broken_files_are_named(answers: dict[str, str]) -> None:
