@@ -46,22 +46,34 @@ def config_of(fields: Mapping[str, Any]) -> PairConfig:
 
 
 def default_config(hardware: Hardware, slots: int, experts: int, hidden: int, inner: int) -> PairConfig:
-    """Blocks about as tall as an expert has slots, whatever the sizes of the weights: a taller one multiplies rows that
-    are not there, of a lower one two read the weight. With bulk copies, what an H100 took."""
-    config = _default(hardware, slots / experts)
-    return PairConfig(config, config)
+    """Blocks about as tall as an expert has slots: a taller one multiplies rows that are not there, of a lower one two
+    read the weight. With bulk copies, what an H100 took."""
+    products = (2 * inner, hidden), (hidden, inner)
+    return PairConfig(*(_default(hardware, slots / experts, min(slots, experts), n, k) for n, k in products))
 
 
-def _default(hardware: Hardware, per_expert: float) -> MoeConfig:
+def _default(hardware: Hardware, per_expert: float, chosen: int, n: int, k: int) -> MoeConfig:
+    """For a product [slots, n] of sums over k with at most `chosen` of the experts."""
     if hardware.tma:
         if per_expert <= 24:
             return MoeConfig(16 if per_expert <= 6 else 32, 64, 256, 3, 4)
         return MoeConfig(64 if per_expert <= 96 else 128, 128, 128, 3, 4)
     if per_expert <= 16:
-        return MoeConfig(16, 128 if hardware.fp8_units else 64, 128, 2, 4)
+        return _on_all_units(hardware, chosen, n, k)
     if per_expert <= 96 or not hardware.fp8_units:
         return MoeConfig(64, 128, 128 if hardware.fp8_units else 64, 2, 4)
     return MoeConfig(128, 128, 128, 2, 8)
+
+
+def _on_all_units(hardware: Hardware, chosen: int, n: int, k: int) -> MoeConfig:
+    """Tiles of 16 slots, of which each compute unit has one where they would be fewer: half as wide, and as deep again,
+    a program has as many bytes on their way, and there are twice as many programs. Memory is busy with about what a
+    program on each unit has there (`ptpc_gemm.default_config`). By counting, not measured on AMD."""
+    width, depth = 128 if hardware.fp8_units else 64, 128
+    while width > 32 and chosen * cdiv(n, width) < hardware.units:
+        width //= 2
+        depth *= 2 if k % (2 * depth) == 0 else 1
+    return MoeConfig(16, width, depth, 2, 4 if width > 32 else 2)
 
 
 @triton.jit

@@ -49,13 +49,14 @@ def _hopper(slots: int, experts: int) -> list[PairConfig]:
 def _everywhere(device: hardware.Hardware, slots: int, experts: int) -> list[PairConfig]:
     """Of the kernel for all GPUs. On CDNA, without bulk copies, two buffers in 64 KiB of local memory: by reasoning,
     never measured on an AMD GPU."""
-    most, widths, depths, stages = 64, [64, 128, 256], [64, 128], [2]
+    most, widths, depths, stages = 64, [32, 64, 128, 256], [64, 128, 256, 512], [2]
     if device.tma:
         most, widths, depths, stages = 200, [64, 128], [128, 256], [3, 4, 5]
     found = []
     for block_m, block_n, block_k, count in itertools.product(heights_for(slots, experts), widths, depths, stages):
         if (block_m + block_n) * block_k * count <= most * 1024 and block_m * block_n < 128 * 256:
-            found += [MoeConfig(block_m, block_n, block_k, count, warps) for warps in (4, 8)]
+            # A wave has 16 rows of the weight at least.
+            found += [MoeConfig(block_m, block_n, block_k, count, min(warps, block_n // 16)) for warps in (4, 8)]
     return [PairConfig(config, config) for config in found]
 
 

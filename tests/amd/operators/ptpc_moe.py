@@ -11,8 +11,9 @@ import torch
 
 from llm_quant_rocm import ops, reference
 from llm_quant_rocm.formats import fp8
+from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
-from llm_quant_rocm.kernels import act_and_mul_quant, routing
+from llm_quant_rocm.kernels import act_and_mul_quant, ptpc_moe, routing
 from tests.amd.budget import FP8_MATRIX, Budget
 from tests.amd.operators import shared_out
 from tests.inputs import DTYPE_IDS, DTYPES
@@ -41,8 +42,10 @@ def shipped(hardware: Hardware) -> dict[str, Callable[[], object]]:
             w2, torch.empty(count, hidden, 1), torch.empty(tokens, 8), ids, activation=activation,
         )  # fmt: skip
 
-    # Qwen3-30B-A3B: few slots an expert, some, and many: the tiles of ptpc_moe.default_config.
-    cases = {f"{tokens} tokens": partial(launch, tokens, "silu") for tokens in (1, 1024, 2048)}
+    # Qwen3-30B-A3B: few slots an expert, in narrow tiles, half as many and whole ones, some, and many: the tiles of
+    # ptpc_moe.default_config.
+    cases = {f"{tokens} tokens": partial(launch, tokens, "silu") for tokens in (1, 2, 64, 1024, 2048)}
+    cases |= {"1 token of DeepSeek-V3 over eight ranks": partial(launch, 1, "silu", 256, 7168, 256)}
     return cases | {f"1 token, {name}": partial(launch, 1, name) for name in ("gelu", "gelu_tanh")}
 
 
@@ -93,8 +96,23 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         with pytest.raises(TypeError, match=f"w2 is .*computes in {hardware.fp8_dtype}"):
             ops.ptpc_moe(**given)
 
+    def wide_tiles() -> None:
+        """As with more experts than are executed here."""
+        given = arguments(hardware, 60, 8, 2, 160, 144)
+        w13, w13_scale, w2, w2_scale = (given[name] for name in ("w13", "w13_scale", "w2", "w2_scale"))
+        tokens = RoutedTokens(given["x"], given["topk_weights"], given["topk_ids"])
+        config = ptpc_moe.default_config(hardware, 4096, 1024, 2048, 768)
+        assert config.w13.block_n == config.w2.block_n == (128 if hardware.fp8_units else 64)
+        found = ptpc_moe.ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, "silu", fmt, hardware, config)
+        expected = reference.ptpc_moe(
+            given["x"], w13, w13_scale, w2, w2_scale, given["topk_weights"], given["topk_ids"], "silu", fmt
+        )
+        assert relative_error(found, expected.double()) < 0.01
+
     cases = {
         "one token": partial(shape, 1, 8, 2, 128, 96),
+        "one token, long sums": partial(shape, 1, 4, 2, 1024, 256),
+        "wide tiles": wide_tiles,
         "every expert": partial(shape, 5, 4, 4, 64, 48),
         "many experts": partial(shape, 7, 64, 8, 32, 16),
         "ragged": partial(shape, 20, 3, 3, 50, 23),
