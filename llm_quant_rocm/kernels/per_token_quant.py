@@ -28,9 +28,11 @@ _KEPT_BYTES = 16 * 2**20
 def per_token_quant_kernel(
     x_ptr, q_ptr, scale_ptr, x_stride,
     FP8_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    INTERLEAVE: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr
+    INTERLEAVE: tl.constexpr, EVICTION: tl.constexpr, PDL: tl.constexpr, BESIDE: tl.constexpr
 ):  # fmt: skip
-    if PDL:
+    if BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
+    elif PDL:
         programmatic_launch()
     TAKEN: tl.constexpr = 2 * BLOCK if INTERLEAVE else BLOCK
     BLOCKS: tl.constexpr = (COLUMNS + TAKEN - 1) // TAKEN
@@ -49,14 +51,22 @@ def per_token_quant_kernel(
     store_quantized_row(
         q_ptr + row * PADDED, scale_ptr + row, x, largest, FP8_MAX, MIN_SCALE, PADDED, BLOCK, INTERLEAVE
     )
+    if BESIDE:
+        tl.extra.cuda.gdc_wait()
 
 
-def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def per_token_quant_fp8(
+    x: torch.Tensor, fmt: Fp8Format, interleave: bool = False, beside: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [M, K] and fp32 scales [M, 1] of x [M, K] whose last dimension is contiguous; K <= MAX_COLUMNS.
 
     With `interleave` K is a multiple of 16, and codes are [M, K padded with zeros to a multiple of 64]: of every 64
     columns first 0, 8, 1 and 9 of each sixteen, then 2, 10, 3 and 11, and so on to 6, 14, 7 and 15. It is the order in
     which `decode_hopper` makes E4M3 of NVFP4.
+
+    With `beside` the kernel just before has nothing to do with x, and begins with `programmatic_launch`: what came
+    before it is finished then, x among it, so that both may run at the same time, where the hardware can. This one
+    ends after it, and a kernel that waits for this one waits for both.
     """
     rows, columns = x.shape
     padded = cdiv(columns, 64) * 64 if interleave else columns
@@ -64,13 +74,15 @@ def per_token_quant_fp8(x: torch.Tensor, fmt: Fp8Format, interleave: bool = Fals
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         kept = x.numel() * x.element_size() <= _KEPT_BYTES
-        constants = _constants(columns, fmt, interleave, kept, detect(x.device))
+        constants = _constants(columns, fmt, interleave, kept, beside, detect(x.device))
         launch(per_token_quant_kernel, (rows,), x, q, scale, x.stride(0), **constants)
     return q, scale
 
 
 @cache
-def _constants(columns: int, fmt: Fp8Format, interleave: bool, kept: bool, hardware: Hardware) -> dict[str, Any]:
+def _constants(
+    columns: int, fmt: Fp8Format, interleave: bool, kept: bool, beside: bool, hardware: Hardware
+) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {
         "FP8_MAX": fmt.max,
@@ -79,6 +91,7 @@ def _constants(columns: int, fmt: Fp8Format, interleave: bool, kept: bool, hardw
         "INTERLEAVE": interleave,
         "EVICTION": "" if kept else "evict_first",
         "PDL": hardware.pdl,
+        "BESIDE": beside and hardware.pdl,
         # Whole groups of 64 columns of two blocks.
         **row_launch(max(columns, 32) if interleave else columns, hardware),
         **pdl_option(hardware),

@@ -170,7 +170,7 @@ def ptpc_moe(
         )  # fmt: skip
         return out
 
-    xq, xscale = per_token_quant_fp8(x, fmt)
+    xq, xscale = per_token_quant_fp8(x, fmt, beside=True)  # the schedule, which reads ids
     h = multiply(xq, xscale, w13, w13_scale, topk, None, config.w13)
     aq, ascale = act_and_mul_quant_fp8(h, activation, fmt, hardware, routing.slot_row)
     y = multiply(aq, ascale, w2, w2_scale, 1, routing.row_weight, config.w2)

@@ -47,6 +47,8 @@ class Schedule:
         tile_count: int32 [1], how many tiles it needs.
         row_weight: fp32 [tiles * block_m], the router weight of each row, 0 where there is none; None if not asked for.
         slot_row: int32 [slots], the row of each slot, or -1 of one whose expert is not here.
+        counts: of two launches what the first one counted, or None. Kept, so that nobody writes there who runs beside
+            the second.
     """
 
     row_map: torch.Tensor
@@ -55,6 +57,7 @@ class Schedule:
     tile_count: torch.Tensor
     row_weight: torch.Tensor | None
     slot_row: torch.Tensor
+    counts: torch.Tensor | None = None
 
 
 def max_tiles(slots: int, experts: int, block_m: int) -> int:
@@ -252,17 +255,16 @@ def schedule(
     row_map, tile_expert, tile_rows, tile_count = new(tiles * block_m), new(tiles), new(tiles), new(1)
     slot_row = new(tokens * topk)
     row_weight = None if topk_weights is None else new(tiles * block_m, dtype=torch.float32)
-    found = Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row)
+    counts = None if plan.count is None else new(plan.counts, dtype=plan.counts_dtype)
+    found = Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row, counts)
     if plan.place is None:
         tile_count.zero_()
         return found
-    counted = ()
     if plan.count is not None:
-        counted = (new(plan.counts, dtype=plan.counts_dtype),)
-        plan.count(topk_ids, expert_map, padding, *counted, slot_row)
+        plan.count(topk_ids, expert_map, padding, counts, slot_row)
     plan.place(
-        topk_ids, expert_map, padding, topk_weights, *counted, row_map, tile_expert, tile_rows, tile_count, row_weight,
-        slot_row,
+        topk_ids, expert_map, padding, topk_weights, *(() if counts is None else (counts,)), row_map, tile_expert,
+        tile_rows, tile_count, row_weight, slot_row,
     )  # fmt: skip
     return found
 

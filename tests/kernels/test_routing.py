@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llm_quant_rocm.hardware import CPU
+from llm_quant_rocm.kernels import routing
 from llm_quant_rocm.kernels.routing import max_tiles, schedule, sum_rows
 from tests.routing_inputs import Routing, expected, routings
 
@@ -38,3 +39,14 @@ def test_no_token() -> None:
     assert found.slot_row.shape == (0,)
     assert found.row_weight is not None and found.row_weight.shape == (0,)
     assert sum_rows(torch.empty(0, 64), found.slot_row, 8, CPU, in_tiles=False).shape == (0, 64)
+
+
+def test_what_the_first_of_two_launches_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quantization of x may run beside the second launch, which reads it: memory of its own, for as long as the
+    schedule is there."""
+    read = []
+    launches = {"count": lambda *given: read.append(given[-2]), "place": lambda *given: read.append(given[4])}
+    plan = routing._Plan(tiles=2, counts=8, counts_dtype=torch.int32, **launches)
+    monkeypatch.setattr(routing, "_plan", lambda *args: plan)
+    found = schedule(torch.zeros(4, 2, dtype=torch.int32), None, 4, 16, CPU, torch.zeros(4, 2))
+    assert found.counts is not None and [counts is found.counts for counts in read] == [True, True]
