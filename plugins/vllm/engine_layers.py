@@ -100,9 +100,11 @@ class PreparedOnce(ABC):
 
     Attributes:
         prefix: vLLM's name of the layer.
+        uses_meta_device: vLLM's mark of methods that quantize while the checkpoint loads.
     """
 
     prefix: str
+    uses_meta_device = False
 
     @abstractmethod
     def prepare(self, layer: Any) -> None:
@@ -114,16 +116,20 @@ class PreparedOnce(ABC):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         # vLLM sets this mark back when it reloads weights.
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
-            return
-        self.prepare(layer)
-        if current_platform.is_cuda_alike():
-            self.warm_up(layer)
+        prepared = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if not prepared:
+            self.prepare(layer)
+            if current_platform.is_cuda_alike():
+                self.warm_up(layer)
+            layer._already_called_process_weights_after_loading = True
+            # Of a layer that is quantized as it arrives vLLM asks first when all is there that this rank takes, while
+            # tensors of other ranks' experts are to come, and again when the model is loaded.
+            if self.uses_meta_device:
+                return
         # Who trains a model may call its load_weights. Where vLLM reloads weights it has the loaders of before.
         for name, param in layer.named_parameters(recurse=False):
             if name != "bias":  # served as it is
                 param.weight_loader = refusing_again(f"{self.prefix}.{name}", _RELOAD)
-        layer._already_called_process_weights_after_loading = True
 
 
 ENGINE = EngineLayers(
