@@ -58,6 +58,8 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     """A sound choice for shapes and devices that nobody has measured."""
     if m <= 64:
         block_m = max(16, next_power_of_2(m))
+        if block_m == 32 and hardware.arch == "gfx90a":
+            block_m = 64  # of 32 rows four waves make two products of 32 x 32, each twice, and decode twice as much
         tiles = cdiv(n, 64)
         # Memory is busy with about as many bytes on their way as it reads in a microsecond: 5.3 MB on an MI300X, by its
         # data sheet. A program has 10 to 16 KiB of them there, so it takes about two for each compute unit; with the
@@ -95,9 +97,9 @@ def ptpc_gemm_kernel(
 ):  # fmt: skip
     """x and w are tensor descriptors with TMA, out with TMA_STORE, pointers otherwise; out is the workspace with
     SPLIT_K > 1."""
-    # On gfx942 Triton swizzles the weight's tile in the LDS only where it is loaded as [K, N]: turned, its rows of 128
-    # bytes begin in one bank, and to read them takes at least 4 to 8 times as many clocks. gfx950 has no conflicts.
-    BY_COLUMN: tl.constexpr = tl.target_info.is_hip_cdna3() and not SWAP_AB
+    # On CDNA2 and 3 Triton swizzles the weight's tile in the LDS only where it is loaded as [K, N]: turned, its rows of
+    # 128 bytes begin in one bank, and to read them takes up to 8 times as many clocks. CDNA4 has no conflicts.
+    BY_COLUMN: tl.constexpr = tl.target_info.is_hip() and not (SWAP_AB or tl.target_info.is_hip_cdna4())
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     split = tl.program_id(1)

@@ -84,7 +84,8 @@ def grouped_gemm_kernel(
     XCDS: tl.constexpr
 ):  # fmt: skip
     """out[slot] = (x[slot // SLOTS_PER_ROW] . w[expert]^T) * scales, times the router weight if there is one."""
-    BY_COLUMN: tl.constexpr = tl.target_info.is_hip_cdna3() and not SWAP_AB  # as in `ptpc_gemm`
+    # As in `ptpc_gemm`.
+    BY_COLUMN: tl.constexpr = tl.target_info.is_hip() and not (SWAP_AB or tl.target_info.is_hip_cdna4())
     if PDL:
         programmatic_launch()
     tile, tile_n = tl.program_id(0), tl.program_id(1)

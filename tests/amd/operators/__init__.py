@@ -54,5 +54,15 @@ def four_waves(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) 
     return [f"{waves} waves share {columns} columns"] if columns >= 2048 and waves < 4 else []
 
 
+def decoding(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """What a loop does too much that makes fp16 of FP8, whose last step is a product of two values."""
+    hot = assembly.hot_loop
+    if not constants["DECODE"] or not hot:
+        return []
+    found = isa.count(hot.instructions)
+    each = found["vector"] / (2 * found["vector v_pk_mul_f16"])
+    return [f"it takes {each:.2f} vector instructions for a value"] if each > 4.25 else []
+
+
 def operator(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")

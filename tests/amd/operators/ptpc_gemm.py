@@ -11,7 +11,7 @@ from llm_quant_rocm import ops, tuning
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
 from tests.amd.budget import FP8_MATRIX, Budget
-from tests.amd.operators import shared_out
+from tests.amd.operators import decoding, shared_out
 from tests.inputs import (
     DTYPE_IDS,
     DTYPES,
@@ -22,7 +22,7 @@ from tests.inputs import (
     random_rows,
 )
 
-BUDGETS = {"ptpc_gemm_kernel": Budget(matrix=FP8_MATRIX), "split_k_kernel": Budget()}
+BUDGETS = {"ptpc_gemm_kernel": Budget(matrix=FP8_MATRIX, more=decoding), "split_k_kernel": Budget()}
 # Decode and prefill over projections of Llama 3 70B: whole, and sharded over 8 GPUs.
 SHAPES = [(m, 8192, 8192) for m in (16, 32, 64, 4096)] + [(16, 1280, 8192), (16, 57344, 8192)]
 # Every tile of default_config, with even and ragged edges, in one and in several parts of K.

@@ -15,12 +15,12 @@ from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels import act_and_mul_quant, ptpc_moe, routing
 from tests.amd.budget import FP8_MATRIX, Budget
-from tests.amd.operators import shared_out
+from tests.amd.operators import decoding, shared_out
 from tests.inputs import DTYPE_IDS, DTYPES
 from tests.moe_inputs import experts, relative_error
 
 # Those of both quantizations and of routing, which it launches too, are proven on their own.
-BUDGETS = {"grouped_gemm_kernel": Budget(matrix=FP8_MATRIX)}
+BUDGETS = {"grouped_gemm_kernel": Budget(matrix=FP8_MATRIX, more=decoding)}
 
 
 def arguments(hardware: Hardware, *shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
