@@ -12,10 +12,10 @@ _STOPPED = 130  # as shells have it
 
 def main() -> None:
     """Run the command line; the console script of the distribution. Ctrl-C ends it with exit status 130."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever started it wants it to go on
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGALRM, _interrupt)
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else whoever started it wants it to go on
+            signal.signal(signal.SIGINT, _interrupt)
+            signal.signal(signal.SIGALRM, _interrupt)
         from llm_quant_rocm.cli._app import app  # which imports much
 
         app()

@@ -30,6 +30,9 @@ signal.signal = set_it
 cli.main()
 """
 
+# Is interrupted as soon as Ctrl-C is ours.
+AT_ONCE = MAIN.replace("print('begins', flush=True)", "signal.raise_signal(signal.SIGINT)")
+
 # A module that swallows Ctrl-C, or makes another error of it, as torch and numpy do.
 SWALLOWS = """
 import time
@@ -129,6 +132,12 @@ def test_a_small_import_comes_to_its_end(before: str, seconds: int, status: int,
     with start(before + IMPORTS_IT, str(seconds), modules=tmp_path) as process:
         assert process.communicate(timeout=LIMIT) == (output, "")
     assert process.returncode == status
+
+
+def test_the_first_moment() -> None:
+    with start(AT_ONCE) as process:
+        assert process.communicate(timeout=LIMIT) == ("", "")
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4, 0.8, 1.2, 1.8])
