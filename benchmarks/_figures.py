@@ -62,6 +62,12 @@ def results(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield file.stem, load(file.name)
 
 
+def on_each_gpu(benchmark: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`results` of an H100 and of an H200."""
+    yield from results(f"{benchmark}_sm_90")
+    yield from results(f"{benchmark}_h200_sm_90")
+
+
 def commit(result: Row) -> str:
     return result["environment"]["commit"]
 
@@ -355,13 +361,13 @@ def overview() -> str:
         add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
             f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
     ms = (1, 16, 64, 256, 1024, 4096)
-    for name, result in (*results("nvfp4_gemm_sm_90"), *results("nvfp4_gemm_h200_sm_90")):
+    for name, result in on_each_gpu("nvfp4_gemm"):
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
         title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
         said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
         add(name, 'the same with `prefill="fp8"`', ", ".join(said))
-    for name, result in (*results("ptpc_gemm_sm_90"), *results("ptpc_gemm_h200_sm_90")):
+    for name, result in on_each_gpu("ptpc_gemm"):
         said = [f"{m}: {mean(result, m, 'ptpc_linear')}" for m in ms]
         title = f"PTPC FP8 linear layer, quantization of its input included, mean of Llama-3-70B's, {device(result)}"
         add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
@@ -370,13 +376,13 @@ def overview() -> str:
             title = f"{what}, mean (and least) of 16 layers of four models that nothing was tuned for, {device(result)}"
             said = [f"{m}: {mean_and_least(result, m, 'bf16', operator)}" for m in ms]
             add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
-    for name, result in (*results("nvfp4_moe_sm_90"), *results("nvfp4_moe_h200_sm_90")):
+    for name, result in on_each_gpu("nvfp4_moe"):
         found = {title: over(result, ["marlin"], "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
         said = [f"{title} {', '.join(found[title][tokens] for tokens in FEW_TOKENS)}" for title in found]
         title = f"NVFP4 experts, {device(result)}"
         tokens = ", ".join(map(str, FEW_TOKENS))
         add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
-    for name, result in (*results("ptpc_moe_sm_90"), *results("ptpc_moe_h200_sm_90")):
+    for name, result in on_each_gpu("ptpc_moe"):
         tokens = (1, 16, 64, 1024, 4096)
         said = []
         for model, shown in MODELS.items():
@@ -399,7 +405,7 @@ def overview() -> str:
         title = f"The fusion pass in vLLM {result['vllm']}, `ptpc_fp8`, {gpus(result['ranks'])}"
         said = totals(result["variants"], base)
         add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")
-    for name, result in (*results("sglang_engine_sm_90"), *results("sglang_engine_h200_sm_90")):
+    for name, result in on_each_gpu("sglang_engine"):
         for group, title in (
             ("llama_3_70b_8_layers", "Llama-3-70B's shape, 8 layers"),
             ("qwen3_30b_a3b_12_layers", "Qwen3-30B-A3B's shape, 12 layers"),

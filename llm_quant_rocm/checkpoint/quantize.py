@@ -36,7 +36,7 @@ from llm_quant_rocm.checkpoint.layouts import LAYOUTS, PTPC_LAYOUTS, Layout
 from llm_quant_rocm.checkpoint.output import REPORT, Output
 from llm_quant_rocm.checkpoint.reader import Reader
 from llm_quant_rocm.checkpoint.schemes import NvFp4, Ptpc, Scheme
-from llm_quant_rocm.checkpoint.survey import EXPERT_BIASES
+from llm_quant_rocm.checkpoint.survey import has_expert_biases
 from llm_quant_rocm.json_files import parsed
 
 SCHEMES: Mapping[str, Mapping[str, Layout]] = {"ptpc_fp8": PTPC_LAYOUTS, "nvfp4": LAYOUTS}
@@ -326,7 +326,7 @@ def _check_ignored(reader: Reader, ignore: Sequence[str], source: Path) -> None:
 
 
 def _check_experts(reader: Reader) -> None:
-    has_biases = any(".experts." in name and name.endswith(EXPERT_BIASES) for name in reader.tensors)
+    has_biases = has_expert_biases(reader.tensors)
     cure = "serve it in 16 bits" if has_biases else "save the checkpoint so, or serve it with --quantization ptpc_fp8"
     for name, tensor in reader.tensors.items():
         is_weight = ".experts." in name or name.endswith(".weight")

@@ -44,8 +44,7 @@ _MXFP4_PARTS = ("_blocks", "_scales")
 # Llama 4 has NVFP4 codes of all experts in one tensor, experts.down_proj, and its scales beside it like this.
 _SCALES_OF_EXPERTS = re.compile(r"_((weight|input)_scale(_2)?|(weight|input)_global_scale)$")
 _EXPONENTS = {"U8", "F8_E8M0"}
-# How the names of routed experts' biases end.
-EXPERT_BIASES = (".bias", "_proj_bias")
+_EXPERT_BIASES = (".bias", "_proj_bias")
 _FETCH = "fetch or export the checkpoint again"
 
 
@@ -109,10 +108,14 @@ def survey(folder: Path) -> Survey:
     refuse_dead_links(folder.iterdir())
     tensors = _tensors(folder, faults)
     quantization = quantization_of(folder, config)
-    biases = any(".experts." in name and name.endswith(EXPERT_BIASES) for name in tensors)
     # Another description's tensors need not be whole by NVFP4's names.
     promised = quantization is None or checkpoint_kind(quantization) is not None
-    return Survey(config, quantization, _modules(tensors, promised, faults), biases, faults)
+    return Survey(config, quantization, _modules(tensors, promised, faults), has_expert_biases(tensors), faults)
+
+
+def has_expert_biases(tensors: Iterable[str]) -> bool:
+    """Whether routed experts' biases are among tensors of these names."""
+    return any(".experts." in name and name.endswith(_EXPERT_BIASES) for name in tensors)
 
 
 def quantization_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -255,16 +255,16 @@ def schedule(
     row_map, tile_expert, tile_rows, tile_count = new(tiles * block_m), new(tiles), new(tiles), new(1)
     slot_row = new(tokens * topk)
     row_weight = None if topk_weights is None else new(tiles * block_m, dtype=torch.float32)
-    counts = None if plan.count is None else new(plan.counts, dtype=plan.counts_dtype)
-    found = Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row, counts)
+    counted = () if plan.count is None else (new(plan.counts, dtype=plan.counts_dtype),)
+    found = Schedule(row_map, tile_expert, tile_rows, tile_count, row_weight, slot_row, *counted)
     if plan.place is None:
         tile_count.zero_()
         return found
     if plan.count is not None:
-        plan.count(topk_ids, expert_map, padding, counts, slot_row)
+        plan.count(topk_ids, expert_map, padding, *counted, slot_row)
     plan.place(
-        topk_ids, expert_map, padding, topk_weights, *(() if counts is None else (counts,)), row_map, tile_expert,
-        tile_rows, tile_count, row_weight, slot_row,
+        topk_ids, expert_map, padding, topk_weights, *counted, row_map, tile_expert, tile_rows, tile_count, row_weight,
+        slot_row,
     )  # fmt: skip
     return found
 
