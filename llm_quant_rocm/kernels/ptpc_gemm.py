@@ -86,6 +86,29 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return group * GROUP_M + rest % rows, rest // rows
 
 
+@triton.jit
+def load_step(x_rows, w_rows, column, K, EVEN_K: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """`column`s [BLOCK_K] of rows of x [BLOCK_M, 1] and of the weight [BLOCK_N, 1], or BY_COLUMN [1, BLOCK_N]; zeros
+    from K on."""
+    w_column = column[:, None] if BY_COLUMN else column[None, :]
+    if EVEN_K:
+        a = tl.load(x_rows + column[None, :])
+        b = tl.load(w_rows + w_column)
+    else:
+        a = tl.load(x_rows + column[None, :], mask=(column < K)[None, :], other=0.0)
+        b = tl.load(w_rows + w_column, mask=w_column < K, other=0.0)
+    return a, b
+
+
+@triton.jit
+def multiply_step(acc, a, b, DECODE: tl.constexpr, SWAP_AB: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """acc and the product of what `load_step` loads; with SWAP_AB it is the weight's rows times x's."""
+    if DECODE:
+        a = e4m3_to_fp16(a)
+        b = e4m3_to_fp16(b)
+    return tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b if BY_COLUMN else b.T, acc)
+
+
 # The number of rows changes with every batch: specializing on it would compile in the middle of serving.
 @triton.jit(do_not_specialize=["M"])
 def ptpc_gemm_kernel(
@@ -126,20 +149,9 @@ def ptpc_gemm_kernel(
             if TMA:
                 a = x.load([tile_m * BLOCK_M, k])
                 b = w.load([tile_n * BLOCK_N, k])
-            elif EVEN_K:
-                a = tl.load(x_rows + (k + depth)[None, :])
-                b = tl.load(w_rows + ((k + depth)[:, None] if BY_COLUMN else (k + depth)[None, :]))
             else:
-                within = k + depth < K
-                a = tl.load(x_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
-                if BY_COLUMN:
-                    b = tl.load(w_rows + (k + depth)[:, None], mask=within[:, None], other=0.0)
-                else:
-                    b = tl.load(w_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
-            if DECODE:
-                a = e4m3_to_fp16(a)
-                b = e4m3_to_fp16(b)
-            acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b if BY_COLUMN else b.T, acc)
+                a, b = load_step(x_rows, w_rows, k + depth, K, EVEN_K, BY_COLUMN)
+            acc = multiply_step(acc, a, b, DECODE, SWAP_AB, BY_COLUMN)
         # Recomputed here: kept across the loop, they would cost registers.
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         if TMA_STORE:

@@ -19,11 +19,11 @@ from llm_quant_rocm.formats.fp8 import Fp8Format
 from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.hardware import Hardware
 from llm_quant_rocm.kernels.act_and_mul_quant import act_and_mul_quant_fp8
-from llm_quant_rocm.kernels.decode import e4m3_to_fp16
 from llm_quant_rocm.kernels.launch import launch
 from llm_quant_rocm.kernels.pair_config import PairConfig
 from llm_quant_rocm.kernels.pdl import pdl_option, programmatic_launch
 from llm_quant_rocm.kernels.per_token_quant import per_token_quant_fp8
+from llm_quant_rocm.kernels.ptpc_gemm import load_step, multiply_step
 from llm_quant_rocm.kernels.routing import schedule, sum_rows
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.kernels.xcd import neighbours
@@ -109,20 +109,8 @@ def grouped_gemm_kernel(
     w_rows = w_ptr + (w_row[None, :] if BY_COLUMN else w_row[:, None]) * K
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP_AB else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if EVEN_K:
-            a = tl.load(x_rows + (k + depth)[None, :])
-            b = tl.load(w_rows + ((k + depth)[:, None] if BY_COLUMN else (k + depth)[None, :]))
-        else:
-            within = k + depth < K
-            a = tl.load(x_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
-            if BY_COLUMN:
-                b = tl.load(w_rows + (k + depth)[:, None], mask=within[:, None], other=0.0)
-            else:
-                b = tl.load(w_rows + (k + depth)[None, :], mask=within[None, :], other=0.0)
-        if DECODE:
-            a = e4m3_to_fp16(a)
-            b = e4m3_to_fp16(b)
-        acc = tl.dot(b, a.T, acc) if SWAP_AB else tl.dot(a, b if BY_COLUMN else b.T, acc)
+        a, b = load_step(x_rows, w_rows, k + depth, K, EVEN_K, BY_COLUMN)
+        acc = multiply_step(acc, a, b, DECODE, SWAP_AB, BY_COLUMN)
     out = acc.T if SWAP_AB else acc
     out *= tl.load(xscale_ptr + row)[:, None]
     out *= tl.load(wscale_ptr + w_row)[None, :]
