@@ -4,22 +4,23 @@ model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
 
     python benchmarks/nvfp4_engine.py llama-3-70b
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
+    python benchmarks/nvfp4_engine.py qwen3-30b-a3b-whole          all 48 layers, on a GPU of 140 GB
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b --ranks 2      tensor parallel, and with quantized all-reduces too
 
-The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12, 1, 10 and 64 prompts of 1024 random tokens,
-256 tokens out, CUDA graphs of a step; the prefill is the time of one token out, a step is the rest over 255, each the
-best of five runs, and `steps` says how much of a step is the GPU's, over several the first one's. With `--capture-sizes
-1 16 64 1024` one prompt's prefill is in a graph, too. NVFP4 is one random ModelOpt checkpoint, loaded without a flag
-(_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper. The others load
-what it decodes to where a router looks at it, and dummy weights (which take the same time and less disk) where none
-does. `difference` is the mean absolute difference of a prompt's log probabilities from the first method's with the same
-weights: rounding makes some, a wrong layer about 1. That prompt has 1024 tokens, too: `ours_fp4_sums` quantizes
-all-reduces to FP4 where they are large enough, between two GPUs from 256 tokens of Llama's shape on and from 1024 of
-Qwen's. Over several GPUs `log` is what the plugin said of them.
+The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12 and whole, 1, 10 and 64 prompts of 1024 random
+tokens, 256 tokens out, CUDA graphs of a step; the prefill is the time of one token out, a step is the rest over 255,
+each the best of five runs, and `steps` says how much of a step is the GPU's, over several the first one's. With
+`--capture-sizes 1 16 64 1024` one prompt's prefill is in a graph, too. NVFP4 is one random ModelOpt checkpoint, loaded
+without a flag (_random_checkpoint.py); LLM_QUANT_ROCM_NVFP4=0 leaves it to vLLM, which takes Marlin for it on Hopper.
+The others load what it decodes to where a router looks at it, and dummy weights (which take the same time and less
+disk) where none does. `difference` is the mean absolute difference of a prompt's log probabilities from the first
+method's with the same weights: rounding makes some, a wrong layer about 1. That prompt has 1024 tokens, too:
+`ours_fp4_sums` quantizes all-reduces to FP4 where they are large enough, between two GPUs from 256 tokens of Llama's
+shape on and from 1024 of Qwen's. Over several GPUs `log` is what the plugin said of them.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
-minutes, 19 GB of disk or memory for files, and 80 GB of a GPU, or 60 with --at-once 2. vLLM need only be importable
-(PYTHONPATH); the plugin is found in this repository even where it is not installed.
+minutes, 19 GB of disk or memory for files (80 GB of the whole Qwen3), and 80 GB of a GPU, or 60 with --at-once 2. vLLM
+need only be importable (PYTHONPATH); the plugin is found in this repository even where it is not installed.
 """
 
 import argparse
@@ -39,35 +40,40 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import _engines as engines
 from benchmarks import vllm_engine
 
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-70b": {**vllm_engine.LLAMA, "head_dim": 128, "num_hidden_layers": 16},
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "num_hidden_layers": 12,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    "qwen3-30b-a3b": QWEN3,
+    "qwen3-30b-a3b-whole": {**QWEN3, "num_hidden_layers": 48, "vocab_size": 151936},
 }
+# What its checkpoints take where it is more than SCRATCH_GIB.
+FILES_GIB = {"qwen3-30b-a3b-whole": 76}
+SCRATCH_GIB = 24
 # By method, what it sets in the environment.
 METHODS = {
     "bf16": {},
@@ -127,10 +133,10 @@ def figures(llm: Any) -> dict[str, Any]:
     }
 
 
-def scratch_folder() -> str:
+def scratch_folder(gib: int = SCRATCH_GIB) -> str:
     """Memory, where it has the room: a checkpoint is written once and read up to three times."""
     memory = Path("/dev/shm")
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > 24 * 2**30 else tempfile.gettempdir()
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > gib * 2**30 else tempfile.gettempdir()
 
 
 def write_checkpoints(shape: str, dense: Path, quantized: Path) -> None:
@@ -170,7 +176,8 @@ def measure(
     numbers = [str(number) for number in (ranks, *capture_sizes)]
     expected: list[float] = []
     # Compiled code is elsewhere: memory may be mounted so that nothing can run from it.
-    with tempfile.TemporaryDirectory(dir=scratch_folder()) as checkpoints, tempfile.TemporaryDirectory() as scratch:
+    folder = scratch_folder(FILES_GIB.get(shape, SCRATCH_GIB))
+    with tempfile.TemporaryDirectory(dir=folder) as checkpoints, tempfile.TemporaryDirectory() as scratch:
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method in ("bf16", *ONLINE) else quantized for method in methods}
         jobs = [

@@ -94,6 +94,13 @@ STEPS = (
     Step("nvfp4_engine_llama-3-70b_{gpu}", "nvfp4_engine.py", ("llama-3-70b",), engine="vllm", seconds=600),
     Step("nvfp4_engine_qwen3-30b-a3b_{gpu}", "nvfp4_engine.py", ("qwen3-30b-a3b",), engine="vllm", seconds=600),
     Step(
+        "nvfp4_engine_qwen3-30b-a3b-whole_{gpu}",
+        "nvfp4_engine.py",
+        ("qwen3-30b-a3b-whole", "--methods", "bf16", "marlin", "ours"),
+        engine="vllm",
+        seconds=600,
+    ),
+    Step(
         "nvfp4_engine_qwen3-30b-a3b_with_graphs_to_1024_{gpu}",
         "nvfp4_engine.py",
         ("qwen3-30b-a3b", "--capture-sizes", "1", "16", "64", "1024"),

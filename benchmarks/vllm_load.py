@@ -32,7 +32,7 @@ from benchmarks import _engines as engines
 from benchmarks import nvfp4_engine, vllm_engine
 
 LLAMA = {**nvfp4_engine.SHAPES["llama-3-70b"], "num_hidden_layers": 8}
-SHAPES = nvfp4_engine.SHAPES | {"llama-3-70b": LLAMA}
+SHAPES = {"llama-3-70b": LLAMA, "qwen3-30b-a3b": nvfp4_engine.QWEN3}
 METHODS = ("bf16", "ptpc_fp8", "fp8_per_channel", "ours", "marlin")
 OF_NVFP4 = ("ours", "marlin")
 ROUNDS = ("first", "again")

@@ -110,7 +110,7 @@ def test_methods_of_vllm(tmp_path: Path) -> None:
 def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a checkpoint of two narrow layers."""
     narrow(monkeypatch, shape)
-    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda *_: str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     nvfp4_engine.measure(shape, ["bf16", "ours", "marlin", "ptpc_fp8"], 2, 240)
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_cpu.json").read_text())["methods"]
@@ -124,7 +124,7 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_nvfp4_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a file of its own, with what the plugin said."""
     narrow(monkeypatch, "llama-3-70b")
-    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda *_: str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     nvfp4_engine.measure("llama-3-70b", ["ours", "ours_fp4_sums"], 2, 240, ranks=2)
     found = json.loads((tmp_path / "nvfp4_engine_llama-3-70b_2_ranks_cpu.json").read_text())
