@@ -424,7 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "all_reduce": all_reduce,
     "fused_norm": fused_norm,
     "fused_engine": fused_engine,
-    "ptpc_untuned": partial(untuned, PTPC_UNTUNED, "ptpc_gemm_untuned_sm_90.json"),
+    "ptpc_untuned": partial(untuned, PTPC_UNTUNED, "ptpc_gemm_untuned_sm_90.json", "ptpc_gemm_untuned_h200_sm_90.json"),
     "ptpc_experts": partial(PTPC_EXPERTS, "ptpc_moe_h200_sm_90.json", "ptpc_moe_sm_90.json"),
     "ptpc_experts_untuned": partial(PTPC_EXPERTS, "ptpc_moe_untuned_h200_sm_90.json", "ptpc_moe_untuned_sm_90.json"),
     "fp8_prefill": fp8_prefill,
