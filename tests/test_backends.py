@@ -157,8 +157,8 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
     [
         ("gfx942", {}, "torch", [NO_AITER]),
         ("gfx950", {}, "torch", [NO_AITER]),
-        # On Hopper, where nobody measured, few rows are ours, up to 330 tiles of 128 x 128, and more of up to 2048 rows
-        # of which the last tile reaches 32 or more beyond x.
+        # On Hopper, where nobody measured, few rows are ours, up to 330 tiles of 128 x 128, and, of up to 2048 rows of
+        # which the last tile reaches 32 or more beyond x, up to 1800.
         ("sm_90", {}, "triton", []),
         ("sm_90", {"m": 64, "n": 65536}, "triton", []),
         ("sm_90", {"m": 128, "n": 330 * 128}, "triton", []),
@@ -167,8 +167,9 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
         ("sm_90", {"m": 1280, "n": 34 * 128, "k": 32768}, "torch", [NO_AITER]),
         ("sm_90", {"m": 96, "n": 65536}, "triton", []),
         ("sm_90", {"m": 97, "n": 65536}, "torch", [NO_AITER]),
-        ("sm_90", {"m": 2000, "n": 65536, "k": 32768}, "triton", []),
-        ("sm_90", {"m": 2049, "n": 65536, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 2000, "n": 112 * 128, "k": 32768}, "triton", []),
+        ("sm_90", {"m": 2000, "n": 113 * 128, "k": 32768}, "torch", [NO_AITER]),
+        ("sm_90", {"m": 2049, "n": 100 * 128, "k": 32768}, "torch", [NO_AITER]),
         ("gfx942", {"m": 1}, "torch", [NO_AITER]),
         ("sm_90", MANY | {"bias_dtype": torch.bfloat16}, "triton", [NO_AITER, ANY_BIAS]),
         ("gfx942", {"bias_dtype": torch.bfloat16}, "torch", [NO_AITER]),
