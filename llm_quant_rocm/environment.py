@@ -93,7 +93,7 @@ _ALL = (
     Variable("SGLANG_PLUGINS", "the same of SGLang", "all"),
     Variable(
         "VLLM_BATCH_INVARIANT",
-        "vLLM's: 1 asks for results that do not depend on the batch; NVFP4's dense layers have them, ptpc_fp8 refuses",
+        "vLLM's: 1 asks for results that do not depend on the batch; linear layers have them, experts are refused",
         "0",
         ("0", "1"),
     ),

@@ -147,6 +147,7 @@ NO_AITER = ("aiter", "aiter needs ROCm")
 NO_FP16 = ("torch", "torch._scaled_mm with a scale a row has bf16 output only")
 ANY_BIAS = ("torch", "torch._scaled_mm fails with a bias where cuBLAS would split K")
 NO_BIAS = ("torch", "torch._scaled_mm takes a bf16 bias only")
+OTHER_ORDER = "it may add up a row differently when other rows are beside it"
 RAGGED = ("torch", "torch._scaled_mm needs N and K to be multiples of 16")
 MANY = {"m": 2048, "n": 8192}
 ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples of 16 bytes")
@@ -176,6 +177,8 @@ ODD = ("torch", "torch._scaled_mm needs operands whose rows begin at multiples o
         ("sm_90", MANY | {"out_dtype": torch.float16}, "triton", [NO_AITER, NO_FP16]),
         ("sm_90", MANY | {"aligned": False}, "triton", [NO_AITER, ODD]),
         ("gfx942", {"out_dtype": torch.float32}, "triton", [NO_AITER, NO_FP16]),
+        ("gfx942", {"batch_invariant": True}, "triton", [("aiter", OTHER_ORDER), ("torch", OTHER_ORDER)]),
+        ("sm_90", MANY | {"batch_invariant": True}, "triton", [("aiter", OTHER_ORDER), ("torch", OTHER_ORDER)]),
         ("gfx950", {"bias_dtype": torch.float32}, "triton", [NO_AITER, NO_BIAS]),
         ("sm_90", MANY | {"n": 10000 - 4}, "triton", [NO_AITER, RAGGED]),
         ("sm_90", MANY | {"n": 10008}, "triton", [NO_AITER, RAGGED]),
@@ -374,6 +377,12 @@ def test_rows_stay_for_products_that_aiter_does_not_have(aiter: Any) -> None:
     prepared, layout = ops.prepare_ptpc_weight(wq, torch.float32)
     assert (prepared, layout) == (wq, "row")
     assert gemm_operator._choose(gemm_call(layout=layout, out_dtype=torch.float32)).backend.name != "aiter"
+
+
+def test_rows_stay_where_a_rows_bits_are_its_own(aiter: Any) -> None:
+    wq = torch.zeros(128, 512, dtype=torch.float8_e4m3fnuz)
+    assert ops.prepare_ptpc_weight(wq)[1] != "row"
+    assert ops.prepare_ptpc_weight(wq, batch_invariant=True) == (wq, "row")
 
 
 def test_ptpc_linear_through_aiter(aiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

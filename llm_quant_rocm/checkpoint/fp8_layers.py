@@ -23,10 +23,11 @@ class Fp8Linear:
     Args:
         prefix: the engine's name of the layer.
         is_dummy: the engine fills the tensors by itself, with what they need not mean anything, until it reloads them.
+        batch_invariant: a row's bits must not depend on the rows beside it.
     """
 
-    def __init__(self, prefix: str, *, is_dummy: bool) -> None:
-        self._prefix, self._is_dummy = prefix, is_dummy
+    def __init__(self, prefix: str, *, is_dummy: bool, batch_invariant: bool = False) -> None:
+        self._prefix, self._is_dummy, self._batch_invariant = prefix, is_dummy, batch_invariant
 
     def declare(
         self,
@@ -61,7 +62,7 @@ class Fp8Linear:
             self.checkpoint.refuse_missing()
         codes, scale = with_row_scales(codes, shard_scales, self.checkpoint.pieces())
         self.checkpoint.forget()
-        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes, batch_invariant=self._batch_invariant)
         for name in ("weight", "weight_scale", "input_scale"):
             delattr(layer, name)
         layer.weight = torch.nn.Parameter(codes, requires_grad=False)

@@ -8,7 +8,7 @@ a fixed order: the result does not depend on which program finished first.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,12 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     if not hardware.fp8_units:
         return GemmConfig(64, 128, 64, 2, 4)
     return GemmConfig(128, 128, 128, 2, 8)  # with 4 warps Triton 3.6 spills on gfx950 where K is ragged
+
+
+def batch_invariant(config: Any, hardware: Hardware, n: int, k: int) -> GemmConfig:
+    """What takes the place of `config` where a row's bits may not depend on the rows beside it: one configuration for
+    any number of them, since a matrix unit may add in another order for other tiles."""
+    return replace(default_config(hardware, 64, n, k), split_k=1)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 """The PTPC GEMM on Hopper: which of its three kernels multiplies, and how."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> Config:
     return many
 
 
+def batch_invariant(config: Config, hardware: Hardware, n: int, k: int) -> Config:
+    """`kernels.ptpc_gemm.batch_invariant` on Hopper: the same without sums of parts. All tiles of all three kernels add
+    in one order there; by what an H200 gave, not by a specification (tests/gpu/test_ptpc_gemm.py)."""
+    return replace(config, split_k=1) if isinstance(config, GemmConfig) else config
+
+
 def ptpc_gemm(
     xq: torch.Tensor,
     xscale: torch.Tensor,
@@ -49,7 +56,7 @@ def ptpc_gemm(
     config: Config,
 ) -> torch.Tensor:
     """`kernels.ptpc_gemm.ptpc_gemm` under any kernel's configuration. What the two for Hopper do not serve, that one
-    does."""
+    does, without sums of parts."""
     operands = (xq, xscale, wq, wscale, bias, out_dtype, hardware)
     if isinstance(config, ptpc_wgmma_few.Config):
         if ptpc_wgmma_few.serves(xq, wq):
@@ -59,4 +66,5 @@ def ptpc_gemm(
             return ptpc_wgmma.ptpc_wgmma(*operands, config)
     else:
         return general.ptpc_gemm(*operands, config)
-    return general.ptpc_gemm(*operands, general.default_config(hardware, xq.shape[0], *wq.shape))
+    usual = general.default_config(hardware, xq.shape[0], *wq.shape)
+    return general.ptpc_gemm(*operands, replace(usual, split_k=1))

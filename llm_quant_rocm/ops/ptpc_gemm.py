@@ -28,6 +28,7 @@ class GemmCall(NamedTuple):
 
     Attributes:
         aligned: whether all operands begin at multiples of 16 bytes, and so does each row of the weight.
+        batch_invariant: whether a row's bits may not depend on the rows beside it.
     """
 
     device: torch.device
@@ -38,13 +39,20 @@ class GemmCall(NamedTuple):
     bias_dtype: torch.dtype | None
     layout: str
     aligned: bool = True
+    batch_invariant: bool = False
 
     @property
     def hardware(self) -> hardware.Hardware:
         return hardware.detect(self.device)
 
 
+# The vendors choose their kernels by the number of rows.
+_NOT_INVARIANT = "it may add up a row differently when other rows are beside it"
+
+
 def _aiter_refusal(call: GemmCall) -> str | None:
+    if call.batch_invariant:
+        return _NOT_INVARIANT
     unusable = _aiter.refusal(call.device)
     if unusable:
         return unusable
@@ -61,6 +69,8 @@ def _not_rows(call: GemmCall) -> str | None:
 
 
 def _torch_refusal(call: GemmCall) -> str | None:
+    if call.batch_invariant:
+        return _NOT_INVARIANT
     if not call.hardware.gpu:
         return "torch._scaled_mm with a scale a row needs a GPU"
     if not call.hardware.fp8_units:
@@ -107,10 +117,13 @@ def _run_triton(
     wscale: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     device = hardware.detect(xq.device)
-    config = _config(device, xq.shape[0], *wq.shape)
-    return kernels_of(device.arch).ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
+    kernels, config = kernels_of(device.arch), _config(device, xq.shape[0], *wq.shape)
+    if batch_invariant:
+        config = kernels.batch_invariant(config, device, *wq.shape)
+    return kernels.ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
 
 
 @cache
@@ -165,8 +178,10 @@ def _product(call: GemmCall, *operands: Any) -> torch.Tensor:
     """By the backend that is chosen for `call`, or, where hipBLASLt has no kernel for the weight, by the next one. One
     number of rows that it lacks decides for the weight."""
     backend = _choose(call).backend
+    # Who does not know it refuses it.
+    options = {"batch_invariant": True} if call.batch_invariant else {}
     try:
-        return backend.run(*operands)
+        return backend.run(*operands, **options)
     except RuntimeError as error:
         if backend.name != "torch" or forced(NAME) or not lacks_kernel(error):
             raise
@@ -184,6 +199,7 @@ def _validate(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     layout: str,
+    batch_invariant: bool,
 ) -> None:
     for label, codes in (("xq", xq), ("wq", wq)):
         flavour = hardware.detect(codes.device).fp8_dtype
@@ -233,6 +249,7 @@ def _implementation(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     layout: str,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     rows, (n, k) = rows_of(xq), wq.shape
     m = rows.shape[0]
@@ -242,27 +259,29 @@ def _implementation(
     xscale, wscale = rows_of(xscale).contiguous(), wscale.contiguous()
     bias = None if bias is None else bias.contiguous()
     aligned = not wq.stride(0) % 16 and _aligned(rows, xscale, wq, wscale) and (bias is None or _aligned(bias))
-    call = GemmCall(xq.device, m, n, k, out_dtype, None if bias is None else bias.dtype, layout, aligned)
+    bias_dtype = None if bias is None else bias.dtype
+    call = GemmCall(xq.device, m, n, k, out_dtype, bias_dtype, layout, aligned, batch_invariant)
     return rows_as(xq, _product(call, rows, xscale, wq, wscale, bias, out_dtype))
 
 
 _operator = register(
-    "ptpc_gemm(Tensor xq, Tensor xscale, Tensor wq, Tensor wscale, Tensor? bias, ScalarType out_dtype, str layout)"
-    " -> Tensor",
+    "ptpc_gemm(Tensor xq, Tensor xscale, Tensor wq, Tensor wscale, Tensor? bias, ScalarType out_dtype, str layout, "
+    "bool batch_invariant) -> Tensor",
     _validate,
     _implementation,
-    lambda xq, xscale, wq, wscale, bias, out_dtype, layout: xq.new_empty(
-        (*xq.shape[:-1], wq.shape[0]), dtype=out_dtype
-    ),
+    lambda xq, xscale, wq, wscale, bias, out_dtype, *rest: xq.new_empty((*xq.shape[:-1], wq.shape[0]), dtype=out_dtype),
 )
 
 
-def prepare_ptpc_weight(wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, str]:
+def prepare_ptpc_weight(
+    wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False
+) -> tuple[torch.Tensor, str]:
     """wq [N, K] in the layout that the best GEMM of its device reads, and the layout's name for `ptpc_gemm`.
 
     Call it once a weight, at load. The layout is "row" (wq itself) everywhere but on ROCm with a working aiter,
     and where another backend is forced. `out_dtype` is that of the products: with fp32, which aiter does not have, rows
-    stay, and they serve every other too; what was prepared for bf16 or fp16 serves those two.
+    stay, and they serve every other too; what was prepared for bf16 or fp16 serves those two. `batch_invariant`
+    products need rows, too.
 
     Raises:
         ValueError: wq has another number of dimensions; experts' weights need no preparation.
@@ -274,7 +293,7 @@ def prepare_ptpc_weight(wq: torch.Tensor, out_dtype: torch.dtype = torch.bfloat1
         or _aiter.refusal(wq.device)
         or _aiter.refusal_of_shape(*wq.shape, dtype=wq.dtype)
     )
-    if forced(NAME) not in (None, "aiter") or unusable:
+    if batch_invariant or forced(NAME) not in (None, "aiter") or unusable:
         return wq, ROW
     return _aiter.shuffle_weight(wq), _aiter.LAYOUT
 
@@ -287,19 +306,21 @@ def ptpc_gemm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     layout: str = ROW,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """(xq . wq^T) * xscale * wscale^T + bias, accumulated in fp32: [..., N] in `out_dtype` (bf16, fp16 or fp32).
 
     xq [..., K] and wq [N, K] are E4M3 codes of the device's flavour, xscale [..., 1] and wscale [N, 1] fp32, bias [N].
     Any number of rows, none included, and any N and K. `layout` is what `prepare_ptpc_weight`, told of `out_dtype`,
-    returned with wq.
+    returned with wq. With `batch_invariant` a row's bits do not depend on the rows beside it.
     On Hopper the matrix units add FP8 products with fewer bits than fp32 ("fast accumulation"), in every backend.
 
     Raises:
         TypeError: the dtype of codes, scales or result, or an FP8 flavour that the device does not compute in.
         ValueError: shapes, strides or devices do not fit, a bias of another dtype, or an unknown layout.
     """
-    return _operator(xq, xscale, wq, wscale, bias, out_dtype, layout)
+    return _operator(xq, xscale, wq, wscale, bias, out_dtype, layout, batch_invariant)
 
 
 def ptpc_linear(
@@ -308,10 +329,12 @@ def ptpc_linear(
     wscale: torch.Tensor,
     bias: torch.Tensor | None = None,
     layout: str = ROW,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """x . (wq * wscale)^T + bias [..., N], in x's dtype, with x [..., K] quantized per token on the way.
 
     Arguments and errors are those of `per_token_quant_fp8` and `ptpc_gemm`.
     """
     xq, xscale = per_token_quant_fp8(x)
-    return ptpc_gemm(xq, xscale, wq, wscale, bias, x.dtype, layout)
+    return ptpc_gemm(xq, xscale, wq, wscale, bias, x.dtype, layout, batch_invariant=batch_invariant)

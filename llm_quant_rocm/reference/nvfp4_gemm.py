@@ -4,6 +4,7 @@
 import torch
 
 from llm_quant_rocm.formats import fp8, nvfp4
+from llm_quant_rocm.reference.by_rows import product_by_rows
 from llm_quant_rocm.reference.per_token_quant import per_token_quant_fp8
 from llm_quant_rocm.reference.ptpc_gemm import ptpc_gemm
 
@@ -24,11 +25,7 @@ def nvfp4_gemm(
     wide = x.float()
     for chunk in nvfp4.row_slices(weight.n, weight.k):
         values = nvfp4.block_values(weight.codes[chunk], weight.scales[chunk])
-        if batch_invariant:
-            for row, result in zip(wide, out, strict=True):
-                result[chunk] = values @ row.clone()  # a copy: BLAS may add in another order at another alignment
-        else:
-            out[:, chunk] = wide @ values.t()
+        out[:, chunk] = product_by_rows(wide, values) if batch_invariant else wide @ values.t()
     out *= weight.global_scale
     if bias is not None:
         out += bias.float()

@@ -24,22 +24,14 @@ if TYPE_CHECKING:
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Serves one linear layer by `Fp8Linear`.
-
-    Raises:
-        NotImplementedError: a row's bits may not depend on the rows beside it.
-    """
+    """Serves one linear layer by `Fp8Linear`."""
 
     def __init__(self, config: "NvFp4Config", prefix: str) -> None:
-        if batch_invariant():
-            raise NotImplementedError(
-                f"{prefix}: nvfp4_triton does not serve FP8 layers with --enable-deterministic-inference: leave the "
-                "checkpoint to SGLang with LLM_QUANT_ROCM_NVFP4=0"
-            )
         self.config = config
+        self.batch_invariant = batch_invariant()
         self.prefix = prefix
         self.quant_config = config  # whose weight_block_size SGLang's models ask for
-        self.linear = Fp8Linear(prefix, is_dummy=is_dummy())
+        self.linear = Fp8Linear(prefix, is_dummy=is_dummy(), batch_invariant=self.batch_invariant)
 
     def create_weights(
         self,
@@ -71,4 +63,5 @@ class Fp8LinearMethod(LinearMethodBase):
         warm_up(layer, self)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)
+        weight = (layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, *weight, self.batch_invariant)

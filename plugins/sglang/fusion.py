@@ -79,15 +79,21 @@ class _Mark:
 
 
 def ptpc_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, layout: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: str,
+    batch_invariant: bool,
 ) -> torch.Tensor:
-    """`ops.ptpc_linear`, by the codes that x carries if it comes from a norm that has made them."""
-    mark = None if torch.compiler.is_compiling() else getattr(x, _MARK, None)
+    """`ops.ptpc_linear`, by the codes that x carries if it comes from a norm that has made them; not `batch_invariant`:
+    a norm's bits would depend on whether one of its results was seen here before."""
+    mark = None if batch_invariant or torch.compiler.is_compiling() else getattr(x, _MARK, None)
     if mark is None or mark.version != x._version:
-        return ops.ptpc_linear(x, weight, scale, bias, layout)
+        return ops.ptpc_linear(x, weight, scale, bias, layout, batch_invariant=batch_invariant)
     if mark.codes is None:
         mark.norm.quantizes = True
-        return ops.ptpc_linear(x, weight, scale, bias, layout)
+        return ops.ptpc_linear(x, weight, scale, bias, layout, batch_invariant=False)
     return ops.ptpc_gemm(mark.codes, mark.scales, weight, scale, bias, x.dtype, layout)
 
 

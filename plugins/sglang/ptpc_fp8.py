@@ -23,7 +23,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     already_quantized,
     read_ignored_layers,
 )
-from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_inherited, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import is_inherited, with_common_fused
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -61,9 +61,6 @@ class PtpcFp8Config(QuantizationConfig):
     Args:
         ignored_layers: layers to leave unquantized, as `OnlineLayers` takes them.
 
-    Raises:
-        ValueError: under --enable-deterministic-inference.
-
     Without arguments it is what `--quantization ptpc_fp8` asks for. `ignored_layers` come from the checkpoint's own
     `"quantization_config": {"quant_method": "ptpc_fp8", "ignored_layers": [...]}`, or from
     `--json-model-override-args '{"quantization_config": {...}}'`.
@@ -71,11 +68,6 @@ class PtpcFp8Config(QuantizationConfig):
 
     def __init__(self, ignored_layers: list[str] | None = None, fused: Mapping[str, list[str]] | None = None) -> None:
         super().__init__()
-        if batch_invariant():  # SGLang says so no earlier than to the processes that it starts
-            raise ValueError(
-                f"{NAME} chooses its kernels by batch size and cannot serve with --enable-deterministic-inference: "
-                "drop one of them"
-            )
         self.layers = OnlineLayers(ignored_layers or [])
         self.packed_modules_mapping = with_common_fused(fused)
 

@@ -17,6 +17,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     ENGINE,
     Loader,
     Weight,
+    batch_invariant,
     device_type,
     group_of,
     hide_codes,
@@ -40,6 +41,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
     def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
         self.config = config
         self.prefix = prefix
+        self.batch_invariant = batch_invariant()
         self.arriving: ArrivingWeight | None = None
 
     def create_weights(
@@ -110,7 +112,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         group = group_of(layer, self.ranks) if self.ranks > 1 else None
         name = f"{self.prefix}.weight"
         codes, scale = quantize_weight(weight, name, self.names.of_row, group, device_type(), amax)
-        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes, batch_invariant=self.batch_invariant)
         layer.weight = torch.nn.Parameter(codes, requires_grad=False)
         self.codes = hide_codes(layer)
         layer.weight.weight_loader = refusing_again(name)
@@ -126,4 +128,5 @@ class PtpcFp8LinearMethod(LinearMethodBase):
         warm_up(layer, self)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return fusion.ptpc_linear(x, layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)
+        weight = (layer.weight.view(self.codes), layer.weight_scale, bias, layer.ptpc_layout)
+        return fusion.ptpc_linear(x, *weight, self.batch_invariant)

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, RoutedExperts
 
@@ -29,6 +30,8 @@ def lacking(moe: FusedMoEConfig) -> str | None:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
     if moe.moe_parallel_config.enable_eplb:
         return "load balancing of experts (--enable-eplb)"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT=1"
     return None
 
 
@@ -64,10 +67,10 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
     name: ClassVar[str]
     otherwise: ClassVar[str]
 
-    def __init__(self, layer: RoutedExperts, prefix: str, lacks: str | None = None) -> None:
+    def __init__(self, layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
-        if lack := lacking(layer.moe_config) or lacks:
+        if lack := lacking(layer.moe_config):
             raise NotImplementedError(
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )

@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 
 
 class Fp8LinearMethod(LinearMethod):
-    """Serves one linear layer by `Fp8Linear`. vLLM has no kernel for GPUs without FP8 units.
-
-    Raises:
-        NotImplementedError: a row's bits may not depend on the rows beside it.
-    """
+    """Serves one linear layer by `Fp8Linear`. vLLM has no kernel for GPUs without FP8 units."""
 
     def __init__(self, config: "NvFp4Config", prefix: str) -> None:
-        if envs.VLLM_BATCH_INVARIANT:
-            raise NotImplementedError(
-                f"{prefix}: nvfp4_triton does not serve FP8 layers with VLLM_BATCH_INVARIANT=1: leave the checkpoint "
-                "to vLLM with LLM_QUANT_ROCM_NVFP4=0"
-            )
         super().__init__(prefix)
         self.config = config
-        self.linear = Fp8Linear(prefix, is_dummy=self.is_dummy)
+        self.batch_invariant = envs.VLLM_BATCH_INVARIANT
+        self.linear = Fp8Linear(prefix, is_dummy=self.is_dummy, batch_invariant=self.batch_invariant)
         fusion.enable(self.vllm_config)
 
     def declare(self, layer: LinearBase, shape: tuple[int, int], loader: Loader) -> None:
@@ -52,4 +44,6 @@ class Fp8LinearMethod(LinearMethod):
         compile_key.extend(self.vllm_config, layer.ptpc_layout)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return ops.ptpc_linear(
+            x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout, batch_invariant=self.batch_invariant
+        )

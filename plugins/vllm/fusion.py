@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from vllm import envs
 from vllm.distributed.parallel_state import is_local_first_rank
 
 import llm_quant_rocm.ops  # noqa: F401  # registers the operators
@@ -54,14 +55,16 @@ logger = logging.getLogger("llm_quant_rocm")
 
 
 def enable(vllm_config: Any) -> None:
-    """Let vLLM run the pass when it compiles a model of this configuration, unless `SWITCH` is 0. May be called any
-    number of times, before vLLM compiles."""
+    """Let vLLM run the pass when it compiles a model of this configuration, unless `SWITCH` is 0, or a row's bits may
+    not depend on the rows beside it: which kernel norms depends on how many there are. May be called any number of
+    times, before vLLM compiles."""
     passes = vllm_config.compilation_config.inductor_compile_config
     if isinstance(getattr(passes.get(HOOK), "callable", None), NormQuantFusion):
         return
-    is_on, obstacle = switched_on(SWITCH), _obstacle(vllm_config)
-    if obstacle or not is_on:
-        _log(f"norm fusion: off, {obstacle if is_on else f'by {SWITCH}=0'}")
+    off = "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None if switched_on(SWITCH) else f"{SWITCH}=0"
+    obstacle = _obstacle(vllm_config)
+    if obstacle or off:
+        _log(f"norm fusion: off, {f'by {off}' if off else obstacle}")
     if obstacle:
         return
     # Here, not above: whatever vLLM has moved elsewhere, `_obstacle` has found out.
@@ -70,8 +73,8 @@ def enable(vllm_config: Any) -> None:
     from llm_quant_rocm_vllm import reduce_norm
 
     # Also where it is off: ranks with another environment would wait for this one.
-    group = reduce_norm.connect(vllm_config, None if is_on else f"{SWITCH}=0 on one of its ranks")
-    if not is_on:
+    group = reduce_norm.connect(vllm_config, off and f"{off} on one of its ranks")
+    if off:
         return
     fusion = NormQuantFusion(group)
     passes[HOOK] = CallableInductorPass(fusion, fusion.uuid())

@@ -4,7 +4,6 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
@@ -27,7 +26,7 @@ class NvFp4MoEMethod(ExpertsMethod):
     otherwise = "leave the checkpoint to vLLM with LLM_QUANT_ROCM_NVFP4=0"
 
     def __init__(self, config: "NvFp4Config", layer: RoutedExperts, prefix: str) -> None:
-        super().__init__(layer, prefix, "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None)
+        super().__init__(layer, prefix)
         self.config = config
         self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=self.is_dummy)
         w4a4 = config.options.activations == "nvfp4"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import refuse_broken_files
@@ -109,11 +108,6 @@ class PtpcFp8Config(QuantizationConfig):
         """Refuse broken files, and what would change the numbers in silence; vLLM calls this once the configuration is
         complete, before it builds the model."""
         refuse_broken_files(Path(model_name))
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError(
-                f"{NAME} chooses its kernels by batch size and cannot serve with VLLM_BATCH_INVARIANT=1: unset it, "
-                "or serve with --quantization fp8_per_channel"
-            )
         if getattr(self, "online_quantization_config", None) is not None:
             raise ValueError(
                 f"{NAME} cannot be combined with --quantization-config: drop it, and name layers to leave "

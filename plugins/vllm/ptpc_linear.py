@@ -5,6 +5,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -38,6 +39,7 @@ class PtpcFp8LinearMethod(LinearMethod):
         super().__init__(prefix)
         refuse_offloading(self.vllm_config)
         self.config = config
+        self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         # Where the input is sharded.
         self.whole_rows: WholeRows | None = None
         # Where the engine's loader copies.
@@ -87,7 +89,7 @@ class PtpcFp8LinearMethod(LinearMethod):
         codes, scale = quantize_weight(
             layer.weight, f"{self.prefix}.weight", self.names.of_row, group, current_platform.device_type, amax
         )
-        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes)
+        codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes, batch_invariant=self.batch_invariant)
         compile_key.extend(self.vllm_config, f"{layer.ptpc_layout} but {self.config.layers.ignored}")
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scale)
@@ -102,4 +104,6 @@ class PtpcFp8LinearMethod(LinearMethod):
         self.arrived.clear()
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.ptpc_linear(x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout)
+        return ops.ptpc_linear(
+            x, layer.weight, layer.weight_scale, bias, layer.ptpc_layout, batch_invariant=self.batch_invariant
+        )

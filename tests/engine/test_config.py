@@ -131,12 +131,6 @@ def test_an_empty_description_is_none() -> None:
     assert PtpcFp8Config.from_config({"quant_method": ""}).layers.ignored == []
 
 
-def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True, raising=False)
-    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):
-        PtpcFp8Config().maybe_update_config("model")
-
-
 def test_vllms_own_settings_of_online_quantization_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would change nothing, in silence."""
     config = PtpcFp8Config()

@@ -14,8 +14,8 @@ from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
 from llm_quant_rocm_vllm import experts as experts_of_vllm
 from llm_quant_rocm_vllm import padding
 from llm_quant_rocm_vllm.experts import lacking
-from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
+from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
 
 def experts(**changes: Any) -> Any:
@@ -50,11 +50,21 @@ def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
     assert words in lacking(experts(**change))
 
 
-def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (NvFp4MoEMethod, r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"),
+        (
+            PtpcFp8MoEMethod,
+            r"^mlp\.experts: ptpc_fp8 .* with VLLM_BATCH_INVARIANT=1: add 'mlp\.experts' to ignored_layers",
+        ),
+    ],
+)
+def test_batch_invariance_is_refused(method: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer: Any = SimpleNamespace(moe_config=experts())
-    with pytest.raises(NotImplementedError, match=r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"):
-        NvFp4MoEMethod(SimpleNamespace(), layer, "mlp.experts")  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=words):
+        method(SimpleNamespace(), layer, "mlp.experts")
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -79,15 +89,6 @@ def test_what_vllm_stored_is_not_read(chosen: str, monkeypatch: pytest.MonkeyPat
     config: Any = SimpleNamespace(tensors=MODELOPT, options=Options())
     with pytest.raises(ValueError, match=f"--load-format {chosen} cannot read layers"):
         NvFp4MoEMethod(config, SimpleNamespace(moe_config=experts()), "mlp.experts")  # type: ignore[arg-type]
-
-
-def test_fp8_layers_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their product's way depends on the batch's size, as that of ptpc_fp8."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(
-        NotImplementedError, match="^mlp.up_proj: nvfp4_triton does not serve FP8 layers with VLLM_BATCH"
-    ):
-        Fp8LinearMethod(SimpleNamespace(), "mlp.up_proj")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("to_find", [True, False])

@@ -380,6 +380,22 @@ def test_fp8_rows_keep_the_scale_of_their_shard() -> None:
     torch.testing.assert_close(got.float(), expected.t(), rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_wish_for_batch_invariance_reaches_fp8_layers(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", wish)
+    served, layer = fp8_layer(torch.ones(4, 32).to(torch.float8_e4m3fn), torch.tensor([0.5, 4.0]))
+    seen = []
+    monkeypatch.setattr(ops, "ptpc_linear", lambda *operands, **options: seen.append(options["batch_invariant"]))
+    monkeypatch.setattr(
+        ops,
+        "prepare_ptpc_weight",
+        lambda codes, batch_invariant: seen.append(batch_invariant) or (codes, "row"),
+    )
+    served.process_weights_after_loading(layer)
+    served.apply(layer, torch.eye(32, dtype=torch.bfloat16))
+    assert seen == 2 * [wish == "1"]
+
+
 @pytest.mark.parametrize(
     ("code", "scale", "words"),
     [

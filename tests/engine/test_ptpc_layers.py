@@ -16,7 +16,7 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.utils import set_weight_attrs
 
-from llm_quant_rocm import __version__
+from llm_quant_rocm import __version__, ops
 from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.checkpoint.whole_rows import WholeRows
 from llm_quant_rocm.formats import fp8
@@ -48,6 +48,24 @@ def declared(ignored: list[str] | None = None) -> Any:
 
     layer.quant_method.create_weights(layer, K, [N], K, N, torch.bfloat16, weight_loader=copy)
     return layer
+
+
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_wish_for_batch_invariance_reaches_the_operators(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", wish)
+    seen = []
+    monkeypatch.setattr(ops, "ptpc_linear", lambda *operands, **options: seen.append(options["batch_invariant"]))
+    prepare = ops.prepare_ptpc_weight
+    monkeypatch.setattr(
+        ops,
+        "prepare_ptpc_weight",
+        lambda codes, batch_invariant: seen.append(batch_invariant) or prepare(codes, batch_invariant=batch_invariant),
+    )
+    layer = declared()
+    load(layer, torch.randn(N, K).bfloat16())
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method.apply(layer, torch.randn(3, K).bfloat16())
+    assert seen == 2 * [wish == "1"]
 
 
 def load(layer: Any, tensor: torch.Tensor) -> None:

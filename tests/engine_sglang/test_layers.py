@@ -556,21 +556,18 @@ _W4A16 = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size":
 
 @pytest.mark.parametrize("wish", ["1", "0"])
 def test_determinism_reaches_the_layers(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense NVFP4 layers then do not depend on the batch; what cannot do without is refused."""
+    """Dense layers then do not depend on the batch; what cannot do without is refused."""
     asked = wish == "1"
     monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
     monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
     monkeypatch.setattr(fp8_linear, "is_dummy", lambda: False)
-    monkeypatch.setattr(nvfp4_linear, "NvFp4Linear", linear := MagicMock())
-    nvfp4_linear.NvFp4LinearMethod(NvFp4Config.from_config(_W4A16), "model.layers.0.mlp.down_proj")
-    assert linear.call_args.kwargs["batch_invariant"] is asked
+    for module, kind in ((nvfp4_linear, "NvFp4Linear"), (fp8_linear, "Fp8Linear")):
+        monkeypatch.setattr(module, kind, linear := MagicMock())
+        method = getattr(module, f"{kind}Method")
+        method(NvFp4Config.from_config(_W4A16), "model.layers.0.mlp.down_proj")
+        assert linear.call_args.kwargs["batch_invariant"] is asked
     assert experts.lacking(routed()) == ("--enable-deterministic-inference" if asked else None)
-    with pytest.raises(NotImplementedError, match="does not serve FP8 layers with") if asked else nullcontext():
-        Fp8LinearMethod(MagicMock(), "model.layers.0.mlp.up_proj")
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "fp8")
-    for config, words in (
-        (lambda: NvFp4Config.from_config(_W4A16), "PREFILL=fp8 chooses between FP8 and exact products by batch size"),
-        (PtpcFp8Config, "ptpc_fp8 chooses its kernels by batch size"),
-    ):
-        with pytest.raises(ValueError, match=words) if asked else nullcontext():
-            config()
+    words = "PREFILL=fp8 chooses between FP8 and exact products by batch size"
+    with pytest.raises(ValueError, match=words) if asked else nullcontext():
+        NvFp4Config.from_config(_W4A16)

@@ -14,7 +14,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint import warm_layers
 from llm_quant_rocm.formats import fp8
-from llm_quant_rocm_sglang import engine_layers, ptpc_linear, ptpc_moe
+from llm_quant_rocm_sglang import engine_layers, fusion, ptpc_linear, ptpc_moe
 from llm_quant_rocm_sglang import experts as experts_of_sglang
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
@@ -52,6 +52,23 @@ def linear() -> tuple[Any, ptpc_linear.PtpcFp8LinearMethod]:
 
 def tensor(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns).bfloat16()
+
+
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_wish_for_determinism_reaches_the_operators(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a norm told to make codes: its own kernel's bits would be others."""
+    monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
+    layer, method = linear()
+    for shard in "qkv":
+        layer.weight.weight_loader(layer.weight, tensor(16, HIDDEN), shard)
+    method.process_weights_after_loading(layer)
+    seen = []
+    monkeypatch.setattr(ops, "ptpc_linear", lambda *operands, **options: seen.append(options["batch_invariant"]))
+    x, norm = tensor(3, HIDDEN), SimpleNamespace(quantizes=False)
+    fusion._mark(x, norm)
+    method.apply(layer, x)
+    assert seen == [wish == "1"]
+    assert norm.quantizes == (wish == "0")
 
 
 @pytest.mark.parametrize("hip", [None, "7.1"])

@@ -299,3 +299,25 @@ def test_a_weight_that_the_kernels_before_write() -> None:
         graph.replay()
         for result, wanted in zip(found, expected, strict=True):
             assert_same(result, wanted)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "weight", [(10240, 8192), (8192, 28672), (2048, 4096), (4608, 3584), (384, 7168), (72, 1000), (100, 1001)], ids=str
+)
+def test_batch_invariant(weight: tuple[int, int], out_dtype: torch.dtype) -> None:
+    """A row has the bits that it has alone, whichever kernel and tiles its number of neighbours calls for: of small
+    weights with long rows, too, whose few rows would be summed in parts, and of rows that no descriptor can name."""
+    n, k = weight
+    xq, xscale = ops.per_token_quant_fp8(torch.randn(2100, k, device="cuda", dtype=torch.bfloat16))
+    wq, wscale = ops.per_token_quant_fp8(torch.randn(n, k, device="cuda", dtype=torch.bfloat16))
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+
+    def product(begin: int, end: int) -> torch.Tensor:
+        rows = slice(begin, end)
+        return ops.ptpc_gemm(xq[rows], xscale[rows], wq, wscale, bias, out_dtype, batch_invariant=True)
+
+    whole = product(0, 2100)
+    for m in (1, 2, 8, 16, 17, 33, 64, 65, 96, 128, 129, 200, 256, 300, 512, 700, 1024, 2048):
+        for begin in (0, 5, 50):
+            assert_same(product(begin, begin + m), whole[begin : begin + m])

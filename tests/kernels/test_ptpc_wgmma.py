@@ -105,6 +105,22 @@ def test_few_tokens_keep_memory_busy_on_amd(arch: str, m: int) -> None:
         assert split_k == 1 or tiles * split_k <= 8 / 3 * device.units
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+def test_where_rows_are_their_own_one_configuration_serves_any_number_on_amd(arch: str) -> None:
+    device = hardware.amd(arch)
+    for n, k in ((10240, 8192), (64, 7168)):
+        configs = [ptpc_gemm.default_config(device, m, n, k) for m in (1, 16, 64, 4096)]
+        found = {ptpc_gemm.batch_invariant(config, device, n, k) for config in configs}
+        assert len(found) == 1 and found.pop().split_k == 1
+
+
+def test_where_rows_are_their_own_hopper_sums_no_parts() -> None:
+    chosen = CHOSEN(16, 8192, 8192)
+    assert ptpc_hopper.batch_invariant(chosen, hardware.nvidia(9, 0), 8192, 8192) == chosen
+    split = GemmConfig(16, 64, 128, 6, 4, split_k=8)
+    assert ptpc_hopper.batch_invariant(split, hardware.nvidia(9, 0), 64, 7168) == GemmConfig(16, 64, 128, 6, 4)
+
+
 def test_tiles_are_narrow_where_wide_ones_leave_more_of_a_wave_empty() -> None:
     """On 132 multiprocessors, n / 128 and n / 256 tiles for each 128 rows."""
     assert ptpc_wgmma.default_config(256, 8192).block_n == 128  # 128, 64

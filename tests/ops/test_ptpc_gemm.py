@@ -42,6 +42,18 @@ def test_leading_dimensions(leading: tuple[int, ...]) -> None:
     assert_same(found, expected.view(*leading, 24))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_batch_invariant(dtype: torch.dtype) -> None:
+    """A row has the bits that it has alone."""
+    x, w = random_rows(37, 200, dtype), random_rows(24, 200, dtype, seed=1)
+    wq, wscale = fp8.quantize_rows(w, fp8.OCP)
+    bias = torch.linspace(-2, 2, 24).to(dtype)
+    alone = [ops.ptpc_linear(row, wq, wscale, bias, batch_invariant=True) for row in x]
+    for begin, end in ((0, 37), (3, 20), (36, 37)):
+        found = ops.ptpc_linear(x[begin:end], wq, wscale, bias, batch_invariant=True)
+        assert_same(found, torch.stack(alone[begin:end]))
+
+
 def test_strides() -> None:
     xq, xscale, wq, wscale, bias = integer_product(12, 24, 64, OCP)
     for columns in (slice(0, 32), slice(3, 36), slice(0, 64, 2)):
@@ -115,8 +127,8 @@ def test_registration(shape: tuple[int, int, int]) -> None:
     *operands, bias = integer_product(*shape, OCP)
     # Its schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(OPERATOR, (*operands, bias, torch.bfloat16, "row"), test_utils=checks)
-    torch.library.opcheck(OPERATOR, (*operands, None, torch.float32, "row"), test_utils=checks)
+    torch.library.opcheck(OPERATOR, (*operands, bias, torch.bfloat16, "row", False), test_utils=checks)
+    torch.library.opcheck(OPERATOR, (*operands, None, torch.float32, "row", True), test_utils=checks)
 
 
 def test_compiles_to_one_graph() -> None:
