@@ -93,7 +93,7 @@ _ALL = (
     Variable("SGLANG_PLUGINS", "the same of SGLang", "all"),
     Variable(
         "VLLM_BATCH_INVARIANT",
-        "vLLM's: 1 asks for results that do not depend on the batch; linear layers have them, experts are refused",
+        "vLLM's: 1 asks for results that do not depend on the batch, which all layers have but those with FP8 prefill",
         "0",
         ("0", "1"),
     ),

@@ -125,8 +125,11 @@ class NvFp4Experts:
     Args as for `NvFp4Linear`.
     """
 
-    def __init__(self, names: TensorNames, prefix: str, options: Options, *, is_dummy: bool) -> None:
-        self._names, self._prefix, self._is_dummy = names, prefix, is_dummy
+    def __init__(
+        self, names: TensorNames, prefix: str, options: Options, *, is_dummy: bool, batch_invariant: bool = False
+    ) -> None:
+        self._names, self._prefix = names, prefix
+        self._is_dummy, self._batch_invariant = is_dummy, batch_invariant
         self._w4a4 = options.activations == "nvfp4"
 
     def declare(
@@ -190,6 +193,7 @@ class NvFp4Experts:
             "apply_router_weight_on_input": apply_router_weight_on_input,
             "expert_map": expert_map,
             "padding": padding,
+            "batch_invariant": self._batch_invariant,
         }
         w13, w2 = kept(layer, "w13_"), kept(layer, "w2_")
         if self._w4a4:

@@ -197,9 +197,13 @@ def epilogue(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, dtype: gl.constexpr, UNSCALE: gl.constexpr, ACTIVATION: gl.constexpr,
     acc_layout: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
-    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: scales, those of `load_scales`, bias, activation, router
-    weight, rounding. Its columns are rows of the result from `first` on; those before `least` are another tile's."""
+    """The epilogue of a finished tile acc [BLOCK_N, BLOCK_M]: router weight, scales, those of `load_scales`, bias,
+    activation, rounding. Its columns are rows of the result from `first` on; those before `least` are another tile's.
+    """
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    if row_weight is not None:  # first, as in `nvfp4_wgmma_large_epilogue`: the bits are the same in both
+        m_acc = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
+        acc *= gl.load(row_weight + m_acc, mask=m_acc < M, other=0.0)[None, :]
     acc = acc * UNSCALE * gl.convert_layout(scales, row_layout, assert_trivial=True)[:, None]
     if bias is not None:
         rows = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=row_layout)
@@ -208,9 +212,6 @@ def epilogue(
         acc = gated(acc, dtype, ACTIVATION)
         N = N // 2
     WIDTH: gl.constexpr = acc.shape[0]
-    if row_weight is not None:
-        m_acc = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc_layout))
-        acc *= gl.load(row_weight + m_acc, mask=m_acc < M, other=0.0)[None, :]
     layout: gl.constexpr = store_layout(WIDTH, num_warps)
     m = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
     n = tile_n * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))

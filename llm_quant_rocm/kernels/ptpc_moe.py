@@ -52,6 +52,11 @@ def default_config(hardware: Hardware, slots: int, experts: int, hidden: int, in
     return PairConfig(*(_default(hardware, slots / experts, min(slots, experts), n, k) for n, k in products))
 
 
+def batch_invariant(config: PairConfig, hardware: Hardware, experts: int, hidden: int, inner: int) -> PairConfig:
+    """`ptpc_gemm.batch_invariant` of both products."""
+    return default_config(hardware, 64 * experts, experts, hidden, inner)
+
+
 def _default(hardware: Hardware, per_expert: float, chosen: int, n: int, k: int) -> MoeConfig:
     """For a product [slots, n] of sums over k with at most `chosen` of the experts."""
     if hardware.tma:
@@ -112,10 +117,12 @@ def grouped_gemm_kernel(
         a, b = load_step(x_rows, w_rows, k + depth, K, EVEN_K, BY_COLUMN)
         acc = multiply_step(acc, a, b, DECODE, SWAP_AB, BY_COLUMN)
     out = acc.T if SWAP_AB else acc
-    out *= tl.load(xscale_ptr + row)[:, None]
-    out *= tl.load(wscale_ptr + w_row)[None, :]
+    # In this order, as in `ptpc_wgmma_grouped`: a slot's bits are the same, whichever kernel its number calls for.
+    scale_of_x = tl.load(xscale_ptr + row)
     if row_weight_ptr is not None:
-        out *= tl.load(row_weight_ptr + place)[:, None]
+        scale_of_x *= tl.load(row_weight_ptr + place)
+    out *= scale_of_x[:, None]
+    out *= tl.load(wscale_ptr + w_row)[None, :]
     out_place = slot[:, None] * N + column[None, :]
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 

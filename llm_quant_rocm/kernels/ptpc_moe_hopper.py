@@ -8,6 +8,7 @@ read and write whole tiles: a token's codes go to the row of each of its slots, 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def _of_tiles(block_m: int, tiles_m: float, n: int, k: int) -> everywhere.MoeCon
     if block_m == 64 and tiles <= 4 * SMS:
         return everywhere.MoeConfig(64, 128, 256, 4, 4)
     return everywhere.MoeConfig(block_m, 128, 128, 3, 4)
+
+
+def batch_invariant(config: PairConfig, hardware: Hardware, experts: int, hidden: int, inner: int) -> PairConfig:
+    """`ptpc_hopper.batch_invariant` of both products. No sum is in parts, but the activation in the epilogue has other
+    bits than the kernel that quantizes behind it."""
+    if isinstance(config.w13, Config) and config.w13.fuses:
+        return replace(config, w13=replace(config.w13, block_n=128))
+    return config
 
 
 def serves(x: torch.Tensor, hidden: int, inner: int) -> bool:

@@ -19,20 +19,23 @@ NAME = "nvfp4_moe"
 
 
 class MoeCall(NamedTuple):
-    """A call's facts that decide its backend. `hidden` and `inner` are H and I of w13 [E, 2I, H] and w2 [E, H, I]."""
+    """A call's facts that decide its backend and configuration. `hidden` and `inner` are H and I of w13 [E, 2I, H] and
+    w2 [E, H, I]."""
 
     hardware: hardware.Hardware
     experts: int
     hidden: int
     inner: int
     layouts: tuple[str, str]
+    batch_invariant: bool = False
 
 
 def _reference(
     tokens: RoutedTokens, w13: PreparedNvFp4Weight, w2: PreparedNvFp4Weight, activation: str, call: MoeCall
 ) -> torch.Tensor:
     weights, ids = tokens.weights, tokens.local_ids(call.experts)
-    return reference.nvfp4_moe(tokens.x, rows_of_weight(w13), rows_of_weight(w2), weights, ids, activation)
+    experts = rows_of_weight(w13), rows_of_weight(w2)
+    return reference.nvfp4_moe(tokens.x, *experts, weights, ids, activation, batch_invariant=call.batch_invariant)
 
 
 def _triton_refusal(call: MoeCall) -> str | None:
@@ -44,15 +47,19 @@ def _run_triton(
     tokens: RoutedTokens, w13: PreparedNvFp4Weight, w2: PreparedNvFp4Weight, activation: str, call: MoeCall
 ) -> torch.Tensor:
     from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
+    from llm_quant_rocm.kernels.pair_config import PairConfig
 
+    kernels = kernels_of(call.hardware.arch)
     config = _config(call.hardware, tokens.fair_slots(call.experts), call.experts, call.hidden, call.inner)
+    if call.batch_invariant:
+        config = PairConfig(kernels.batch_invariant(config.w13), kernels.batch_invariant(config.w2))
     return nvfp4_moe(
         tokens,
         (w13.codes, w13.scales, w13.global_scale),
         (w2.codes, w2.scales, w2.global_scale),
         activation,
         call.hardware,
-        kernels_of(call.hardware.arch).expert_products,
+        kernels.expert_products,
         config,
     )
 
@@ -97,6 +104,7 @@ def _validate(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
     padding: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     if x.dtype not in HALF:
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16 or fp16")
@@ -128,11 +136,12 @@ def _implementation(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
     padding: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     experts, hidden = w2_global.shape
     if 0 in (*topk_ids.shape, experts, hidden, inner):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    call = MoeCall(hardware.detect(x.device), experts, hidden, inner, (w13_layout, w2_layout))
+    call = MoeCall(hardware.detect(x.device), experts, hidden, inner, (w13_layout, w2_layout), batch_invariant)
     w13 = PreparedNvFp4Weight(w13_codes, w13_scales, w13_global, w13_layout, 2 * inner, hidden)
     w2 = PreparedNvFp4Weight(w2_codes, w2_scales, w2_global, w2_layout, hidden, inner)
     tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
@@ -142,7 +151,8 @@ def _implementation(
 _operator = register(
     "nvfp4_moe(Tensor x, Tensor w13_codes, Tensor w13_scales, Tensor w13_global, str w13_layout, Tensor w2_codes, "
     "Tensor w2_scales, Tensor w2_global, str w2_layout, SymInt inner, Tensor topk_weights, Tensor topk_ids, "
-    "str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding) -> Tensor",
+    "str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding, "
+    "bool batch_invariant) -> Tensor",
     _validate,
     _implementation,
     lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -160,6 +170,7 @@ def nvfp4_moe(
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
 
@@ -173,7 +184,8 @@ def nvfp4_moe(
     other values in it: the host would wait for the GPU. `padding`, int32 or int64 [T], is negative for tokens that only
     fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1 only)
     multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
-    reference/nvfp4_moe.py; results do not depend on timing.
+    reference/nvfp4_moe.py; results do not depend on timing. With `batch_invariant` a token's bits do not depend on the
+    tokens beside it.
 
     Raises:
         TypeError: a dtype, also of `expert_map` or `padding`.
@@ -203,6 +215,7 @@ def nvfp4_moe(
         apply_router_weight_on_input,
         expert_map,
         padding,
+        batch_invariant,
     )
 
 

@@ -24,6 +24,7 @@ def nvfp4_moe_w4a4(
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """`nvfp4_moe` with the inputs of both products rounded to NVFP4: [T, H] in x's dtype.
 
@@ -56,4 +57,4 @@ def nvfp4_moe_w4a4(
     with isolated(x):
         tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
         ids = tokens.local_ids(experts)
-        return reference.nvfp4_moe(tokens.x, w13, w2, tokens.weights, ids, activation, input_scales)
+        return reference.nvfp4_moe(tokens.x, w13, w2, tokens.weights, ids, activation, input_scales, batch_invariant)

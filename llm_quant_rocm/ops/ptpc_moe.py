@@ -26,10 +26,13 @@ def _triton(
     w2_scale: torch.Tensor,
     activation: str,
     fmt: fp8.Fp8Format,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     device = hardware.detect(tokens.x.device)
-    config = _config(device, tokens.fair_slots(w2.shape[0]), *w2.shape)
-    return kernels_of(device.arch).ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, device, config)
+    kernels, config = kernels_of(device.arch), _config(device, tokens.fair_slots(w2.shape[0]), *w2.shape)
+    if batch_invariant:
+        config = kernels.batch_invariant(config, device, *w2.shape)
+    return kernels.ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, device, config)
 
 
 @cache
@@ -61,13 +64,14 @@ def _reference(
     w2_scale: torch.Tensor,
     activation: str,
     fmt: fp8.Fp8Format,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     weights, ids = tokens.weights, tokens.local_ids(w2.shape[0])
-    return reference.ptpc_moe(tokens.x, w13, w13_scale, w2, w2_scale, weights, ids, activation, fmt)
+    return reference.ptpc_moe(tokens.x, w13, w13_scale, w2, w2_scale, weights, ids, activation, fmt, batch_invariant)
 
 
-# A backend runs (tokens, w13, w13_scale, w2, w2_scale, activation, the flavour of FP8), with nothing of size 0 and
-# everything contiguous, for [T, H].
+# A backend runs (tokens, w13, w13_scale, w2, w2_scale, activation, the flavour of FP8, batch_invariant), with nothing
+# of size 0 and everything contiguous, for [T, H].
 BACKENDS = (
     Backend("triton", triton_refusal, _triton),
     Backend("reference", lambda call: None, _reference),
@@ -91,6 +95,7 @@ def _validate(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
     padding: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     if x.dtype not in HALF_OR_SINGLE:
         raise TypeError(f"{NAME}: x is {x.dtype}, not bf16, fp16 or fp32")
@@ -130,18 +135,20 @@ def _implementation(
     apply_router_weight_on_input: bool,
     expert_map: torch.Tensor | None,
     padding: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     if 0 in (*topk_ids.shape, *w2.shape):
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     call = RowCall(hardware.detect(x.device), max(x.shape[1], w2.shape[2]))
     tokens = routed(x, topk_weights, topk_ids, apply_router_weight_on_input, expert_map, padding)
-    return _choose(call).backend.run(tokens, w13, w13_scale, w2, w2_scale, activation, fp8.of_dtype(w13.dtype))
+    fmt = fp8.of_dtype(w13.dtype)
+    return _choose(call).backend.run(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, batch_invariant)
 
 
 _operator = register(
     "ptpc_moe(Tensor x, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor topk_weights, "
-    "Tensor topk_ids, str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding) "
-    "-> Tensor",
+    "Tensor topk_ids, str activation, bool apply_router_weight_on_input, Tensor? expert_map, Tensor? padding, "
+    "bool batch_invariant) -> Tensor",
     _validate,
     _implementation,
     lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device),
@@ -161,6 +168,7 @@ def ptpc_moe(
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Output [T, H] of a mixture of experts: each token's experts, weighted and added, in x's dtype.
 
@@ -174,7 +182,8 @@ def ptpc_moe(
     other values in it: the host would wait for the GPU. `padding`, int32 or int64 [T], is negative for tokens that only
     fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1 only)
     multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
-    reference/ptpc_moe.py; results do not depend on timing. On Hopper the matrix units add FP8 products with fewer bits
+    reference/ptpc_moe.py; results do not depend on timing. With `batch_invariant` a token's bits do not depend on the
+    tokens beside it. On Hopper the matrix units add FP8 products with fewer bits
     than fp32 ("fast accumulation").
 
     Raises:
@@ -193,4 +202,5 @@ def ptpc_moe(
         apply_router_weight_on_input,
         expert_map,
         padding,
+        batch_invariant,
     )

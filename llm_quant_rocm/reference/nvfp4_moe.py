@@ -16,6 +16,7 @@ def nvfp4_moe(
     local_ids: torch.Tensor,
     activation: str,
     input_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Sum over a token's experts, [T, H] in x's dtype T, of
 
@@ -25,7 +26,8 @@ def nvfp4_moe(
 
     x [T, H]; w13 [E, 2I, H] and w2 [E, H, I] with a global scale a row; topk_weights [T, k] fp32; local_ids [T, k],
     where -1 is an expert that is not here and adds nothing. The sum is in fp32. With `input_scales`, fp32 [E] for x and
-    [E] for a, both become NVFP4 and back first (`formats.nvfp4.fake_quantize_activation`).
+    [E] for a, both become NVFP4 and back first (`formats.nvfp4.fake_quantize_activation`). `batch_invariant` as of
+    `nvfp4_gemm`.
     """
     slots = x.new_zeros((*local_ids.shape, x.shape[1]))
     for index in local_ids.unique().tolist():
@@ -35,10 +37,10 @@ def nvfp4_moe(
         outer = x[token]
         if input_scales is not None:
             outer = nvfp4.fake_quantize_activation(outer, input_scales[0][index])
-        inner = act_and_mul(nvfp4_gemm(outer, _expert(w13, index), None, x.dtype), activation)
+        inner = act_and_mul(nvfp4_gemm(outer, _expert(w13, index), None, x.dtype, batch_invariant), activation)
         if input_scales is not None:
             inner = nvfp4.fake_quantize_activation(inner, input_scales[1][index])
-        y = nvfp4_gemm(inner, _expert(w2, index), None, torch.float32)
+        y = nvfp4_gemm(inner, _expert(w2, index), None, torch.float32, batch_invariant)
         slots[token, slot] = (y * topk_weights[token, slot, None]).to(x.dtype)
     return slots.float().sum(dim=1).to(x.dtype)
 

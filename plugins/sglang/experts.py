@@ -16,7 +16,7 @@ from sglang.srt.utils import get_bool_env_var, is_cuda, is_hip
 
 from llm_quant_rocm.checkpoint.expert_tensors import ExpertNames
 from llm_quant_rocm.checkpoint.warm_layers import warm_experts
-from llm_quant_rocm_sglang.engine_layers import batch_invariant, most_rows, on_gpu
+from llm_quant_rocm_sglang.engine_layers import most_rows, on_gpu
 
 _ACTIVATIONS = ("silu", "gelu")
 # SGLang does not tell a layer what the checkpoint calls its projections; almost all call them so.
@@ -62,8 +62,6 @@ def lacking(layer: FusedMoE) -> str | None:
         return "a clamped SwiGLU"
     if layer.with_bias:
         return "biases"
-    if batch_invariant():
-        return "--enable-deterministic-inference"
     if config.no_combine:
         return "outputs that are not combined"
     if not get_moe_a2a_backend().is_none():

@@ -9,7 +9,7 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Experts
-from llm_quant_rocm_sglang.engine_layers import is_dummy, once
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_dummy, once
 from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class NvFp4MoEMethod(ExpertsMethod):
     def __init__(self, config: "NvFp4Config", layer: FusedMoE, prefix: str) -> None:
         self.config = config
         self.prefix = prefix
-        self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=is_dummy())
+        self.experts = NvFp4Experts(
+            config.tensors, prefix, config.options, is_dummy=is_dummy(), batch_invariant=batch_invariant()
+        )
         if lack := lacking(layer):
             raise NotImplementedError(
                 f"{prefix}: nvfp4_triton does not serve experts with {lack}: leave the checkpoint to SGLang with "

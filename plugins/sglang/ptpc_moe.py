@@ -14,7 +14,7 @@ from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint.arriving import ArrivingWeight
 from llm_quant_rocm.checkpoint.linear_tensors import refuse_other_shape
 from llm_quant_rocm.checkpoint.online import quantize_weight, refuse_missing, refusing_again, refusing_other_dtypes
-from llm_quant_rocm_sglang.engine_layers import device_type, loads_tensors, moves_experts, once
+from llm_quant_rocm_sglang.engine_layers import batch_invariant, device_type, loads_tensors, moves_experts, once
 from llm_quant_rocm_sglang.experts import ExpertsMethod, combined, expert_names, lacking, routing, warm_up
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def __init__(self, config: "PtpcFp8Config", layer: FusedMoE, prefix: str) -> None:
         self.config = config
         self.prefix = prefix
+        self.batch_invariant = batch_invariant()
         self.arriving: dict[str, ArrivingWeight] = {}
         if lack := lacking(layer):
             raise NotImplementedError(
@@ -153,4 +154,4 @@ class PtpcFp8MoEMethod(ExpertsMethod):
     def product(self, layer: FusedMoE, x: torch.Tensor, **routing: Any) -> torch.Tensor:
         """The routed experts' output [T, H]; `routing` are arguments of `ops.ptpc_moe`."""
         w13, w2 = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
-        return ops.ptpc_moe(x, *w13, *w2, **routing)
+        return ops.ptpc_moe(x, *w13, *w2, batch_invariant=self.batch_invariant, **routing)

@@ -30,8 +30,6 @@ def lacking(moe: FusedMoEConfig) -> str | None:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
     if moe.moe_parallel_config.enable_eplb:
         return "load balancing of experts (--enable-eplb)"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT=1"
     return None
 
 
@@ -76,6 +74,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
             )
         self.vllm_config = get_current_vllm_config()
         self.is_dummy = is_dummy(self.vllm_config)
+        self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         self._padding_is_to_find = padding.is_to_find(self.vllm_config)
 
     @abstractmethod

@@ -28,7 +28,13 @@ class NvFp4MoEMethod(ExpertsMethod):
     def __init__(self, config: "NvFp4Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
         self.config = config
-        self.experts = NvFp4Experts(config.tensors, prefix, config.options, is_dummy=self.is_dummy)
+        self.experts = NvFp4Experts(
+            config.tensors,
+            prefix,
+            config.options,
+            is_dummy=self.is_dummy,
+            batch_invariant=self.batch_invariant,
+        )
         w4a4 = config.options.activations == "nvfp4"
         if w4a4 and not self.vllm_config.model_config.enforce_eager:
             raise ValueError(f"{prefix}: experts with activations in NVFP4 cannot be compiled: add --enforce-eager")

@@ -126,4 +126,4 @@ class PtpcFp8MoEMethod(ExpertsMethod):
         self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         w13, w2 = (layer.w13_weight, layer.w13_weight_scale), (layer.w2_weight, layer.w2_weight_scale)
-        return ops.ptpc_moe(x, *w13, *w2, weights, ids, **options)
+        return ops.ptpc_moe(x, *w13, *w2, weights, ids, batch_invariant=self.batch_invariant, **options)

@@ -4,15 +4,17 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from llm_quant_rocm.checkpoint import warm_layers
+from llm_quant_rocm import ops
+from llm_quant_rocm.checkpoint import nvfp4_layers, warm_layers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options
 from llm_quant_rocm.checkpoint.nvfp4_tensors import MODELOPT
 from llm_quant_rocm_vllm import experts as experts_of_vllm
-from llm_quant_rocm_vllm import padding
+from llm_quant_rocm_vllm import padding, ptpc_moe
 from llm_quant_rocm_vllm.experts import lacking
 from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
@@ -50,21 +52,26 @@ def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
     assert words in lacking(experts(**change))
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        (NvFp4MoEMethod, r"^mlp\.experts: nvfp4_triton .* with VLLM_BATCH_INVARIANT=1: leave"),
-        (
-            PtpcFp8MoEMethod,
-            r"^mlp\.experts: ptpc_fp8 .* with VLLM_BATCH_INVARIANT=1: add 'mlp\.experts' to ignored_layers",
-        ),
-    ],
-)
-def test_batch_invariance_is_refused(method: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    layer: Any = SimpleNamespace(moe_config=experts())
-    with pytest.raises(NotImplementedError, match=words):
-        method(SimpleNamespace(), layer, "mlp.experts")
+@pytest.mark.parametrize("wish", ["0", "1"])
+def test_a_wish_for_batch_invariance_reaches_the_operators(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", wish)
+    engine = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto"), model_config=SimpleNamespace(enforce_eager=True)
+    )
+    monkeypatch.setattr(experts_of_vllm, "get_current_vllm_config", lambda: engine)
+    monkeypatch.setattr(padding, "is_to_find", lambda config: False)
+    monkeypatch.setattr(ptpc_moe, "refuse_offloading", lambda config: None)
+    monkeypatch.setattr(nvfp4_layers, "kept", lambda layer, stem: None)
+    seen = []
+    for operator in ("ptpc_moe", "nvfp4_moe"):
+        monkeypatch.setattr(ops, operator, lambda *given, **options: seen.append(options["batch_invariant"]))
+    layer: Any = MagicMock(moe_config=experts())
+    config: Any = SimpleNamespace(tensors=MODELOPT, options=Options())
+    x, nothing = torch.zeros(1, 8), torch.zeros(0)
+    options = {"activation": "silu", "apply_router_weight_on_input": False}
+    for method in (PtpcFp8MoEMethod(config, layer, "mlp.experts"), NvFp4MoEMethod(config, layer, "mlp.experts")):
+        method.compute(layer, x, nothing, nothing, **options)
+    assert seen == 2 * [wish == "1"]
 
 
 @pytest.mark.parametrize("eager", [True, False])

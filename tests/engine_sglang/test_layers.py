@@ -561,12 +561,17 @@ def test_determinism_reaches_the_layers(wish: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", wish)
     monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
     monkeypatch.setattr(fp8_linear, "is_dummy", lambda: False)
-    for module, kind in ((nvfp4_linear, "NvFp4Linear"), (fp8_linear, "Fp8Linear")):
-        monkeypatch.setattr(module, kind, linear := MagicMock())
-        method = getattr(module, f"{kind}Method")
-        method(NvFp4Config.from_config(_W4A16), "model.layers.0.mlp.down_proj")
-        assert linear.call_args.kwargs["batch_invariant"] is asked
-    assert experts.lacking(routed()) == ("--enable-deterministic-inference" if asked else None)
+    monkeypatch.setattr(nvfp4_moe, "is_dummy", lambda: False)
+    config = NvFp4Config.from_config(_W4A16)
+    for module, name, method, given in (
+        (nvfp4_linear, "NvFp4Linear", nvfp4_linear.NvFp4LinearMethod, ()),
+        (fp8_linear, "Fp8Linear", Fp8LinearMethod, ()),
+        (nvfp4_moe, "NvFp4Experts", nvfp4_moe.NvFp4MoEMethod, (routed(),)),
+    ):
+        monkeypatch.setattr(module, name, served := MagicMock())
+        method(config, *given, "model.layers.0.mlp.down_proj")
+        assert served.call_args.kwargs["batch_invariant"] is asked
+    assert PtpcFp8MoEMethod(PtpcFp8Config(), routed(), "model.layers.0.mlp.experts").batch_invariant is asked
     monkeypatch.setenv("LLM_QUANT_ROCM_NVFP4_PREFILL", "fp8")
     words = "PREFILL=fp8 chooses between FP8 and exact products by batch size"
     with pytest.raises(ValueError, match=words) if asked else nullcontext():

@@ -167,3 +167,28 @@ def test_in_a_graph_with_new_inputs() -> None:
         arguments["x"].normal_(generator=generator)
         graph.replay()
         assert torch.equal(out, ops.nvfp4_moe(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("count", "topk", "hidden", "inner"),
+    [(128, 8, 2048, 768), (256, 8, 7168, 256), (8, 2, 4096, 1792), (16, 1, 5120, 2048)],
+)
+def test_batch_invariant(count: int, topk: int, hidden: int, inner: int) -> None:
+    """A token has the bits that it has alone, whichever kernels and tiles its number of neighbours calls for."""
+    torch.manual_seed(0)
+    arranged = []
+    for n, k in ((2 * inner, hidden), (hidden, inner)):
+        weight = nvfp4.quantize(torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5)
+        arranged.append(ops.prepare_nvfp4_weight(weight, gate_up=n == 2 * inner))
+    x = torch.randn(2048, hidden, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(2048, count, device="cuda").topk(topk).indices.int()
+    weights = torch.rand(2048, topk, device="cuda").softmax(-1)
+
+    def some(begin: int, end: int) -> torch.Tensor:
+        rows = slice(begin, end)
+        return ops.nvfp4_moe(x[rows], *arranged, weights[rows], ids[rows], batch_invariant=True)
+
+    whole = some(0, 2048)
+    for tokens in (1, 2, 4, 8, 16, 33, 64, 100, 256, 700, 1024):
+        for begin in range(5, min(2048, 40 * tokens), tokens):
+            assert torch.equal(some(begin, begin + tokens), whole[begin : begin + tokens]), tokens

@@ -9,7 +9,7 @@ if not find_spec("triton"):
     pytest.skip("needs Triton", allow_module_level=True)
 
 from llm_quant_rocm import hardware
-from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, default_config
+from llm_quant_rocm.kernels.ptpc_moe import MoeConfig, batch_invariant, default_config
 from llm_quant_rocm.kernels.sizes import cdiv
 from llm_quant_rocm.tune.shapes import WELL_KNOWN_EXPERTS
 
@@ -46,3 +46,12 @@ def test_tiles_are_narrower_only_where_units_are_idle(arch: str) -> None:
                 assert config.block_n == 32 or chosen * cdiv(n, config.block_n) >= device.units
                 assert k % config.block_k == 0
                 assert config.block_n * config.block_k <= widest * 128, "more bytes than a whole tile's step"
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
+def test_where_tokens_are_their_own_one_configuration_serves_any_number(arch: str) -> None:
+    device = hardware.amd(arch)
+    shape = (128, 2048, 768)
+    configs = [default_config(device, slots, *shape) for slots in (8, 800, 4000, 40000)]
+    assert len(set(configs)) > 1
+    assert len({batch_invariant(config, device, *shape) for config in configs}) == 1

@@ -60,6 +60,15 @@ def test_the_epilogue_has_the_activation_where_a_consumer_has_gate_and_up() -> N
     assert Config(64, 256).fuses and not Config(64, 128).fuses
 
 
+def test_where_tokens_are_their_own_the_epilogue_has_no_activation() -> None:
+    """Its bits are others than those of the kernel behind."""
+    shape = (HOPPER, 8, 64, 64)
+    few = PairConfig(MoeConfig(16, 128, 128, 3, 4), MoeConfig(16, 64, 256, 5, 4))
+    assert ptpc_moe_hopper.batch_invariant(few, *shape) == few
+    found = ptpc_moe_hopper.batch_invariant(PairConfig(Config(128, 256), Config(128, 256)), *shape)
+    assert found == PairConfig(Config(128, 128), Config(128, 256))
+
+
 def off_by_a_byte(weight: torch.Tensor) -> torch.Tensor:
     storage = torch.empty(weight.numel() + 1, dtype=torch.uint8)
     return storage[1:].view(weight.dtype).view(weight.shape).copy_(weight)

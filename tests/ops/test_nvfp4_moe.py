@@ -48,6 +48,19 @@ def test_a_token_is_nobody_elses_business() -> None:
     assert after[3].isnan().all()
 
 
+def test_batch_invariant() -> None:
+    """A token has the bits that it has alone."""
+    arguments = experts(29, 4, 2, 96, 80)
+    rows = {name: arguments.pop(name) for name in ("x", "topk_weights", "topk_ids")}
+
+    def some(begin: int, end: int) -> torch.Tensor:
+        return ops.nvfp4_moe(**{name: row[begin:end] for name, row in rows.items()}, **arguments, batch_invariant=True)
+
+    whole = some(0, 29)
+    for begin, end in ((0, 1), (3, 20), (28, 29)):
+        assert_same(some(begin, end), whole[begin:end])
+
+
 def test_gate_and_up_keep_their_scales() -> None:
     """Eight times the scale of the up rows is eight times the result: it does not reach the gate's activation."""
     arguments = experts(8, 2, 1, 64, 32)
@@ -131,7 +144,7 @@ def test_the_operator_is_well_formed() -> None:
     arguments = experts(8, 4, 2, 64, 32)
     w13, w2 = arguments["w13"], arguments["w2"]
     tensors = (w13.codes, w13.scales, w13.global_scale, "row", w2.codes, w2.scales, w2.global_scale, "row", 32)
-    routing = (arguments["topk_weights"], arguments["topk_ids"], "silu", False, None, None)
+    routing = (arguments["topk_weights"], arguments["topk_ids"], "silu", False, None, None, False)
     # The schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operator = torch.ops.llm_quant_rocm.nvfp4_moe.default

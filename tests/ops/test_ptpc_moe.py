@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llm_quant_rocm import ops
+from tests.inputs import assert_same
 from tests.moe_inputs import experts, moe64, relative_error
 
 # What is left are 16-bit roundings (2^-9 each) and inner codes that fp32 sums, not float64 ones, moved by one.
@@ -53,6 +54,19 @@ def test_an_outlier_costs_its_own_token_only() -> None:
     others = [token for token in range(8) if token != 3]
     assert torch.equal(before[others], after[others])
     assert relative_error(after[3], moe64(arguments)[3]) < TOLERANCE
+
+
+def test_batch_invariant() -> None:
+    """A token has the bits that it has alone."""
+    arguments = experts(29, 4, 2, 96, 80)
+    rows = {name: arguments.pop(name) for name in ("x", "topk_weights", "topk_ids")}
+
+    def some(begin: int, end: int) -> torch.Tensor:
+        return ops.ptpc_moe(**{name: row[begin:end] for name, row in rows.items()}, **arguments, batch_invariant=True)
+
+    whole = some(0, 29)
+    for begin, end in ((0, 1), (3, 20), (28, 29)):
+        assert_same(some(begin, end), whole[begin:end])
 
 
 def test_no_token() -> None:
@@ -101,7 +115,7 @@ def test_the_operator_is_well_formed() -> None:
     # The schema test compares the inputs before and after with allclose, which FP8 has not.
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operator = torch.ops.llm_quant_rocm.ptpc_moe.default
-    torch.library.opcheck(operator, (*arguments.values(), "silu", False, None, None), test_utils=checks)
+    torch.library.opcheck(operator, (*arguments.values(), "silu", False, None, None, False), test_utils=checks)
 
 
 @pytest.mark.parametrize(
