@@ -56,14 +56,11 @@ def config_of(fields: Mapping[str, Any]) -> GemmConfig:
 
 def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
     """A sound choice for shapes and devices that nobody has measured."""
+    if hardware.units:
+        return _on_all_units(hardware, m, n, k)
     if m <= 64:
         block_m = max(16, next_power_of_2(m))
-        if block_m == 32 and hardware.arch == "gfx90a":
-            block_m = 64  # of 32 rows four waves make two products of 32 x 32, each twice, and decode twice as much
         tiles = cdiv(n, 64)
-        # Memory is busy with about as many bytes on their way as it reads in a microsecond: 5.3 MB on an MI300X, by its
-        # data sheet. A program has 10 to 16 KiB of them there, so it takes about two for each compute unit; with the
-        # tensor memory accelerator it has six times as many. By counting, not measured on AMD.
         parts = 256 // tiles if hardware.tma else round(2 * units_of(hardware.arch) / tiles)
         split_k = max(1, min(8, parts, k // 1024))
         swap = hardware.tma
@@ -72,9 +69,32 @@ def default_config(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
         return GemmConfig(128, 128, 128, 3, 4 if m <= 256 else 8, tma=k % 16 == 0)
     if hardware.tma:
         return GemmConfig(128, 128 if m <= 256 else 256, 128, 4, 4 if m <= 256 else 8, tma=k % 16 == 0)
-    if not hardware.fp8_units:
-        return GemmConfig(64, 128, 64, 2, 4)
-    return GemmConfig(128, 128, 128, 2, 8)  # with 4 warps Triton 3.6 spills on gfx950 where K is ragged
+    return GemmConfig(128, 128, 128, 2, 8) if hardware.fp8_units else GemmConfig(64, 128, 64, 2, 4)
+
+
+def _on_all_units(hardware: Hardware, m: int, n: int, k: int) -> GemmConfig:
+    """The largest tiles of which each compute unit of an AMD GPU has one, and where there are too few of the smallest,
+    parts of K. By counting, not measured on AMD.
+
+    Memory is busy with about as many bytes on their way as it reads in a microsecond: 5.3 MB on an MI300X, by its data
+    sheet, 17 KiB a unit. A program of the smallest tiles has 10 to 32 KiB there, and two a unit hide what one waits
+    for. A part has 512 columns at least, and the parts come to at most half of the weight's bytes: 8 an element of the
+    result. Below 2048 columns a sum takes no longer than a second kernel.
+    """
+    if m > 64:
+        large = ((128, 128, 8), (64, 128, 4)) if hardware.fp8_units else ((64, 64, 4),)
+        for block_m, block_k, warps in large:
+            if cdiv(m, block_m) * cdiv(n, 128) >= hardware.units:
+                # Of 128 rows: with 4 warps Triton 3.6 spills on gfx950 where K is ragged.
+                return GemmConfig(block_m, 128, block_k, 2, warps)
+    # Of 32 rows four waves make two products of 32 x 32, each twice.
+    block_m = 16 if m <= 16 else 64
+    block_k = 256 if hardware.fp8_units and k % 256 == 0 else 128
+    tiles, steps = cdiv(m, block_m) * cdiv(n, 64), cdiv(k, block_k)
+    rows = max(16, next_power_of_2(m))  # for few numbers of parts: a kernel that adds them is compiled for each
+    most = min(round(2 * hardware.units / tiles), 16, k // 512, k // (16 * rows)) if k >= 2048 else 1
+    split_k = cdiv(steps, cdiv(steps, max(1, most)))  # of those with as long a longest part, the least
+    return GemmConfig(block_m, 64, block_k, 2, 4, 1 if m <= 64 else 8, split_k)
 
 
 def batch_invariant(config: Any, hardware: Hardware, n: int, k: int) -> GemmConfig:

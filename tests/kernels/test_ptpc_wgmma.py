@@ -14,7 +14,6 @@ from llm_quant_rocm import hardware
 from llm_quant_rocm.kernels import ptpc_gemm, ptpc_hopper, ptpc_wgmma, ptpc_wgmma_few
 from llm_quant_rocm.kernels.pdl import pdl_option_of_tiles
 from llm_quant_rocm.kernels.ptpc_gemm import GemmConfig
-from llm_quant_rocm.kernels.sizes import cdiv
 
 
 def codes(rows: int, columns: int) -> torch.Tensor:
@@ -91,18 +90,6 @@ def test_rings_fit_into_shared_memory_and_rows_into_lines(m: int, k: int) -> Non
 def test_unmeasured_gpus_have_the_shared_memory(m: int, capability: tuple[int, int], shared_kib: int) -> None:
     config = ptpc_gemm.default_config(hardware.nvidia(*capability), m, 4096, 8192)
     assert (config.block_m + config.block_n) * config.block_k * config.stages <= shared_kib * 1024
-
-
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])
-@pytest.mark.parametrize("m", [1, 64])
-def test_few_tokens_keep_memory_busy_on_amd(arch: str, m: int) -> None:
-    """About two programs a compute unit, unless the parts of K would be short or more than eight."""
-    device = hardware.amd(arch)
-    for n, k in ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672), (5120, 2048), (2112, 7168), (64, 1000)):
-        split_k, tiles, most = ptpc_gemm.default_config(device, m, n, k).split_k, cdiv(n, 64), max(1, min(8, k // 1024))
-        assert 1 <= split_k <= most
-        assert split_k == most or tiles * split_k >= 4 / 3 * device.units
-        assert split_k == 1 or tiles * split_k <= 8 / 3 * device.units
 
 
 @pytest.mark.parametrize("arch", ["gfx90a", "gfx942", "gfx950"])

@@ -2,11 +2,14 @@
 """The FP8 matrix product: exact on integers, within fp32's accumulation on random codes, all codes one by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from llm_quant_rocm import hardware as facts
 from llm_quant_rocm import ops, tuning
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.hardware import Hardware
@@ -23,12 +26,17 @@ from tests.inputs import (
 )
 
 BUDGETS = {"ptpc_gemm_kernel": Budget(matrix=FP8_MATRIX, more=decoding), "split_k_kernel": Budget()}
-# Decode and prefill over projections of Llama 3 70B: whole, and sharded over 8 GPUs.
-SHAPES = [(m, 8192, 8192) for m in (16, 32, 64, 4096)] + [(16, 1280, 8192), (16, 57344, 8192)]
-# Every tile of default_config, with even and ragged edges, in one and in several parts of K.
+# Decode and prefill over projections of Llama 3 70B: whole, and sharded over 8 GPUs; and over one of Qwen3-32B's, whose
+# K is an odd multiple of 128.
+SHAPES = [(m, 8192, 8192) for m in (16, 32, 64, 128, 256, 512, 4096)] + [
+    (16, 1280, 8192), (128, 1280, 8192), (16, 57344, 8192), (16, 5120, 3200), (64, 5120, 3200),
+]  # fmt: skip
+# Every tile of default_config, with even and ragged edges, in one and in several parts of K: (M, N, K), and of how many
+# compute units, where those of the whole GPU would have smaller tiles.
 SMALL_SHAPES = [
-    (1, 1, 1), (1, 64, 128), (5, 1, 33), (20, 96, 256), (20, 77, 1001), (33, 64, 2048), (3, 48, 2064),
-    (65, 7, 100), (130, 160, 256), (130, 100, 333),
+    (1, 1, 1), (1, 64, 128), (5, 1, 33), (9, 70, 512), (20, 96, 256), (20, 77, 1001), (33, 64, 2048), (3, 48, 2064),
+    (65, 7, 100), (130, 160, 256), (130, 100, 333), (70, 80, 4096),
+    (65, 7, 100, 1), (130, 160, 256, 1), (130, 100, 333, 1), (130, 160, 256, 5), (130, 100, 333, 3),
 ]  # fmt: skip
 
 
@@ -53,6 +61,10 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
         *codes, integers = integer_product(m, n, k, dtype)
         added = None if bias is None else integers.to(bias)
         assert_same(ops.ptpc_gemm(*codes, added, out), product64(*codes, added).float().to(out))
+
+    def exact_of_units(m: int, n: int, k: int, units: int) -> None:
+        with patch.object(facts, "CPU", replace(hardware, units=units)):
+            exact(m, n, k)
 
     def random(m: int, n: int, k: int) -> None:
         x, w = random_rows(m, k, torch.bfloat16, seed=1), random_rows(n, k, torch.bfloat16, seed=2)
@@ -94,7 +106,12 @@ def executed(hardware: Hardware) -> dict[str, Callable[[], object]]:
             ops.ptpc_gemm(*operands(4, 16, 16, other.dtype))
 
     cases = {
-        **{f"{m} x {n} x {k}": partial(exact, m, n, k) for m, n, k in SMALL_SHAPES},
+        **{f"{m} x {n} x {k}": partial(exact, m, n, k) for m, n, k, *units in SMALL_SHAPES if not units},
+        **{
+            f"{m} x {n} x {k}, {units[0]} units": partial(exact_of_units, m, n, k, *units)
+            for m, n, k, *units in SMALL_SHAPES
+            if units
+        },
         **{
             f"{out} with {bias or 'no'} bias": partial(exact, 20, 48, 256, dtypes[out], dtypes.get(bias))
             for out, bias in (("bf16", "bf16"), ("fp16", ""), ("fp16", "fp32"), ("fp32", ""), ("fp32", "fp16"))
