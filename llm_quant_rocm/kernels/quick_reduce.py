@@ -304,6 +304,7 @@ def two_shot_kernel(
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
+    to = addresses(peers_ptr, rank, WORLD) if tl.target_info.is_hip() else None
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
     turn = 0
@@ -333,9 +334,7 @@ def two_shot_kernel(
                         first = pieces + index * BYTES
                         total = add_pieces(first, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                         parts = wire_units.encode(total, KIND, LIMIT, CAP, LOW, HIGH, T)
-                        for step in range(WORLD):
-                            buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + index * BYTES
-                            wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
+                        send(to, peers_ptr, rank, at, index * BYTES, parts, LOW, HIGH, GROUPS, WORLD)
             set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - 2 * programs
@@ -364,6 +363,7 @@ def one_shot_kernel(
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
     mine = tl.load(peers_ptr + rank)
+    to = addresses(peers_ptr, rank, WORLD) if tl.target_info.is_hip() else None
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
     turn = 0
@@ -375,9 +375,7 @@ def one_shot_kernel(
                 if begin < count:
                     x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                     parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
-                    for step in range(WORLD):
-                        buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + index * BYTES
-                        wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
+                    send(to, peers_ptr, rank, at, index * BYTES, parts, LOW, HIGH, GROUPS, WORLD)
             set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - programs
@@ -395,6 +393,35 @@ def one_shot_kernel(
                     (total,) = add_pieces(first, piece_bytes, True, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                     store_values(out_ptr, recast(total, T, out_ptr.dtype.element_ty), begin, count, GROUPS)
         turn += 1  # noqa: SIM113 - Triton has no enumerate
+
+
+@triton.jit
+def addresses(peers_ptr, rank, WORLD: tl.constexpr):
+    """The regions of all ranks, the next one's first, so that not all send to one."""
+    found = ()
+    for turn in tl.static_range(WORLD):
+        found = found + (tl.load(peers_ptr + (rank + 1 + turn) % WORLD),)
+    return found
+
+
+@triton.jit
+def send(
+    to, peers_ptr, rank, at, offset, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr,
+    WORLD: tl.constexpr
+):  # fmt: skip
+    """Stores a buffer in the regions of all ranks, whose addresses are `to` where these were loaded before.
+
+    On AMD they must be: an address that is loaded between stores arrives after these have, which takes a way over the
+    link for each rank. And what is loaded before the first store comes to scalar registers, so that a store is one
+    instruction, and not a loop over the addresses that its lanes may have.
+    """
+    if to is None:
+        for step in range(WORLD):
+            buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + offset
+            wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
+    else:
+        for step in tl.static_range(WORLD):
+            wire_units.store_parts(to[step] + at + offset, parts, LOW, HIGH, GROUPS)
 
 
 @triton.jit

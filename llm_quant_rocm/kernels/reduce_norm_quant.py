@@ -51,6 +51,7 @@ from llm_quant_rocm.kernels.quick_reduce import (
     Mailbox,
     add_loaded,
     add_pieces,
+    addresses,
     await_flags,
     begin_call,
     end_call,
@@ -564,15 +565,6 @@ def await_sum(
 def part(i, VALUES, COLUMNS, ROW_GROUPS):
     """Which part of a row's buffer its values from i * VALUES on are, as `wire_units.store_parts` takes it."""
     return i * VALUES // GROUP, ROW_GROUPS, (COLUMNS + GROUP - 1) // GROUP
-
-
-@triton.jit
-def addresses(peers_ptr, rank, WORLD: tl.constexpr):
-    """The regions of all ranks, the next one's first, so that not all send to one."""
-    found = ()
-    for turn in tl.static_range(WORLD):
-        found = found + (tl.load(peers_ptr + (rank + 1 + turn) % WORLD),)
-    return found
 
 
 @triton.jit
