@@ -122,10 +122,12 @@ class NvFp4Config(QuantizationConfig):
         """
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from llm_quant_rocm_vllm import compile_key
         from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
+        from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
@@ -135,7 +137,8 @@ class NvFp4Config(QuantizationConfig):
             # DeepSeek's and GLM's layers that predict further tokens forget a part of the checkpoint's name.
             prefix = re.sub(r"(?<!shared_head)\.head$", ".shared_head.head", prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead | RoutedExperts):
-            return super().get_quant_method(layer, prefix)
+            method = super().get_quant_method(layer, prefix)
+            return refusing_broken_scales(method, prefix) if isinstance(method, BaseKVCacheMethod) else method
         is_moe = isinstance(layer, RoutedExperts)
         return self.layers.choose(
             prefix,

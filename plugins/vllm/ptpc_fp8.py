@@ -124,6 +124,7 @@ class PtpcFp8Config(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         from llm_quant_rocm_vllm import compile_key
+        from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
         from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
@@ -143,7 +144,7 @@ class PtpcFp8Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             self.layers.note(EMBEDDINGS, prefix or type(layer).__name__)
         elif isinstance(layer, Attention | MLAAttention):
-            return BaseKVCacheMethod(self)
+            return refusing_broken_scales(BaseKVCacheMethod(self), prefix)
         return None
 
     def report(self) -> None:
