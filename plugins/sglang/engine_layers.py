@@ -73,7 +73,11 @@ _STORED = ("presharded", "sharded_state")
 _OF_A_SERVER = ("remote_instance",)
 
 # Many models of SGLang do not say what they fuse.
-_COMMON_FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+_COMMON_FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
 
 
 def with_common_fused(fused: Mapping[str, list[str]] | None) -> dict[str, list[str]]:

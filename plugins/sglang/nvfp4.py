@@ -37,10 +37,24 @@ _MODELOPT_FILE = "hf_quant_config.json"
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 # What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
-# layers come before it. In lists of DeepSeek's and Ling's SGLang itself puts its own name.
+# layers come before it.
 _DRAFTS = {
-    "Qwen3NextForCausalLMMTP": ("model.layers.0.", "mtp.layers.0."),
-    "Glm4MoeForCausalLMNextN": ("model.decoder.", "model.layers.{}."),
+    **dict.fromkeys(
+        (
+            "BailingMoeForCausalLMNextN",
+            "DeepseekV3ForCausalLMNextN",
+            "Glm4MoeForCausalLMNextN",
+            "Glm4MoeLiteForCausalLMNextN",
+            "GlmMoeDsaForCausalLMNextN",
+        ),
+        ("model.decoder.", "model.layers.{}."),
+    ),
+    **dict.fromkeys(
+        ("ExaoneMoEForCausalLMMTP", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP"),
+        ("model.layers.0.", "mtp.layers.0."),
+    ),
+    "Ernie4_5_MoeForCausalLMMTP": ("model.mtp_block.", "model.mtp_block.0."),
+    "MiMoMTP": ("", "model.mtp_layers.0."),
 }
 
 
@@ -83,8 +97,11 @@ class NvFp4Config(QuantizationConfig):
     which are SGLang's own configurations of the format with another choice of method for NVFP4 layers."""
 
     options = Options()
-    # SGLang's name of a draft's layer, and the checkpoint's.
-    draft = ("", "")
+    # What SGLang calls the model, and its name of a draft's layer and the checkpoint's.
+    architecture = ""
+    draft: tuple[str, str] | None = None
+    # What SGLang rewrites the checkpoint's names in lists by.
+    mapper: Any = None
     packed_modules_mapping: dict[str, list[str]]
     # SGLang's models ask for it where a layer is FP8, which has no blocks here.
     weight_block_size: list[int] | None = None
@@ -132,8 +149,10 @@ class NvFp4Config(QuantizationConfig):
             config = _with_known_algorithm(config)
         result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
         result.options = options
-        if model is not None and (names := _DRAFTS.get(model.architectures[0])):
-            result.draft = (names[0], names[1].format(model.num_hidden_layers))
+        if model is not None:
+            result.architecture = model.architectures[0]
+            if names := _DRAFTS.get(result.architecture):
+                result.draft = (names[0], names[1].format(model.num_hidden_layers))
         return result
 
     def get_scaled_act_names(self) -> list[str]:
@@ -142,6 +161,15 @@ class NvFp4Config(QuantizationConfig):
     def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
         """Add what a model fuses."""
         self.packed_modules_mapping |= mapping
+
+    def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
+        """Rewrite the checkpoint's names in its lists to SGLang's."""
+        super().apply_weight_name_mapper(hf_to_sglang_mapper)
+        self.mapper = hf_to_sglang_mapper
+
+    def in_lists(self, name: str) -> str:
+        """What the lists call a layer `name`, as `get_quant_method` names it to methods."""
+        return str(self.mapper.apply_list([name])[0]) if self.draft and self.mapper else name
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which SGLang calls `prefix`: ours for NVFP4 layers and FP8 linear layers,
@@ -163,23 +191,24 @@ class NvFp4Config(QuantizationConfig):
             prefix = prefix or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
             if prefix.endswith("shared_head.head"):  # a draft's (MTP): it is the target's
                 return None
-        here, in_checkpoint = self.draft
-        if here and prefix.startswith(here):
-            prefix = in_checkpoint + prefix.removeprefix(here)
+        elif self.draft and prefix.startswith(self.draft[0]):
+            prefix = self.draft[1] + prefix.removeprefix(self.draft[0])
+        listed = self.in_lists(prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
-            return super().get_quant_method(layer, prefix)
+            return super().get_quant_method(layer, listed)
         is_moe = isinstance(layer, FusedMoE)
         return self.layers.choose(
             prefix,
-            self.algorithm(layer, prefix),
+            self.algorithm(layer, listed),
             nvfp4=lambda: NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix),
             fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
-            engines=lambda: super(NvFp4Config, self).get_quant_method(layer, prefix),
+            engines=lambda: super(NvFp4Config, self).get_quant_method(layer, listed),
             unquantized=UnquantizedLinearMethod,
         )
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
-        """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""
+        """ModelOpt's name of the algorithm that `layer`, `prefix` in lists, is quantized with, None for one that we do
+        not know."""
         raise NotImplementedError
 
     def report(self) -> None:

@@ -16,17 +16,19 @@ from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config, Mod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from llm_quant_rocm.checkpoint.nvfp4_choice import ModelOptExclusions, as_targeted
-from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT
+from llm_quant_rocm.checkpoint.nvfp4_kinds import COMPRESSED_TENSORS_FORMAT, NAME
 from llm_quant_rocm.checkpoint.nvfp4_tensors import COMPRESSED_TENSORS, MODELOPT, TensorNames
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 
 # Projections of MLA that SGLang looks for in the names of fused layers.
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+# What checkpoints call the projections of an expert.
+_EXPERT = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
 
 
-class OfOneLayer:
+class AsListed:
     """ModelOpt's list of excluded modules, of which SGLang takes model.layers.61.self_attn.q_a_proj for that projection
-    of every layer."""
+    of every layer, and does not find the experts of a layer that are named one by one."""
 
     exclude_modules: list[str]
 
@@ -37,22 +39,30 @@ class OfOneLayer:
         self.exclude_modules = [
             name for name, of, leaf in parts if leaf not in _LATENT or fnmatchcase(parent, f"*{of}")
         ]
+        is_excluded = super().is_layer_excluded  # type: ignore[misc]
         try:
-            return super().is_layer_excluded(prefix)  # type: ignore[misc]
+            first = [[f"{prefix}.0.{leaf}" for leaf in leaves] for leaves in _EXPERT if prefix.endswith(".experts")]
+            return is_excluded(prefix) or any(all(map(is_excluded, names)) for names in first)
         finally:
             self.exclude_modules = listed
 
 
-class NvFp4ModelOptConfig(ModelOptExclusions, OfOneLayer, NvFp4Config, ModelOptFp4Config):
+class NvFp4ModelOptConfig(ModelOptExclusions, AsListed, NvFp4Config, ModelOptFp4Config):
     """All layers NVFP4 but those that the checkpoint excludes."""
 
     tensors: ClassVar[TensorNames] = MODELOPT
+
+    def get_name(self) -> str:
+        """SGLang's name, but where it makes layers in 16 bits by that name alone, whatever the list says: in draft
+        models (MTP), and Qwen3-Next's attention."""
+        is_overruled = self.architecture.startswith("Qwen3Next") or self.architecture.endswith(("NextN", "MTP"))
+        return NAME if is_overruled else super().get_name()
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         return None if self.is_layer_excluded(prefix) else "NVFP4"
 
 
-class NvFp4MixedConfig(ModelOptExclusions, OfOneLayer, NvFp4Config, ModelOptMixedPrecisionConfig):
+class NvFp4MixedConfig(ModelOptExclusions, AsListed, NvFp4Config, ModelOptMixedPrecisionConfig):
     """An algorithm a layer, by the checkpoint's `quantized_layers`."""
 
     tensors: ClassVar[TensorNames] = MODELOPT

@@ -507,21 +507,78 @@ def test_a_draft_shares_the_output_head_of_its_target() -> None:
 @pytest.mark.parametrize(
     ("model", "prefix", "kept"),
     [
-        ("Qwen3NextForCausalLMMTP", "model.layers.0.mlp.down_proj", "mtp*"),
-        ("Glm4MoeForCausalLMNextN", "model.decoder.mlp.down_proj", "model.layers.46*"),
-        ("Qwen3NextForCausalLM", "model.layers.0.mlp.down_proj", "model.layers.0*"),
+        ("Qwen3NextForCausalLMMTP", "model.layers.0.mlp", "mtp"),
+        ("Qwen3MoeForCausalLMMTP", "model.layers.0.mlp", "mtp.layers.0"),
+        ("ExaoneMoEForCausalLMMTP", "model.layers.0.mlp", "mtp"),
+        ("Qwen3_5ForCausalLMMTP", "mtp.layers.0.mlp", "mtp"),
+        ("Glm4MoeForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("Glm4MoeLiteForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("GlmMoeDsaForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("DeepseekV3ForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("BailingMoeForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("BailingMoeForCausalLMNextN", "model.layers.61.mlp", "model.layers.61"),
+        ("Ernie4_5_MoeForCausalLMMTP", "model.mtp_block.mlp", "model.mtp_block.0"),
+        ("MiMoMTP", "mlp", "model.mtp_layers.0"),
+        ("Qwen3NextForCausalLM", "model.layers.0.mlp", "model.layers.0"),
     ],
 )
+@pytest.mark.parametrize("mapped", [None, "model.decoder"], ids=["the checkpoint's", "SGLang's"])
 def test_lists_speak_of_a_draft_by_the_checkpoints_names(
-    model: str, prefix: str, kept: str, monkeypatch: pytest.MonkeyPatch
+    model: str, prefix: str, kept: str, mapped: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang calls the layer of some draft models (MTP) as the first one of their targets, or by a name of its own."""
-    monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
-    facts = SimpleNamespace(architectures=[model], num_hidden_layers=46)
-    for ignore, method in ((kept, UnquantizedLinearMethod), ("lm_head", nvfp4_linear.NvFp4LinearMethod)):
+    """SGLang calls the layer of some draft models (MTP) as the first one of their targets, or by a name of its own, and
+    may put that into lists, as it does for DeepSeek's."""
+    for module in (nvfp4_linear, nvfp4_moe):
+        monkeypatch.setattr(module, "is_dummy", lambda: False)
+    facts = SimpleNamespace(architectures=[model], num_hidden_layers=61)
+    linear, routed_layer = object.__new__(LinearBase), object.__new__(FusedMoE)
+    vars(routed_layer).update(vars(routed()))
+    for ignore, is_kept in ((f"{kept}*", True), ("lm_head", False)):
         config = NvFp4Config.from_config(_W4A16 | {"ignore": [ignore], "hf_config": facts})
-        found = config.get_quant_method(object.__new__(LinearBase), prefix)
-        assert isinstance(found, method)
+        if mapped:
+            config.apply_weight_name_mapper(WeightsMapper(orig_to_new_substr={"model.layers.61": mapped}))
+        served = config.get_quant_method(linear, f"{prefix}.down_proj")
+        assert isinstance(served, UnquantizedLinearMethod if is_kept else nvfp4_linear.NvFp4LinearMethod)
+        experts_method = config.get_quant_method(routed_layer, f"{prefix}.experts")
+        assert isinstance(experts_method, nvfp4_moe.NvFp4MoEMethod) is not is_kept
+
+
+@pytest.mark.parametrize("leaves", [("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")])
+def test_experts_that_are_listed_one_by_one(leaves: tuple[str, ...]) -> None:
+    """As `quantize --ignore` lists them."""
+    experts = "model.layers.1.mlp.experts"
+    listed = [f"{experts}.{expert}.{leaf}" for expert in range(2) for leaf in leaves]
+    config = NvFp4Config.from_config(_W4A16 | {"ignore": listed})
+    assert config.get_quant_method(object.__new__(FusedMoE), experts) is None
+    assert not config.is_layer_excluded("model.layers.11.mlp.experts")
+    assert not NvFp4Config.from_config(_W4A16 | {"ignore": listed[:1]}).is_layer_excluded(experts)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("DeepseekV3ForCausalLMNextN", "nvfp4_triton"),
+        ("Qwen3_5ForCausalLMMTP", "nvfp4_triton"),
+        ("Qwen3NextForCausalLM", "nvfp4_triton"),
+        ("DeepseekV3ForCausalLM", "modelopt_fp4"),
+    ],
+)
+def test_what_sglangs_models_know_a_checkpoint_by(model: str, name: str) -> None:
+    """Some make layers in 16 bits by SGLang's name of ModelOpt's format, whatever the checkpoint's list says."""
+    facts = SimpleNamespace(architectures=[model], num_hidden_layers=61)
+    assert NvFp4Config.from_config(_W4A16 | {"hf_config": facts}).get_name() == name
+
+
+def test_mla_has_one_first_layer() -> None:
+    """Of which GLM-4.7-Flash's model does not say that it is two of the checkpoint."""
+    names = [f"model.layers.1.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    described = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    config = NvFp4Config.from_config({**described, "ignore": names})
+    layer = object.__new__(LinearBase)
+    assert config.algorithm(layer, "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa") is None
+    assert config.algorithm(layer, "model.layers.2.self_attn.fused_qkv_a_proj_with_mqa") == "W4A16_NVFP4"
 
 
 @pytest.mark.parametrize("kind", [LinearBase, FusedMoE])
