@@ -80,13 +80,18 @@ def is_dummy(config: VllmConfig) -> bool:
     return chosen == "dummy"
 
 
-def refuse_offloading(config: VllmConfig) -> None:
-    """ValueError where vLLM is to move weights to the host's memory that have none yet, being quantized as they arrive:
-    it does so while it builds the model."""
-    if config.offload_config.uva.cpu_offload_gb and not config.offload_config.uva.cpu_offload_params:
+def refuse_offloading(config: VllmConfig, *names: str) -> None:
+    """ValueError where vLLM is to move the parameters `names` to the host's memory, which have no data yet, being
+    quantized as they arrive: it does so while it builds the model. Prefetching takes a whole layer's device from the
+    first of its parameters, so it will not do for others beside them either."""
+    uva, prefetch = config.offload_config.uva, config.offload_config.prefetch
+    chosen = uva.cpu_offload_params
+    moved = not chosen or any(f".{part}." in f".{name}." for part in chosen for name in names)
+    if prefetch.offload_group_size or (uva.cpu_offload_gb and moved):
+        option = "--offload-group-size" if prefetch.offload_group_size else "--cpu-offload-gb"
         raise ValueError(
-            "--cpu-offload-gb moves weights before they are loaded, and ptpc_fp8 quantizes them as they arrive: leave "
-            "it out, or serve what `llm-quant-rocm quantize MODEL OUT --scheme ptpc_fp8` makes of the checkpoint"
+            f"{option} moves weights before they are loaded, and ptpc_fp8 quantizes them as they arrive: leave it out, "
+            "or serve what `llm-quant-rocm quantize MODEL OUT --scheme ptpc_fp8` makes of the checkpoint"
         )
 
 

@@ -37,7 +37,7 @@ class PtpcFp8LinearMethod(LinearMethod):
 
     def __init__(self, config: "PtpcFp8Config", prefix: str) -> None:
         super().__init__(prefix)
-        refuse_offloading(self.vllm_config)
+        refuse_offloading(self.vllm_config, f"{prefix}.weight")
         self.config = config
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         # Where the input is sharded.

@@ -40,7 +40,7 @@ class PtpcFp8MoEMethod(ExpertsMethod):
 
     def __init__(self, config: "PtpcFp8Config", layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer, prefix)
-        refuse_offloading(self.vllm_config)
+        refuse_offloading(self.vllm_config, f"{prefix}.w13_weight", f"{prefix}.w2_weight")
         self.config = config
         # Of w2, where it is sharded.
         self.whole_rows: WholeRows | None = None

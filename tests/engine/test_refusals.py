@@ -5,6 +5,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import checkpoints
 import engines
@@ -12,6 +14,9 @@ import pytest
 import torch
 from conftest import succeed
 from safetensors.torch import load_file, save_file
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
+
+from llm_quant_rocm_vllm.engine_layers import refuse_offloading
 
 DENSE, EXPERT = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -32,6 +37,14 @@ BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None],
     # vLLM looks for what is missing in quantized checkpoints alone, and would quantize what was in memory.
     "missing": ("dense", DENSE, lambda weight: None, f"{DENSE} is missing from the checkpoint"),
     "missing in an expert": ("moe", EXPERT, lambda weight: None, f"{EXPERT} is missing from the checkpoint"),
+}
+
+# name: (checkpoint, what is asked for, the option that is refused)
+MOVED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "moved to the host": ("dense", {"cpu_offload_gb": 1}, "--cpu-offload-gb"),
+    "some layers moved": ("dense", {"cpu_offload_gb": 1, "cpu_offload_params": ["down_proj"]}, "--cpu-offload-gb"),
+    "experts moved": ("moe", {"cpu_offload_gb": 1, "cpu_offload_params": ["w2_weight"]}, "--cpu-offload-gb"),
+    "no quantized layer moved": ("dense", {"cpu_offload_gb": 1, "cpu_offload_params": ["input_layernorm"]}, ""),
 }
 
 
@@ -55,7 +68,8 @@ def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[
     )
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests |= {f"{kind} without weights": {"model": str(sound[kind]), "load_format": "dummy"} for kind in sound}
-    requests["moved to the host"] = {"model": str(dense_checkpoint), "cpu_offload_gb": 1}
+    for name, (kind, settings, _) in MOVED.items():
+        requests[name] = {"model": str(sound[kind]), **settings}
     requests["stored by rank"] = {"model": str(dense_checkpoint), "load_format": "sharded_state"}
     return engines.refusals(
         folder / "refusals", {name: {**request, "quantization": "ptpc_fp8"} for name, request in requests.items()}
@@ -72,9 +86,20 @@ def test_what_vllm_stored_is_not_read(answers: dict[str, str]) -> None:
     assert "--load-format sharded_state cannot read layers that llm-quant-rocm serves" in answers["stored by rank"]
 
 
-def test_weights_are_not_moved_before_they_are_loaded(answers: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", MOVED)
+def test_weights_are_not_moved_before_they_are_loaded(answers: dict[str, str], name: str) -> None:
     """torch ended with `Cannot copy out of meta tensor; no data!`."""
-    assert "--cpu-offload-gb moves weights before they are loaded" in answers["moved to the host"]
+    option = MOVED[name][2]
+    assert (f"{option} moves weights before they are loaded" if option else "") in answers[name]
+    assert bool(answers[name]) == bool(option)
+
+
+def test_weights_are_not_prefetched_before_they_are_loaded() -> None:
+    """vLLM does so on GPUs alone. Of a layer with a weight that is yet to come it does nothing right, whatever part of
+    it is chosen."""
+    settings: Any = OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=2, offload_params={"norm"}))
+    with pytest.raises(ValueError, match="^--offload-group-size moves weights before they are loaded"):
+        refuse_offloading(SimpleNamespace(offload_config=settings), "model.layers.0.mlp.down_proj.weight")
 
 
 def test_broken_files_are_named(answers: dict[str, str]) -> None:
