@@ -35,6 +35,8 @@ _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
 # A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
+# What SGLang makes one layer of, MLA's first.
+JOINED = ("q_a_proj", "kv_a_proj_with_mqa")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 # What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
 # layers come before it.
@@ -254,7 +256,7 @@ def _refuse_lost_scales(folder: Path) -> None:
         ValueError: ModelOpt's scales of the two differ, NVFP4's global ones or FP8's, so that the second one's weights
             would be wrong.
     """
-    first, second = "q_a_proj", "kv_a_proj_with_mqa"
+    first, second = JOINED
     scales = read_scalars(folder, tuple(f".{layer}.{scale}" for layer in (first, second) for scale in _SCALARS))
     for name, scale in scales.items():
         read = name.replace(f".{second}.", f".{first}.")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_quant_rocm.comm.policy import Settings
-from llm_quant_rocm_sglang import communicator, fusion, nvfp4, processes, ptpc_fp8
+from llm_quant_rocm_sglang import communicator, fusion, model_loaders, nvfp4, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -66,6 +66,14 @@ PATCHES = (
         why="ROCm's list of allowed methods is a local variable of it, and ModelOpt's methods come first among those "
         "that may claim a checkpoint. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when a plugin's method is allowed on "
         "ROCm and asked first.",
+    ),
+    Patch(
+        target="sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights",
+        parameters=("self", "model_config", "model"),
+        hook=model_loaders.checkpoint_tensors,
+        purpose="ModelOpt's NVFP4 checkpoints of GLM-4.7-Flash that have MLA's projections in it",
+        why="Its model joins the tensors of q_a_proj and kv_a_proj_with_mqa, and scalars have no dimension for "
+        "it. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when it loads scalars as DeepSeek's does.",
     ),
     Patch(
         target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",

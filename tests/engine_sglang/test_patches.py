@@ -231,3 +231,23 @@ def test_a_wrong_wish_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(communicator.QUANTIZATION, "INT5")
     with pytest.raises(ValueError, match="QUANTIZATION=INT5: it must be one of"):
         communicator.attach(MagicMock(), SimpleNamespace(), [[0]], 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "shape"),
+    [
+        (nvfp4.NAME, "Glm4MoeLiteForCausalLMNextN", (1,)),
+        (nvfp4.NAME, "DeepseekV3ForCausalLM", ()),
+        ("modelopt_fp4", "Glm4MoeLiteForCausalLM", ()),
+    ],
+)
+def test_scalars_that_a_model_joins(method: str, model: str, shape: tuple[int, ...]) -> None:
+    """GLM-4.7-Flash's cannot join those of MLA's first projections as they are in ModelOpt's checkpoints."""
+    names = [f"model.layers.0.self_attn.{name}.weight_scale_2" for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    tensors = [(name, torch.tensor(0.5)) for name in names] + [(names[0].removesuffix("_2"), torch.ones(2, 3))]
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights"
+    config, given = SimpleNamespace(quantization=method), MagicMock(return_value=iter(tensors))
+    found = list(patch(target).hook(given, None, config, type(model, (), {})()))
+    assert [(name, tuple(tensor.shape)) for name, tensor in found] == [
+        (names[0], shape), (names[1], shape), (names[2], ()), (names[0].removesuffix("_2"), (2, 3)),
+    ]  # fmt: skip
