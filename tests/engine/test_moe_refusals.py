@@ -60,7 +60,7 @@ def test_a_wish_for_batch_invariance_reaches_the_operators(wish: str, monkeypatc
     )
     monkeypatch.setattr(experts_of_vllm, "get_current_vllm_config", lambda: engine)
     monkeypatch.setattr(padding, "is_to_find", lambda config: False)
-    monkeypatch.setattr(ptpc_moe, "refuse_offloading", lambda config: None)
+    monkeypatch.setattr(ptpc_moe, "refuse_offloading", lambda *given: None)
     monkeypatch.setattr(nvfp4_layers, "kept", lambda layer, stem: None)
     seen = []
     for operator in ("ptpc_moe", "nvfp4_moe"):
