@@ -71,9 +71,10 @@ PATCHES = (
         target="sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights",
         parameters=("self", "model_config", "model"),
         hook=model_loaders.checkpoint_tensors,
-        purpose="ModelOpt's NVFP4 checkpoints of GLM-4.7-Flash that have MLA's projections in it",
-        why="Its model joins the tensors of q_a_proj and kv_a_proj_with_mqa, and scalars have no dimension for "
-        "it. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when it loads scalars as DeepSeek's does.",
+        purpose="NVFP4 checkpoints of GLM-4.7-Flash, by ModelOpt, and of Llama-4 that have attention in it",
+        why="The first one's model joins tensors of q_a_proj and kv_a_proj_with_mqa, and scalars have no dimension for "
+        "it; the second one's reorders rows of q and k of 16-bit weights alone. Checked on 0.5.17, 0.5.21, 0.5.23. Can "
+        "go when they know quantized ones.",
     ),
     Patch(
         target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",

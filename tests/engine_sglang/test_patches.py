@@ -251,3 +251,28 @@ def test_scalars_that_a_model_joins(method: str, model: str, shape: tuple[int, .
     assert [(name, tuple(tensor.shape)) for name, tensor in found] == [
         (names[0], shape), (names[1], shape), (names[2], ()), (names[0].removesuffix("_2"), (2, 3)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [128, 64, 8, 1], ids=["weight", "codes", "scales of blocks", "scales of rows"])
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
+def test_rows_that_a_model_reorders(projection: str, columns: int) -> None:
+    """Llama-4's knows 16-bit weights alone: it ended in an error of shapes, or left codes as they were."""
+    from sglang.srt.models.mllama4 import Llama4ForConditionalGeneration
+
+    facts = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: Any = SimpleNamespace(**facts, original_num_attention_heads=4, original_total_num_kv_heads=2)
+    model = object.__new__(Llama4ForConditionalGeneration)
+    torch.nn.Module.__init__(model)
+    vars(model)["language_model"] = SimpleNamespace(config=sizes)
+    order = torch.arange(128 if projection == "q_proj" else 64).float()
+    name = f"language_model.model.layers.0.self_attn.{projection}"
+    _, expected = model.permute_qk_weight_for_rotary(f"{name}.weight", order[:, None].expand(-1, 128))
+
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader._get_all_weights"
+    patch(target).hook(MagicMock(), None, SimpleNamespace(quantization=nvfp4.NAME), model)
+    for leaf in ("weight",) if columns == 128 else ("weight", "weight_packed", "weight_scale"):
+        found = model.permute_qk_weight_for_rotary(f"{name}.{leaf}", order[:, None].expand(-1, columns))
+        assert found[0] == f"{name}.{leaf}"
+        assert torch.equal(found[1], expected[:, :columns])
+    scalar = torch.tensor(0.5)
+    assert model.permute_qk_weight_for_rotary(f"{name}.weight_scale_2", scalar)[1] is scalar
