@@ -23,6 +23,8 @@ from llm_quant_rocm.checkpoint.online import refusing_again
 Loader = Callable[..., Any]
 # By --load-format: what vLLM stored of a loaded model, which it copies into parameters of the same names.
 _STORED = ("sharded_state", "runai_streamer_sharded")
+# What vLLM puts before the names of a draft model's layers, whose checkpoint has names of its own.
+_DRAFT = "draft_model."
 _RELOAD = "load weights by vLLM's reload_weights or update_weights, which prepare it again"
 
 
@@ -63,6 +65,12 @@ def _is_or_wraps(loader: Any, own: Loader) -> bool:
 
 class Weight(_KeepsLoader, ModelWeightParameter):
     """A matrix whose rows or columns ranks share."""
+
+
+def in_checkpoint(prefix: str) -> str:
+    """The layer that vLLM calls `prefix` as the model is named whose checkpoint it is loaded from: of a draft model
+    (--speculative-config), without what tells it from the target."""
+    return prefix.removeprefix(_DRAFT)
 
 
 def is_dummy(config: VllmConfig) -> bool:

@@ -126,12 +126,14 @@ class NvFp4Config(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from llm_quant_rocm_vllm import compile_key
+        from llm_quant_rocm_vllm.engine_layers import in_checkpoint
         from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
 
         compile_key.begin()
+        prefix = in_checkpoint(prefix)
         if isinstance(layer, ParallelLMHead):
             prefix = prefix or "lm_head"  # some models (AFMoE, K-EXAONE, Qwen3-Omni) give theirs no name
             # DeepSeek's and GLM's layers that predict further tokens forget a part of the checkpoint's name.

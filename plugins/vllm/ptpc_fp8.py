@@ -124,11 +124,13 @@ class PtpcFp8Config(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         from llm_quant_rocm_vllm import compile_key
+        from llm_quant_rocm_vllm.engine_layers import in_checkpoint
         from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.ptpc_linear import PtpcFp8LinearMethod
         from llm_quant_rocm_vllm.ptpc_moe import PtpcFp8MoEMethod
 
         compile_key.begin()
+        prefix = in_checkpoint(prefix)
         if isinstance(layer, LinearBase):
             kind = self.layers.kind(prefix, self.packed_modules_mapping)
             if kind != IGNORED and isinstance(layer, GateLinear):

@@ -201,6 +201,13 @@ def test_layers_that_stay_as_they_are(kind: type, prefix: str) -> None:
     assert isinstance(PtpcFp8Config().get_quant_method(object.__new__(kind), prefix), UnquantizedLinearMethod)
 
 
+def test_layers_of_a_draft_model_are_ignored_by_their_names_in_its_checkpoint() -> None:
+    config = PtpcFp8Config(["model.layers.0"])
+    layer: LinearBase = object.__new__(LinearBase)
+    method = config.get_quant_method(layer, "draft_model.model.layers.0.mlp.down_proj")
+    assert isinstance(method, UnquantizedLinearMethod)
+
+
 def test_attention_gets_scales_of_its_cache() -> None:
     layer = object.__new__(Attention)
     assert isinstance(PtpcFp8Config().get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 
@@ -297,6 +297,23 @@ def test_an_output_head_that_its_model_gives_no_name(config: dict[str, Any], kee
         served = NvFp4Config.from_config(config).get_quant_method(head, "")
     assert isinstance(served, NvFp4LinearMethod) is not keeps
     assert keeps or served.prefix == "lm_head"  # what messages call it
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "keeps"),
+    [
+        (mixed(lm_head="NVFP4") | {"ignore": []}, "lm_head", False),
+        (COMPRESSED | {"ignore": ["lm_head", "model.layers.0.mlp.down_proj"]}, "model.layers.0.mlp.down_proj", True),
+    ],
+)
+def test_layers_of_a_draft_model(config: dict[str, Any], name: str, keeps: bool) -> None:
+    """vLLM puts a name before theirs (--speculative-config), and checkpoints do not."""
+    kind = ParallelLMHead if name == "lm_head" else RowParallelLinear
+    layer: Any = kind.__new__(kind)
+    with set_current_vllm_config(VllmConfig()):
+        method = NvFp4Config.from_config(config).get_quant_method(layer, f"draft_model.{name}")
+    assert isinstance(method, NvFp4LinearMethod) is not keeps
+    assert keeps or method.prefix == name
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.head", "model.layers.2.shared_head.head"])
