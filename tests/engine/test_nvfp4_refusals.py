@@ -189,11 +189,13 @@ def answers(
     requests["stored by rank"] = {"model": str(nvfp4_modelopt), "load_format": "sharded_state"}
     for kind in sound:
         requests[f"{kind} without weights"] = {**requests[kind], "load_format": "dummy"}
+        # By which vLLM names what is missing beside our layers: theirs must all count as loaded.
+        requests[f"{kind} tracked"] = {**requests[kind], "model_loader_extra_config": {"enable_weights_track": True}}
     return engines.refusals(folder / "nvfp4-refusals", requests)
 
 
 @pytest.mark.parametrize("kind", ["modelopt", "compressed-tensors", "moe", "moe, compressed-tensors"])
-@pytest.mark.parametrize("weights", ["", " without weights"])
+@pytest.mark.parametrize("weights", ["", " without weights", " tracked"])
 def test_sound_checkpoints_are_served(answers: dict[str, str], kind: str, weights: str) -> None:
     assert answers[kind + weights] == ""
 

@@ -39,6 +39,9 @@ BROKEN: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None],
     "missing in an expert": ("moe", EXPERT, lambda weight: None, f"{EXPERT} is missing from the checkpoint"),
 }
 
+# By which vLLM names what is missing beside our layers, of which it asks nothing by itself.
+UNQUANTIZED = {"dense": "model.embed_tokens.weight", "moe": "model.layers.1.mlp.gate.weight"}
+TRACKED = {"model_loader_extra_config": {"enable_weights_track": True}}
 # name: (checkpoint, what is asked for, the option that is refused)
 MOVED: dict[str, tuple[str, dict[str, Any], str]] = {
     "moved to the host": ("dense", {"cpu_offload_gb": 1}, "--cpu-offload-gb"),
@@ -68,6 +71,13 @@ def answers(folder: Path, dense_checkpoint: Path, moe_checkpoint: Path) -> dict[
     )
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests |= {f"{kind} without weights": {"model": str(sound[kind]), "load_format": "dummy"} for kind in sound}
+    for kind, lacking in UNQUANTIZED.items():
+        models[f"{kind} lacking"] = Path(shutil.copytree(sound[kind], folder / f"bf16 {kind} lacking"))
+        tensors = load_file(models[f"{kind} lacking"] / "model.safetensors")
+        del tensors[lacking]
+        save_file(tensors, models[f"{kind} lacking"] / "model.safetensors", metadata={"format": "pt"})
+        requests[f"{kind} lacking"] = {"model": str(models[f"{kind} lacking"]), **TRACKED}
+        requests[f"{kind} tracked"] = {"model": str(sound[kind]), **TRACKED}
     for name, (kind, settings, _) in MOVED.items():
         requests[name] = {"model": str(sound[kind]), **settings}
     requests["stored by rank"] = {"model": str(dense_checkpoint), "load_format": "sharded_state"}
@@ -84,6 +94,13 @@ def test_broken_tensors_are_named(answers: dict[str, str], name: str) -> None:
 def test_what_vllm_stored_is_not_read(answers: dict[str, str]) -> None:
     """vLLM ended with a KeyError: it looks for the tensors of a loaded model before the model is loaded."""
     assert "--load-format sharded_state cannot read layers that llm-quant-rocm serves" in answers["stored by rank"]
+
+
+@pytest.mark.parametrize("kind", UNQUANTIZED)
+def test_vllm_names_what_is_missing_beside_our_layers(answers: dict[str, str], kind: str) -> None:
+    """Our parameters satisfy its option. Without it a model without a router answers NaN, as in bf16."""
+    assert answers[f"{kind} tracked"] == ""
+    assert f"not initialized from checkpoint: {{'{UNQUANTIZED[kind]}'}}" in answers[f"{kind} lacking"]
 
 
 @pytest.mark.parametrize("name", MOVED)
