@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random experts, and what they compute in float64 over the same codes."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -8,8 +9,18 @@ import torch
 
 from llm_quant_rocm.formats import fp8
 from llm_quant_rocm.formats.routed import RoutedTokens
+from tests.inputs import assert_same
 
 EXPERTS = ("w13", "w13_scale", "w2", "w2_scale")
+# Experts, top-k, hidden and inner size of models, or of a share of them; and ranges of their MANY tokens, of numbers
+# that other kernels and tiles serve.
+MODELS = ((128, 8, 2048, 768), (256, 8, 7168, 256), (8, 2, 4096, 1792), (16, 1, 5120, 2048))
+MANY = 2048
+RANGES = [
+    (begin, begin + count)
+    for count in (1, 2, 4, 8, 16, 33, 64, 100, 256, 700, 1024)
+    for begin in range(5, min(MANY, 40 * count), count)
+]
 
 
 def experts(
@@ -45,6 +56,24 @@ def for_kernels(arguments: dict[str, Any]) -> tuple[RoutedTokens, list[torch.Ten
     weights = [given.pop(name) for name in EXPERTS]
     renamed = {name.removeprefix("topk_"): tensor for name, tensor in given.items()}
     return RoutedTokens(**renamed), weights
+
+
+def many_tokens(count: int, topk: int, hidden: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+    """x, topk_weights and topk_ids of MANY tokens, `topk` of `count` experts each."""
+    return {
+        "x": torch.randn(MANY, hidden, device=device, dtype=torch.bfloat16),
+        "topk_weights": torch.rand(MANY, topk, device=device).softmax(-1),
+        "topk_ids": torch.rand(MANY, count, device=device).topk(topk).indices.int(),
+    }
+
+
+def assert_tokens_have_their_own_bits(
+    product: Callable[..., torch.Tensor], tokens: Mapping[str, torch.Tensor], ranges: Iterable[tuple[int, int]]
+) -> None:
+    """`product`, of x, topk_weights and topk_ids, gives those of each range the bits that they have among all."""
+    whole = product(**tokens)
+    for begin, end in ranges:
+        assert_same(product(**{name: rows[begin:end] for name, rows in tokens.items()}), whole[begin:end])
 
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:

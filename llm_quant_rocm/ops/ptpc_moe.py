@@ -183,8 +183,7 @@ def ptpc_moe(
     fill up a batch: no expert computes them, and their output is zeros. `apply_router_weight_on_input` (k = 1 only)
     multiplies x instead of the output. The activation is silu, gelu or gelu_tanh. Rounding points are those of
     reference/ptpc_moe.py; results do not depend on timing. With `batch_invariant` a token's bits do not depend on the
-    tokens beside it. On Hopper the matrix units add FP8 products with fewer bits
-    than fp32 ("fast accumulation").
+    tokens beside it. On Hopper the matrix units add FP8 products with fewer bits than fp32 ("fast accumulation").
 
     Raises:
         TypeError: a dtype, also of `expert_map` or `padding`, or an FP8 flavour that the device does not compute in.

@@ -72,11 +72,13 @@ _STORED = ("presharded", "sharded_state")
 # A loaded model's parameters, from another server: SGLang prepares no layer for them.
 _OF_A_SERVER = ("remote_instance",)
 
+# What SGLang makes one layer of, MLA's first.
+JOINED = ("q_a_proj", "kv_a_proj_with_mqa")
 # Many models of SGLang do not say what they fuse.
 _COMMON_FUSED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
-    "fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"],
+    "fused_qkv_a_proj_with_mqa": [*JOINED],
 }
 
 

@@ -89,12 +89,11 @@ def ptpc_linear(
     """`ops.ptpc_linear`, by the codes that x carries if it comes from a norm that has made them; not `batch_invariant`:
     a norm's bits would depend on whether one of its results was seen here before."""
     mark = None if batch_invariant or torch.compiler.is_compiling() else getattr(x, _MARK, None)
-    if mark is None or mark.version != x._version:
-        return ops.ptpc_linear(x, weight, scale, bias, layout, batch_invariant=batch_invariant)
-    if mark.codes is None:
+    if mark is not None and mark.version == x._version:
+        if mark.codes is not None:
+            return ops.ptpc_gemm(mark.codes, mark.scales, weight, scale, bias, x.dtype, layout)
         mark.norm.quantizes = True
-        return ops.ptpc_linear(x, weight, scale, bias, layout, batch_invariant=False)
-    return ops.ptpc_gemm(mark.codes, mark.scales, weight, scale, bias, x.dtype, layout)
+    return ops.ptpc_linear(x, weight, scale, bias, layout, batch_invariant=batch_invariant)
 
 
 class FusedNorm:

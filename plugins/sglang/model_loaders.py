@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import NAME
-from llm_quant_rocm_sglang.nvfp4 import JOINED
+from llm_quant_rocm_sglang.engine_layers import JOINED
 
 
 def checkpoint_tensors(

@@ -28,15 +28,13 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import json_object
-from llm_quant_rocm_sglang.engine_layers import batch_invariant, is_inherited, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import JOINED, batch_invariant, is_inherited, with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
 _MODELOPT_FILE = "hf_quant_config.json"
 # A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
-# What SGLang makes one layer of, MLA's first.
-JOINED = ("q_a_proj", "kv_a_proj_with_mqa")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
 # What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
 # layers come before it.

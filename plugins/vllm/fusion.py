@@ -61,8 +61,7 @@ def enable(vllm_config: Any) -> None:
     passes = vllm_config.compilation_config.inductor_compile_config
     if isinstance(getattr(passes.get(HOOK), "callable", None), NormQuantFusion):
         return
-    off = "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None if switched_on(SWITCH) else f"{SWITCH}=0"
-    obstacle = _obstacle(vllm_config)
+    off, obstacle = _switched_off(), _obstacle(vllm_config)
     if obstacle or off:
         _log(f"norm fusion: off, {f'by {off}' if off else obstacle}")
     if obstacle:
@@ -83,6 +82,13 @@ def enable(vllm_config: Any) -> None:
     if fusion.group and config.fuse_allreduce_rms:
         config.fuse_allreduce_rms = False
         _log("norm fusion: takes the place of vLLM's fuse_allreduce_rms, which does not quantize per token")
+
+
+def _switched_off() -> str | None:
+    """The variable by which the pass is off."""
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT=1"
+    return None if switched_on(SWITCH) else f"{SWITCH}=0"
 
 
 def _obstacle(vllm_config: Any) -> str | None:

@@ -542,6 +542,11 @@ def _another_pass(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
     return "is another pass"
 
 
+def _batch_invariant(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    return "by VLLM_BATCH_INVARIANT=1"
+
+
 def _a_norm_gone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delattr(ir, "fused_add_rms_norm")
     return "no attribute 'fused_add_rms_norm'"
@@ -559,7 +564,7 @@ def _hook_gone(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     "obstacle",
-    [_switched_off, _eager, _another_pass, _a_norm_gone, _other_parameters, _hook_gone],
+    [_switched_off, _batch_invariant, _eager, _another_pass, _a_norm_gone, _other_parameters, _hook_gone],
     ids=lambda obstacle: obstacle.__name__,
 )
 def test_what_stands_in_the_way_gets_one_line(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFP4 experts on a GPU whose kernel reads packed weights, against float64 and the reference."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from llm_quant_rocm.formats.nvfp4 import NvFp4Weight
 from llm_quant_rocm.formats.routed import RoutedTokens
 from llm_quant_rocm.ops.nvfp4_gemm import kernels_of
 from tests.gpu.test_nvfp4_gemm import Split, config_of
-from tests.moe_inputs import relative_error
+from tests.moe_inputs import MODELS, RANGES, assert_tokens_have_their_own_bits, many_tokens, relative_error
 from tests.nvfp4_inputs import experts, moe64
 
 HOPPER = torch.cuda.is_available() and hardware.detect(torch.device("cuda")).arch == "sm_90"
@@ -169,26 +170,13 @@ def test_in_a_graph_with_new_inputs() -> None:
         assert torch.equal(out, ops.nvfp4_moe(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("count", "topk", "hidden", "inner"),
-    [(128, 8, 2048, 768), (256, 8, 7168, 256), (8, 2, 4096, 1792), (16, 1, 5120, 2048)],
-)
+@pytest.mark.parametrize(("count", "topk", "hidden", "inner"), MODELS)
 def test_batch_invariant(count: int, topk: int, hidden: int, inner: int) -> None:
     """A token has the bits that it has alone, whichever kernels and tiles its number of neighbours calls for."""
     torch.manual_seed(0)
-    arranged = []
-    for n, k in ((2 * inner, hidden), (hidden, inner)):
+    arranged = {}
+    for name, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
         weight = nvfp4.quantize(torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5)
-        arranged.append(ops.prepare_nvfp4_weight(weight, gate_up=n == 2 * inner))
-    x = torch.randn(2048, hidden, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(2048, count, device="cuda").topk(topk).indices.int()
-    weights = torch.rand(2048, topk, device="cuda").softmax(-1)
-
-    def some(begin: int, end: int) -> torch.Tensor:
-        rows = slice(begin, end)
-        return ops.nvfp4_moe(x[rows], *arranged, weights[rows], ids[rows], batch_invariant=True)
-
-    whole = some(0, 2048)
-    for tokens in (1, 2, 4, 8, 16, 33, 64, 100, 256, 700, 1024):
-        for begin in range(5, min(2048, 40 * tokens), tokens):
-            assert torch.equal(some(begin, begin + tokens), whole[begin : begin + tokens]), tokens
+        arranged[name] = ops.prepare_nvfp4_weight(weight, gate_up=name == "w13")
+    product = partial(ops.nvfp4_moe, **arranged, batch_invariant=True)
+    assert_tokens_have_their_own_bits(product, many_tokens(count, topk, hidden), RANGES)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton experts on a GPU against the reference and float64."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 
 from llm_quant_rocm import hardware, ops, reference
 from llm_quant_rocm.formats import fp8
-from tests.moe_inputs import experts, moe64, relative_error
+from tests.moe_inputs import (
+    MODELS,
+    RANGES,
+    assert_tokens_have_their_own_bits,
+    experts,
+    many_tokens,
+    moe64,
+    relative_error,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -135,25 +144,13 @@ def test_in_a_graph_with_new_inputs() -> None:
         assert torch.equal(out, ops.ptpc_moe(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("count", "topk", "hidden", "inner"),
-    [(128, 8, 2048, 768), (256, 8, 7168, 256), (8, 2, 4096, 1792), (16, 1, 5120, 2048)],
-)
+@pytest.mark.parametrize(("count", "topk", "hidden", "inner"), MODELS)
 def test_batch_invariant(count: int, topk: int, hidden: int, inner: int) -> None:
     """A token has the bits that it has alone, whichever kernels and tiles its number of neighbours calls for."""
     torch.manual_seed(0)
-    arranged = []
-    for n, k in ((2 * inner, hidden), (hidden, inner)):
-        arranged += ops.per_token_quant_fp8(torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5)
-    x = torch.randn(2048, hidden, device="cuda", dtype=torch.bfloat16)
-    ids = torch.rand(2048, count, device="cuda").topk(topk).indices.int()
-    weights = torch.rand(2048, topk, device="cuda").softmax(-1)
-
-    def some(begin: int, end: int) -> torch.Tensor:
-        rows = slice(begin, end)
-        return ops.ptpc_moe(x[rows], *arranged, weights[rows], ids[rows], batch_invariant=True)
-
-    whole = some(0, 2048)
-    for tokens in (1, 2, 4, 8, 16, 33, 64, 100, 256, 700, 1024):
-        for begin in range(5, min(2048, 40 * tokens), tokens):
-            assert torch.equal(some(begin, begin + tokens), whole[begin : begin + tokens]), tokens
+    arranged = {}
+    for name, n, k in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        weight = torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+        arranged[name], arranged[f"{name}_scale"] = ops.per_token_quant_fp8(weight)
+    product = partial(ops.ptpc_moe, **arranged, batch_invariant=True)
+    assert_tokens_have_their_own_bits(product, many_tokens(count, topk, hidden), RANGES)
