@@ -38,6 +38,6 @@ def reorder_rows(
     parts = name.split(".")
     if tensor.dim() != 2 or tensor.shape[1] == hidden or not {"q_proj", "k_proj"}.intersection(parts):
         return reorder(name, tensor)
-    rows = torch.arange(tensor.shape[0])[:, None].expand(-1, hidden)
+    rows = torch.arange(tensor.shape[0], device=tensor.device)[:, None].expand(-1, hidden)
     _, order = reorder(".".join((*parts[:-1], "weight")), rows)
-    return name, tensor[order[:, 0].to(tensor.device)]
+    return name, tensor[order[:, 0]]
