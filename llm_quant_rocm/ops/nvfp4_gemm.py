@@ -140,18 +140,18 @@ def _run_triton(
         _not_in_fp8.add((call.hardware, call.n, call.k))
         _choose.cache_clear()
         return _choose(call).backend.run(x, weight, bias, call)
-    config = _config(call.hardware, call.m, call.n, call.k)
-    if call.batch_invariant:
-        config = kernels.batch_invariant(config)
+    config = _config(call.hardware, call.m, call.n, call.k, call.batch_invariant)
     return kernels.gemm(x, *tensors, bias, call.n, call.hardware, config)
 
 
 @lru_cache(tuning.KEPT)
-def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
+def _config(device: hardware.Hardware, m: int, n: int, k: int, batch_invariant: bool = False) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup_product(NAME, device.arch, m, n, k)
     if measured is None:
-        return kernels.default_config(m, n, k, device)
-    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
+        config = kernels.default_config(m, n, k, device)
+    else:
+        config = tuning.configured(NAME, device.arch, measured, kernels.config_of)
+    return kernels.batch_invariant(config) if batch_invariant else config
 
 
 def _torch_refusal(call: GemmCall) -> str | None:

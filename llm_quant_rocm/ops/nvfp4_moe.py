@@ -47,12 +47,9 @@ def _run_triton(
     tokens: RoutedTokens, w13: PreparedNvFp4Weight, w2: PreparedNvFp4Weight, activation: str, call: MoeCall
 ) -> torch.Tensor:
     from llm_quant_rocm.kernels.nvfp4_moe import nvfp4_moe
-    from llm_quant_rocm.kernels.pair_config import PairConfig
 
-    kernels = kernels_of(call.hardware.arch)
-    config = _config(call.hardware, tokens.fair_slots(call.experts), call.experts, call.hidden, call.inner)
-    if call.batch_invariant:
-        config = PairConfig(kernels.batch_invariant(config.w13), kernels.batch_invariant(config.w2))
+    kernels, slots = kernels_of(call.hardware.arch), tokens.fair_slots(call.experts)
+    config = _config(call.hardware, slots, call.experts, call.hidden, call.inner, call.batch_invariant)
     return nvfp4_moe(
         tokens,
         (w13.codes, w13.scales, w13.global_scale),
@@ -65,14 +62,20 @@ def _run_triton(
 
 
 @lru_cache(tuning.KEPT)
-def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
+def _config(
+    device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int, batch_invariant: bool = False
+) -> Any:
     from llm_quant_rocm.kernels.pair_config import PairConfig
 
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
     if measured is None:
-        return kernels.moe_config(slots, experts, hidden, inner, device)
-    return tuning.configured(NAME, device.arch, measured, lambda fields: PairConfig.of(fields, kernels.config_of))
+        config = kernels.moe_config(slots, experts, hidden, inner, device)
+    else:
+        config = tuning.configured(NAME, device.arch, measured, lambda fields: PairConfig.of(fields, kernels.config_of))
+    if batch_invariant:
+        return PairConfig(kernels.batch_invariant(config.w13), kernels.batch_invariant(config.w2))
+    return config
 
 
 # A backend runs (tokens, w13, w2, activation, call), with nothing of size 0 and everything contiguous, for [T, H].

@@ -120,9 +120,7 @@ def _run_triton(
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     device = hardware.detect(xq.device)
-    kernels, config = kernels_of(device.arch), _config(device, xq.shape[0], *wq.shape)
-    if batch_invariant:
-        config = kernels.batch_invariant(config, device, *wq.shape)
+    kernels, config = kernels_of(device.arch), _config(device, xq.shape[0], *wq.shape, batch_invariant)
     return kernels.ptpc_gemm(xq, xscale, wq, wscale, bias, out_dtype, device, config)
 
 
@@ -139,11 +137,13 @@ def kernels_of(arch: str) -> ModuleType:
 
 
 @lru_cache(tuning.KEPT)
-def _config(device: hardware.Hardware, m: int, n: int, k: int) -> Any:
+def _config(device: hardware.Hardware, m: int, n: int, k: int, batch_invariant: bool = False) -> Any:
     kernels, measured = kernels_of(device.arch), tuning.lookup_product(NAME, device.arch, m, n, k)
     if measured is None:
-        return kernels.default_config(device, m, n, k)
-    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
+        config = kernels.default_config(device, m, n, k)
+    else:
+        config = tuning.configured(NAME, device.arch, measured, kernels.config_of)
+    return kernels.batch_invariant(config, device, n, k) if batch_invariant else config
 
 
 BACKENDS = (

@@ -29,9 +29,8 @@ def _triton(
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     device = hardware.detect(tokens.x.device)
-    kernels, config = kernels_of(device.arch), _config(device, tokens.fair_slots(w2.shape[0]), *w2.shape)
-    if batch_invariant:
-        config = kernels.batch_invariant(config, device, *w2.shape)
+    kernels = kernels_of(device.arch)
+    config = _config(device, tokens.fair_slots(w2.shape[0]), *w2.shape, batch_invariant)
     return kernels.ptpc_moe(tokens, w13, w13_scale, w2, w2_scale, activation, fmt, device, config)
 
 
@@ -48,12 +47,16 @@ def kernels_of(arch: str) -> ModuleType:
 
 
 @lru_cache(tuning.KEPT)
-def _config(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> Any:
+def _config(
+    device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int, batch_invariant: bool = False
+) -> Any:
     kernels = kernels_of(device.arch)
     measured = tuning.lookup(NAME, device.arch, slots / experts, experts, hidden, inner)
     if measured is None:
-        return kernels.default_config(device, slots, experts, hidden, inner)
-    return tuning.configured(NAME, device.arch, measured, kernels.config_of)
+        config = kernels.default_config(device, slots, experts, hidden, inner)
+    else:
+        config = tuning.configured(NAME, device.arch, measured, kernels.config_of)
+    return kernels.batch_invariant(config, device, experts, hidden, inner) if batch_invariant else config
 
 
 def _reference(

@@ -126,7 +126,7 @@ def test_slots_of_experts_elsewhere_choose_no_configuration(
     """A rank of 4 experts out of `everywhere` has that part of 15 tokens' 30 slots, if the router is fair."""
     module = import_module(f"llm_quant_rocm.ops.{operator}")
 
-    def ask(device: hardware.Hardware, slots: int, experts: int, hidden: int, inner: int) -> None:
+    def ask(device: hardware.Hardware, slots: int, *shape: int) -> None:
         raise Asked(slots)
 
     monkeypatch.setattr(module, "_config", ask)
