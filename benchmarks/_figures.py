@@ -10,15 +10,27 @@ A table has what there are files for.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _harness as harness
+from benchmarks import _overview
 from benchmarks._engine_report import SHAPES, loading_table
 from benchmarks._fusion_report import base_of
-from benchmarks._markdown import RESULTS, gpu_model, gpu_ms, gpus, load, measured_on, nvfp4_engine_title, table
+from benchmarks._markdown import (
+    PROMPTS,
+    gpu_ms,
+    gpu_of,
+    gpus,
+    load,
+    measured_on,
+    nvfp4_engine_title,
+    results,
+    table,
+    total_ratio,
+)
 from benchmarks._quick_reduce_report import CODECS, PEERS, fastest, size
 
 ROOT = Path(__file__).parent.parent
@@ -26,10 +38,6 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 MIB = 1 << 20
 SIZES = (4096, 65536, MIB, 16 * MIB, 128 * MIB, 1 << 30)
-# Of which README speaks; a file may have 1 as well.
-PROMPTS = ("10 prompts", "64 prompts")
-# Of which README speaks.
-FEW_TOKENS = (1, 4, 16, 64)
 MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "deepseek-v3/8": "DeepSeek-V3, 1/8 of each", "mixtral-8x7b": "Mixtral 8x7B"}
 UNTUNED_MODELS = {
     "qwen3-235b/2": "Qwen3-235B-A22B, 1/2 of each",
@@ -56,25 +64,8 @@ def update() -> None:
         page.write_text(filled(page.read_text()))
 
 
-def results(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and contents of the files there are."""
-    for file in sorted(RESULTS.glob(f"{pattern}.json")):
-        yield file.stem, load(file.name)
-
-
-def on_each_gpu(benchmark: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`results` of an H100 and of an H200."""
-    yield from results(f"{benchmark}_sm_90")
-    yield from results(f"{benchmark}_h200_sm_90")
-
-
 def commit(result: Row) -> str:
     return result["environment"]["commit"]
-
-
-def device(result: Row) -> str:
-    """In short, the GPU of a result."""
-    return gpu_model(result["environment"]["device"])
 
 
 # --- the all-reduce
@@ -221,7 +212,7 @@ def nvfp4_means() -> str:
         for result in measured:
             rows[-1].append(f"{mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'nvfp4_gemm', 'marlin')})")
             rows[-1].append(mean(result, m, "nvfp4_gemm_fp8") if m >= 256 else "")
-    header = [f"{device(result)}{how}" for result in measured for how in ("", ', `prefill="fp8"`')]
+    header = [f"{gpu_of(result)}{how}" for result in measured for how in ("", ', `prefill="fp8"`')]
     return f"{'; '.join(map(measured_on, measured))}:\n\n{table(['tokens', *header], rows)}"
 
 
@@ -271,12 +262,6 @@ PTPC_UNTUNED = {
 # --- engines
 
 
-def total_ratio(methods: Mapping[str, Row], base: str, method: str, prompts: str) -> str:
-    """The base's time over a method's, and nothing where one of them was not measured."""
-    times = [methods.get(name, {}).get(prompts, {}).get("total_s") for name in (base, method)]
-    return f"{times[0] / times[1]:.2f}" if all(times) else ""
-
-
 def engine_table(result: Row, methods: Mapping[str, Row], with_gpu: bool = False) -> str:
     """What engines took, and bf16's time over theirs; with what of a step the GPU took."""
     rows = [
@@ -324,102 +309,6 @@ def loading() -> str:
     return f"vLLM {result['vllm']}, {measured_on(result)}:\n\n{loading_table(result)}"
 
 
-# --- the README
-
-
-def totals(methods: Mapping[str, Row], base: str) -> str:
-    """Of each method but the base, the base's time over its own, by prompts."""
-    said = []
-    for method in methods:
-        times = [total_ratio(methods, base, method, prompts) for prompts in PROMPTS]
-        if method != base and all(times):
-            said.append(f"`{method}` {' and '.join(times)}")
-    return "; ".join(said)
-
-
-def overview() -> str:
-    rows: list[list[str]] = []
-
-    def add(name: str, what: str, figures: str) -> None:
-        if figures:
-            rows.append([f"[{what}](benchmarks/results/{name}.json)", figures])
-
-    for name, result in results("quick_reduce_sm_90_tp*"):
-        at = {row["bytes"]: row["us"] for row in result["rows"]}
-        sizes = [n for n in (MIB, 16 * MIB, 1 << 30) if n in at]
-        said = []
-        for codec in ("FP4", "INT4", "INT8"):
-            times = [at[n]["NCCL"] / fastest(at[n], codec) for n in sizes]
-            said.append(f"{codec} {', '.join(f'{time:.2f}' for time in times)}")
-        add(name, f"quantized all-reduce, {result['environment']['device']}", f"times as fast as NCCL at "
-            f"{', '.join(map(size, sizes))}: {'; '.join(said)}")  # fmt: skip
-    for name, result in results("reduce_norm_quant_tp*_sm_90"):
-        found = {(row["columns"], row["rows"]): row["us"]["separate"] / planned(result, row) for row in result["rows"]}
-        few = [ratio for (_, tokens), ratio in found.items() if tokens <= 64]
-        many = [f"{ratio:.2f} ({columns})" for (columns, tokens), ratio in found.items() if tokens == 8192]
-        title = f"all-reduce, residual, norm and FP8 as one kernel, {result['environment']['device']}"
-        add(name, title, f"times as fast as separate operators: {min(few):.2f} to {max(few):.2f} at 1 to 64 tokens; at "
-            f"8192, by hidden size, {', '.join(many)}")  # fmt: skip
-    ms = (1, 16, 64, 256, 1024, 4096)
-    for name, result in on_each_gpu("nvfp4_gemm"):
-        said = [f"{m}: {mean(result, m, 'nvfp4_gemm')} ({mean(result, m, 'marlin')})" for m in ms]
-        title = f"NVFP4 GEMM, mean of Llama-3-70B's layers, {device(result)}"
-        add(name, title, f"times as fast as cuBLAS in bf16 by tokens, in brackets Marlin: {', '.join(said)}")
-        said = [f"{m}: {mean(result, m, 'nvfp4_gemm_fp8')}" for m in (1024, 2048, 4096)]
-        add(name, 'the same with `prefill="fp8"`', ", ".join(said))
-    for name, result in on_each_gpu("ptpc_gemm"):
-        said = [f"{m}: {mean(result, m, 'ptpc_linear')}" for m in ms]
-        title = f"PTPC FP8 linear layer, quantization of its input included, mean of Llama-3-70B's, {device(result)}"
-        add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
-    for operator, what in (("nvfp4_gemm", "NVFP4 GEMM"), ("ptpc_linear", "PTPC FP8 linear layer")):
-        for name, result in results(f"{operator.split('_')[0]}_gemm_untuned_sm_90"):
-            title = f"{what}, mean (and least) of 16 layers of four models that nothing was tuned for, {device(result)}"
-            said = [f"{m}: {mean_and_least(result, m, 'bf16', operator)}" for m in ms]
-            add(name, title, f"times as fast as cuBLAS in bf16 by tokens: {', '.join(said)}")
-    for name, result in on_each_gpu("nvfp4_moe"):
-        found = {title: over(result, ["marlin"], "nvfp4_moe", model, "fair") for model, title in MODELS.items()}
-        said = [f"{title} {', '.join(found[title][tokens] for tokens in FEW_TOKENS)}" for title in found]
-        title = f"NVFP4 experts, {device(result)}"
-        tokens = ", ".join(map(str, FEW_TOKENS))
-        add(name, title, f"times as fast as vLLM's Marlin at {tokens} tokens: {'; '.join(said)}")
-    for name, result in on_each_gpu("ptpc_moe"):
-        tokens = (1, 16, 64, 1024, 4096)
-        said = []
-        for model, shown in MODELS.items():
-            found = over(result, ["vllm_cutlass", "vllm_fp8"], "ptpc_moe", model, "fair")
-            said.append(f"{shown} {', '.join(found[count] for count in tokens)}")
-        title = f"FP8 experts, {device(result)}"
-        add(name, title, f"times as fast as the faster of vLLM's CUTLASS and Triton experts in FP8 at "
-            f"{', '.join(map(str, tokens))} tokens: {'; '.join(said)}")  # fmt: skip
-    for name, result in results("nvfp4_engine_*_sm_90"):
-        shape = nvfp4_engine_title(name)
-        title = f"NVFP4 in vLLM {result['vllm']}, shape of {shape}, {result['shape']['num_hidden_layers']} layers"
-        title += f", {device(result)}"
-        said = totals(result["methods"], "bf16")
-        add(name, title, said and IN_ALL + said)
-    for name, result in results("vllm_engine_sm_90"):
-        said = totals(result["llama_3_70b_8_layers"], "none")
-        add(name, f"PTPC-FP8 in vLLM {result['vllm']}, Llama-3-70B's shape, 8 layers, {device(result)}", IN_ALL + said)
-    for name, result in results("vllm_fusion_*_ranks_sm_90"):
-        base = base_of(result["variants"])
-        title = f"The fusion pass in vLLM {result['vllm']}, `ptpc_fp8`, {gpus(result['ranks'])}"
-        said = totals(result["variants"], base)
-        add(name, title, f"times as fast as `{base}` with 10 and 64 prompts: {said}")
-    for name, result in on_each_gpu("sglang_engine"):
-        for group, title in (
-            ("llama_3_70b_8_layers", "Llama-3-70B's shape, 8 layers"),
-            ("qwen3_30b_a3b_12_layers", "Qwen3-30B-A3B's shape, 12 layers"),
-        ):
-            said = totals(result.get(group, {}), "bf16")
-            add(name, f"SGLang {result['sglang']}, {title}, {device(result)}", said and IN_ALL + said)
-    for name, result in results("demo_cpu"):
-        said = [f"{method} {found['loss_percent']:+.2f}%" for method, found in result["methods"].items()]
-        title = f"accuracy of a small trained model in vLLM {result['environment']['vllm']}, on a CPU"
-        add(name, title, f"word perplexity against bf16; small models lose more: {'; '.join(said[1:])}")
-    return table(["what", "measured"], rows)
-
-
-IN_ALL = "times as fast as bf16 with 10 and 64 prompts: "
 TABLES: dict[str, Callable[[], str]] = {
     "all_reduce": all_reduce,
     "fused_norm": fused_norm,
@@ -441,5 +330,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "sglang_engine": partial(sglang_engine, "sglang_engine_sm_90.json"),
     "sglang_engine_h200": partial(sglang_engine, "sglang_engine_h200_sm_90.json"),
     "sglang_ranks": partial(sglang_engine, "sglang_engine_2_ranks_sm_90.json"),
-    "overview": overview,
+    "engines": _overview.engines,
+    "accuracy": _overview.accuracy,
 }

@@ -53,21 +53,30 @@ def save(figure: Any, name: str) -> None:
     plt.close(figure)
 
 
+def curves(
+    axis: Any, drawn: Mapping[str, Points], colours: Mapping[str, str], text: Callable[[Any], str] = "{:g}".format
+) -> dict[str, Any]:
+    """Draws curves over sizes, which `text` writes, with a grey line at 1, from 0 on; returns the lines by name."""
+    found = {}
+    for who, points in drawn.items():
+        xs, ys = zip(*points, strict=True)
+        (found[who],) = axis.plot(xs, ys, color=colours[who], marker=".", linewidth=1.4)
+    axis.axhline(1.0, color="grey", linewidth=0.8)
+    axis.set_ylim(bottom=0)
+    by_size(axis, sorted({x for points in drawn.values() for x, _ in points}), text)
+    axis.grid(alpha=0.3)
+    return found
+
+
 def plot(name: str, title: str, panels: Mapping[str, Mapping[str, Points]], sizes: str, numbers: str) -> None:
     """results/NAME.png, with a grey line at 1; numbers begin at 0."""
     figure, axes = grid(len(panels), 3, (4.2, 3.4), (2.2, 0.8))
     names = dict.fromkeys(who for curves in panels.values() for who in curves)
     colours = {who: f"C{place}" for place, who in enumerate(names)}
-    legend = {}
-    for axis, (label, curves) in zip(axes, panels.items(), strict=True):
-        for who, points in curves.items():
-            xs, ys = zip(*points, strict=True)
-            (legend[who],) = axis.plot(xs, ys, color=colours[who], marker=".", linewidth=1.4)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set_ylim(bottom=0)
-        by_size(axis, sorted({x for points in curves.values() for x, _ in points}))
+    legend: dict[str, Any] = {}
+    for axis, (label, drawn) in zip(axes, panels.items(), strict=True):
+        legend |= curves(axis, drawn, colours)
         axis.set_title(label, fontsize=9)
-        axis.grid(alpha=0.3)
     figure.legend(legend.values(), legend, loc="outside right upper", fontsize=8)
     figure.supxlabel(sizes)
     figure.supylabel(numbers)

@@ -3,17 +3,31 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llm_quant_rocm import provenance
 
 RESULTS = Path(__file__).parent / "results"
+# Of which README and docs speak; a file of an engine may have 1 as well.
+PROMPTS = ("10 prompts", "64 prompts")
 
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
+
+
+def results(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and contents of the files there are."""
+    for file in sorted(RESULTS.glob(f"{pattern}.json")):
+        yield file.stem, load(file.name)
+
+
+def on_each_gpu(benchmark: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`results` of an H100 and of an H200."""
+    yield from results(f"{benchmark}_sm_90")
+    yield from results(f"{benchmark}_h200_sm_90")
 
 
 def measured_on(result: dict[str, Any]) -> str:
@@ -26,6 +40,11 @@ def gpu_model(device: str) -> str:
     """Of one GPU or several, in short: "H100" of "2 x NVIDIA H100 80GB HBM3"."""
     name = provenance.without_count(device)
     return re.sub(r"^(NVIDIA|AMD Instinct) ", "", name).split(" ")[0]
+
+
+def gpu_of(result: Mapping[str, Any]) -> str:
+    """In short, the GPU of a result."""
+    return gpu_model(result["environment"]["device"])
 
 
 def named_gpu(name: str, result: dict[str, Any]) -> str:
@@ -68,6 +87,12 @@ def ratios(row: dict[str, Any], others: Sequence[str], ours: str) -> list[str]:
 def failures(rows: list[dict[str, Any]]) -> str:
     reasons = dict.fromkeys(f"{who}: {why}" for row in rows for who, why in row.get("failed", {}).items())
     return "".join(f"\n\nFailed: {reason}" for reason in reasons)
+
+
+def total_ratio(methods: Mapping[str, Mapping[str, Any]], base: str, method: str, prompts: str) -> str:
+    """The base's time over a method's, and nothing where one of them was not measured."""
+    times = [methods.get(name, {}).get(prompts, {}).get("total_s") for name in (base, method)]
+    return f"{times[0] / times[1]:.2f}" if all(times) else ""
 
 
 def gpu_ms(found: dict[str, Any], prompts: str) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws results/*.json: a PNG a file, results/README.md with every figure, losses included, and the tables of figures
-in README and docs.
+"""Draws results/*.json: a PNG a file, results/README.md with every figure, losses included, the tables of figures in
+README and docs, and README's picture.
 
 python -m benchmarks.report
 """
@@ -20,6 +20,7 @@ from benchmarks import (
     _figures,
     _fusion_report,
     _nvfp4_report,
+    _overview,
     _ptpc_report,
     _quick_reduce_report,
 )
@@ -111,6 +112,7 @@ def page(names: list[str]) -> str:
 def main() -> None:
     (RESULTS / "README.md").write_text(page([file.stem for file in RESULTS.glob("*.json")]))
     _figures.update()
+    _overview.draw()
 
 
 if __name__ == "__main__":
