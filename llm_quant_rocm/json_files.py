@@ -3,8 +3,31 @@
 commands do."""
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+# What values of any kind raise where others are expected.
+NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, RecursionError, re.error)
+
+
+@contextmanager
+def understood(checkpoint: str = "the checkpoint") -> Iterator[None]:
+    """What reading the description of a checkpoint of this name raises becomes a `ValueError`: its values may be
+    anything.
+
+    Raises:
+        ValueError: the description is nonsense.
+    """
+    try:
+        yield
+    except NONSENSE as error:
+        raise ValueError(
+            f"{checkpoint} describes itself in a way that cannot be understood ({error!r}): download the checkpoint "
+            "again, or correct its config.json"
+        ) from error
 
 
 def parsed(file: Path) -> Any:

@@ -10,6 +10,7 @@ from llm_quant_rocm import environment
 from llm_quant_rocm.checkpoint.layer_names import fused_names
 from llm_quant_rocm.environment import NVFP4 as SWITCH
 from llm_quant_rocm.formats.nvfp4 import BLOCK
+from llm_quant_rocm.json_files import understood
 
 NAME = "nvfp4_triton"
 ALIAS = "petit_nvfp4"  # what engines called their own method of this kind
@@ -56,11 +57,15 @@ class Options:
         return cls(**chosen)
 
 
+@understood()
 def checkpoint_kind(config: Mapping[str, Any]) -> str | None:
     """ "modelopt", "modelopt_mixed" or "compressed-tensors" for an NVFP4 checkpoint's `quantization_config`, else None.
 
     ModelOpt's come in two shapes: {"quantization": {"quant_algo": ...}} and flat, with "quant_method" and "quant_algo".
     An algorithm that only sounds like NVFP4 counts as ModelOpt's, for `check` to name what is known.
+
+    Raises:
+        ValueError: values are not of the kinds that they have.
     """
     method = str(config.get("quant_method") or "").lower().replace("compressed_tensors", "compressed-tensors")
     if method == "compressed-tensors":
@@ -88,12 +93,14 @@ def modelopt_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) and settings.get("quant_algo") else None
 
 
+@understood()
 def check(config: Mapping[str, Any]) -> str:
     """The kind of the checkpoint that `config` describes, whose settings are such as we serve.
 
     Raises:
-        ValueError: no NVFP4 checkpoint, an unknown algorithm, a group size other than 16, or a table of tokens in
-            NVFP4 or FP8, of which engines make one in 16 bits all the same.
+        ValueError: no NVFP4 checkpoint, an unknown algorithm, a group size other than 16, values that are not of the
+            kinds that they have, or a table of tokens in NVFP4 or FP8, of which engines make one in 16 bits all the
+            same.
     """
     kind = checkpoint_kind(config)
     if kind == "compressed-tensors":
@@ -114,7 +121,7 @@ def check(config: Mapping[str, Any]) -> str:
         return kind
     if kind == "modelopt_mixed":
         for layer, recipe in settings["quantized_layers"].items():
-            algorithm = str(recipe.get("quant_algo")).upper()
+            algorithm = str(recipe["quant_algo"]).upper()
             if is_table(layer) and algorithm in ("FP8", *MODELOPT_ALGORITHMS):
                 raise ValueError(f"{layer} is in {algorithm}, {TABLES}")
             if "NVFP4" not in algorithm:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stops a command: one sentence for the user, with the cure."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from llm_quant_rocm import json_files
 
 _LOG_LINES = 25
 
@@ -54,7 +55,8 @@ def end_of(log: str) -> str:
 def understood(model: Path) -> Iterator[None]:
     """What reading a model's description raises becomes a `CommandError`: its values may be anything."""
     try:
-        yield
+        with json_files.understood(str(model)):
+            yield
     except OSError as error:
         raise CommandError(
             f"{error.filename or model} cannot be read ({error.strerror or error}): give this user the right to, name "
@@ -62,11 +64,6 @@ def understood(model: Path) -> Iterator[None]:
         ) from error
     except ValueError as error:
         raise CommandError(f"{error}.") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, re.error) as error:
-        raise CommandError(
-            f"{model} describes itself in a way that cannot be understood ({error!r}): download the checkpoint again, "
-            "or correct its config.json."
-        ) from error
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
 )
 from llm_quant_rocm.environment import switched_on
-from llm_quant_rocm.json_files import json_object
+from llm_quant_rocm.json_files import json_object, understood
 from llm_quant_rocm_sglang.engine_layers import JOINED, batch_invariant, is_inherited, with_common_fused
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
@@ -128,12 +128,13 @@ class NvFp4Config(QuantizationConfig):
         return [_MODELOPT_FILE]
 
     @classmethod
+    @understood()
     def from_config(cls, config: dict[str, Any]) -> "NvFp4Config":
         """The configuration for a checkpoint's `quantization_config`.
 
         Raises:
-            ValueError: an unknown algorithm, a group size other than 16, an unknown option, or FP8 prefill where a row
-                may not depend on the batch.
+            ValueError: an unknown algorithm, a group size other than 16, an unknown option, nonsense, or FP8 prefill
+                where a row may not depend on the batch.
         """
         from llm_quant_rocm_sglang.nvfp4_checkpoints import CONFIGURATIONS
 

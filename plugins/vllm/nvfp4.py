@@ -29,6 +29,7 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     served_here,
 )
 from llm_quant_rocm.environment import switched_on
+from llm_quant_rocm.json_files import understood
 
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
@@ -90,11 +91,12 @@ class NvFp4Config(QuantizationConfig):
         return NAME
 
     @classmethod
+    @understood()
     def from_config(cls, config: dict[str, Any]) -> "NvFp4Config":
         """The configuration for a checkpoint's `quantization_config`.
 
         Raises:
-            ValueError: an unknown algorithm, a group size other than 16, or an unknown option.
+            ValueError: an unknown algorithm, a group size other than 16, an unknown option, or nonsense.
         """
         # vLLM's configurations import its layers, which must not happen while plugins register.
         from llm_quant_rocm_vllm.nvfp4_checkpoints import CONFIGURATIONS

@@ -47,6 +47,27 @@ def test_blocks_of_another_format_are_its_own() -> None:
     assert check(config) == "compressed-tensors"
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"format": ["nvfp4-pack-quantized"], "quant_method": "compressed-tensors"},
+        {"config_groups": {"group_0": 1}, "quant_method": "compressed-tensors"},
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}},
+    ],
+    ids=["format", "group", "layer"],
+)
+def test_nonsense_is_one_sentence(nonsense: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be understood .* download the checkpoint again, or correct its conf"):
+        checkpoint_kind(nonsense)
+
+
+def test_a_layer_without_an_algorithm_is_nonsense() -> None:
+    layers = {"a": {"quant_algo": "NVFP4"}, "b": {"group_size": 16}}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    with pytest.raises(ValueError, match=r"cannot be understood \(KeyError\('quant_algo'\)\): download the checkpoint"):
+        check(config)
+
+
 def test_a_configuration_in_words() -> None:
     assert describe({"quant_method": "gptq", "bits": 4}) == "gptq"
     assert describe({"quant_method": "modelopt", "quant_algo": "NVFP4"}) == "modelopt (NVFP4)"

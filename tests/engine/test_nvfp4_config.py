@@ -244,6 +244,10 @@ def test_older_compressed_tensors_describe_it_under_another_key(
         ),
         (FLAT | {"activations": "fp8"}, "ACTIVATIONS .* is 16bit or nvfp4, not 'fp8'"),
         ({"quant_method": "gptq"}, "serves no checkpoint"),
+        (
+            COMPRESSED | {"config_groups": {"group_0": {}}},
+            r"cannot be understood \(KeyError\('targets'\)\): download the",
+        ),
     ],
 )
 def test_configurations_that_are_refused(config: dict[str, Any], words: str) -> None:

@@ -328,8 +328,9 @@ def test_a_scale_that_sglang_would_lose(
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32, "ignore": []}, "has group_size 32"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD", "ignore": []}, "quant_algo NVFP4_SVD is not known"),
         ({"quant_method": "fp8"}, "serves no checkpoint with the quantization_config fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": []}, r"cannot be understood \(TypeError"),
     ],
-    ids=["group size", "algorithm", "method"],
+    ids=["group size", "algorithm", "method", "nonsense"],
 )
 def test_broken_configurations(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
