@@ -123,6 +123,31 @@ def test_a_projection_that_is_fused_on_disk(ranks: int, monkeypatch: pytest.Monk
         assert torch.equal(layer.weight, torch.cat(mine))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_codes_of_a_layer_that_is_not_described_as_quantized(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM took FP8 for values, and Qwen3-MoE's model passes the scales over, so that nonsense was served."""
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+    config = NvFp4Config.from_config({**MODELOPT, "ignore": ["*self_attn*"]})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    options: Any = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16}
+    with set_current_vllm_config(VllmConfig()):
+        qkv: Any = linear.QKVParallelLinear(K, 16, 4, 2, prefix="self_attn.qkv_proj", **options)
+        o: Any = linear.RowParallelLinear(64, K, prefix="self_attn.o_proj", **options)
+    for layer, rows, columns, shard, name in ((qkv, 32, K, ("k",), "k_proj"), (o, K, 64, (), "o_proj")):
+        given = torch.randn(rows, columns, dtype=torch.bfloat16)
+        layer.weight.weight_loader(layer.weight, given, *shard)
+        codes = torch.zeros(rows, columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
+        words = rf"^self_attn\.{name}\.weight is {dtype} in the checkpoint, whose quantization_config does not call"
+        with pytest.raises(TypeError, match=words):
+            layer.weight.weight_loader(layer.weight, codes, *shard)
+        held = layer.weight[64:96] if shard else layer.weight
+        assert torch.equal(held, given)
+
+
 @pytest.mark.parametrize("kind", [NvFp4LinearMethod, Fp8LinearMethod])
 def test_vllm_counts_what_it_reloads(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves a layer as soon as it is complete by that count, and keeps the tensors of all others until the end."""
