@@ -360,6 +360,17 @@ def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch, value: str, 
     assert (engines.examine(load=False).problems == []) == passes
 
 
+def test_blanks_between_plugins_are_a_part_of_names_to_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for_sglang = EntryPoint("llm_quant_rocm", "llm_quant_rocm_sglang:register", "sglang.srt.plugins")
+    with_entry_points(monkeypatch, REGISTERED, for_sglang)
+    vllm, sglang = engines.HOSTS
+    monkeypatch.setenv("VLLM_PLUGINS", "a, llm_quant_rocm")
+    assert engines.refusal(vllm).cure == "unset VLLM_PLUGINS, or write a,llm_quant_rocm, without blanks"
+    for value, passes in (("a, llm_quant_rocm", True), ("", True), ("a", False)):
+        monkeypatch.setenv("SGLANG_PLUGINS", value)
+        assert (engines.refusal(sglang) is None) == passes
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -378,7 +389,7 @@ def test_a_plugin_is_loaded_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "planted-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.setattr(engines, "HOSTS", (engines.Host("vllm", "planted.plugins", "VLLM_PLUGINS"),))
+    monkeypatch.setattr(engines, "HOSTS", (engines.Host("vllm", "planted.plugins", "VLLM_PLUGINS", is_literal=True),))
     monkeypatch.setattr(engines, "installed", lambda engine: "0.32.0")
     part = engines.examine(load=True)
     assert part.rows[0].loads is (what is None)

@@ -19,15 +19,23 @@ _SECONDS = 300  # importing an engine for the first time may compile
 
 @dataclass(frozen=True)
 class Host:
-    """An engine: the group of entry points in which it looks for plugins, and its variable that chooses among them."""
+    """An engine.
+
+    Attributes:
+        engine: its name.
+        group: of entry points in which it looks for plugins.
+        chooser: its variable that chooses among them.
+        is_literal: whether blanks count as part of a name in that variable, and an empty text as a list of none.
+    """
 
     engine: str
     group: str
     chooser: str
+    is_literal: bool
 
 
-VLLM = Host("vllm", "vllm.general_plugins", "VLLM_PLUGINS")
-HOSTS = (VLLM, Host("sglang", "sglang.srt.plugins", "SGLANG_PLUGINS"))
+VLLM = Host("vllm", "vllm.general_plugins", "VLLM_PLUGINS", is_literal=True)
+HOSTS = (VLLM, Host("sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", is_literal=False))
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,14 @@ def refusal(host: Host) -> Problem | None:
     if find_spec(found.module) is None:
         return Problem(f"{host.engine} cannot import {found.module}, which the entry point {OURS} names", install)
     wanted = read(host.chooser)
-    if wanted is not None and OURS not in wanted.split(","):
-        return Problem(f"{host.chooser}={wanted} leaves {OURS} out", f"unset {host.chooser}, or add {OURS} to it")
-    return None
+    if wanted is None or not (wanted or host.is_literal):
+        return None
+    named = wanted.split(",")
+    trimmed = [name.strip() for name in named]
+    if OURS in (named if host.is_literal else trimmed):
+        return None
+    add = f"write {','.join(trimmed)}, without blanks" if OURS in trimmed else f"add {OURS} to it"
+    return Problem(f"{host.chooser}={wanted} leaves {OURS} out", f"unset {host.chooser}, or {add}")
 
 
 def _failures(host: Host) -> list[Problem]:
