@@ -6,6 +6,7 @@ The files have headers and no weights, sparse where a weight would be, so that m
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,8 @@ LINEAR = {
     "mlp.up_proj": (28672, 8192),
     "mlp.down_proj": (8192, 28672),
 }
+# Of the linear layers of `llama`.
+NAMES = [f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR]
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -688,6 +691,45 @@ def test_a_layer_that_should_be_on_the_ignore_list(tmp_path: Path) -> None:
     )
 
 
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"]}
+
+
+@pytest.mark.parametrize("layout", ["targets", "quantized_layers"])
+def test_a_layer_that_the_description_does_not_call_quantized(layout: str, tmp_path: Path) -> None:
+    """Engines take it for one in 16 bits, and end without a word of why, or serve FP8 codes as values."""
+
+    def described(*left_out: str) -> dict[str, Any]:
+        kept = [name for name in NAMES if name not in left_out]
+        if layout == "quantized_layers":
+            return MIXED | {layout: {name: {"quant_algo": "NVFP4", "group_size": 16} for name in kept}}
+        group = COMPRESSED["config_groups"]["group_0"] | {"targets": [f"re:{re.escape(name)}$" for name in kept]}
+        return COMPRESSED | {"config_groups": {"group_0": group}}
+
+    tensors = llama(compressed if layout == "targets" else modelopt)
+    what, cure = fault(write(tmp_path, tensors, described("model.layers.1.mlp.down_proj")))
+    assert what == (
+        "model.layers.1.mlp.down_proj is NVFP4 in the checkpoint, whose quantization_config does not call the layer "
+        "quantized"
+    )
+    assert cure == "fetch the checkpoint again, or export it with a description of all that is quantized"
+    assert problems(model.examine(write(tmp_path, tensors, described()), 1)) == []
+
+
+@pytest.mark.parametrize("entry", ["mlp", "mlp.experts", "mlp.experts.1.up_proj", "mlp.up_proj"])
+def test_names_by_which_a_mixed_checkpoint_lists_experts(entry: str, tmp_path: Path) -> None:
+    tensors = {f"model.layers.1.mlp.experts.0.up_proj.{part}": value for part, value in modelopt(2048, 4096).items()}
+    for layer, count in ((1, 0), (2, 1)):
+        config = MIXED | {"quantized_layers": {f"language_model.layers.{layer}.{entry}": {"quant_algo": "NVFP4"}}}
+        assert len(problems(model.examine(write(tmp_path, tensors, config), 1))) == count
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["LlamaMLP", "re:.*self_attn.*"]])
+def test_targets_that_are_classes(targets: list[str], tmp_path: Path) -> None:
+    group = COMPRESSED["config_groups"]["group_0"] | {"targets": targets}
+    config = COMPRESSED | {"config_groups": {"group_0": group}}
+    assert problems(model.examine(write(tmp_path, llama(compressed), config), 1)) == []
+
+
 def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
     config = COMPRESSED | {"quant_method": "compressed_tensors", "ignore": ["lm_head", "re:.*down_proj"]}
     what, _ = fault(write(tmp_path, llama(compressed), config))
@@ -704,7 +746,7 @@ def test_a_layer_that_should_not_be_on_the_ignore_list(tmp_path: Path) -> None:
             {
                 "quant_method": "modelopt",
                 "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"model.embed_tokens": {"quant_algo": "NVFP4"}},
+                "quantized_layers": dict.fromkeys(["model.embed_tokens", *NAMES], {"quant_algo": "NVFP4"}),
             },
         ),
     ],

@@ -34,6 +34,13 @@ def contradictions(found: Survey) -> Iterator[str]:
     if tables and kind != "modelopt_mixed":  # whose description names them, so that they are refused by it
         yield f"{_several(tables)} {tables[0].kind} in the checkpoint, {nvfp4_kinds.TABLES}"
     yield from one_of_each(_halves_of_fused_layers(modules))
+    described = _describes(config)
+    undescribed = [module for module in modules if _has_codes(module) and described and not described(module.name)]
+    if undescribed:
+        yield (
+            f"{_several(undescribed)} {undescribed[0].kind} in the checkpoint, whose quantization_config does not call "
+            "the layer quantized: fetch the checkpoint again, or export it with a description of all that is quantized"
+        )
     kept = _keeps(config)
     if kept is None:
         return
@@ -68,6 +75,44 @@ def _looks_unquantized(module: Module) -> bool:
     matrices = len(module.shape) == 2 or (len(module.shape) == 3 and ".experts." in module.name)
     plain = module.is_linear and not module.is_quantized and matrices
     return plain and not any(part in module.name for part in _UNLISTED)
+
+
+def _has_codes(module: Module) -> bool:
+    return module.is_quantized and module.is_linear
+
+
+def _describes(config: dict[str, Any]) -> Callable[[str], bool] | None:
+    """Whether a list of what is quantized names a module, or may; None where there is none, or one of classes."""
+    if nvfp4_kinds.checkpoint_kind(config) == "compressed-tensors":
+        groups = (config.get("config_groups") or {}).values()
+        targets = [target for group in groups for target in group.get("targets") or []]
+        if not all(target.startswith("re:") or "." in target for target in targets):
+            return None
+        return lambda name: any(_names(target, name) for target in targets)
+    settings = nvfp4_kinds.modelopt_settings(config) or {}
+    if str(settings.get("quant_algo")).upper() != nvfp4_kinds.MIXED_PRECISION:
+        return None
+    listed = [_from_layers(name) for name in settings.get("quantized_layers") or {}]
+
+    def described(name: str) -> bool:
+        """Whether the list has `name`, what engines make one layer with it, a part of the model that it is in, or, of a
+        routed expert, any of the layer's: called as experts are, or, Step-3.5's, after their block."""
+        together = {_from_layers(part) for part in fused_with(name)}
+        block, is_expert, _ = _from_layers(name).partition(".experts.")
+        beside = {f"{block}.{name.rpartition('.')[2]}"} if is_expert else set()
+        return any(
+            entry in together | beside
+            or _from_layers(name).startswith(f"{entry}.")
+            or (is_expert and entry.startswith(f"{block}.experts."))
+            for entry in listed
+        )
+
+    return described
+
+
+def _from_layers(name: str) -> str:
+    """A name without what stands before its layer's number, in which models and checkpoints differ."""
+    return name[max(0, name.find("layers.")) :]
 
 
 def _keeps(config: dict[str, Any]) -> Callable[[str], bool] | None:
