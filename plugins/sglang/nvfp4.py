@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
+from llm_quant_rocm.checkpoint.kv_scales import refusing_broken_scales
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -181,8 +182,10 @@ class NvFp4Config(QuantizationConfig):
         """
         from sglang.srt.layers.linear import LinearBase
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+        from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
         from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+        from sglang.srt.model_loader.weight_utils import default_weight_loader
 
         from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
@@ -196,7 +199,10 @@ class NvFp4Config(QuantizationConfig):
             prefix = self.draft[1] + prefix.removeprefix(self.draft[0])
         listed = self.in_lists(prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
-            return super().get_quant_method(layer, listed)
+            method = super().get_quant_method(layer, listed)
+            if isinstance(method, BaseKVCacheMethod):
+                return refusing_broken_scales(method, listed, default_weight_loader)
+            return method
         is_moe = isinstance(layer, FusedMoE)
         return self.layers.choose(
             prefix,

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of an FP8 KV cache: broken ones are refused as they arrive, in every format that has some."""
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
+from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+
+PREFIX = "model.layers.0.self_attn.attn"
+FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "group_size": 16}
+GROUP = {
+    "targets": ["Linear"],
+    "format": "nvfp4-pack-quantized",
+    "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+}
+CACHE = {"type": "float", "num_bits": 8, "dynamic": False}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "modelopt": {**FLAT, "kv_cache_quant_algo": "FP8"},
+    "mixed": {
+        **FLAT,
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 16}},
+        "kv_cache_scheme": CACHE,
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": GROUP},
+        "kv_cache_scheme": {**CACHE, "strategy": "tensor", "symmetric": True},
+    },
+}
+KINDS = ["ptpc_fp8", *CONFIGURATIONS]
+
+
+def method(kind: str) -> Any:
+    """The method of an attention layer of a checkpoint of this kind."""
+    config = NvFp4Config.from_config(CONFIGURATIONS[kind]) if kind in CONFIGURATIONS else PtpcFp8Config()
+    return config.get_quant_method(object.__new__(RadixAttention), PREFIX)
+
+
+def attention(kind: str) -> Any:
+    """An attention layer, as far as its scales go, as SGLang makes it before a checkpoint of this kind is loaded."""
+    layer: Any = torch.nn.Module()
+    layer.quant_method = method(kind)
+    layer.quant_method.create_weights(layer)
+    return layer
+
+
+def load(layer: Any, name: str, value: float | list[float]) -> None:
+    parameter = getattr(layer, name)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, torch.tensor(value))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sound_scales(kind: str) -> None:
+    layer = attention(kind)
+    load(layer, "k_scale", 0.25)
+    load(layer, "v_scale", [0.5])
+    layer.quant_method.process_weights_after_loading(layer)
+    assert (layer.k_scale_float, layer.v_scale_float) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_scale_is_refused(kind: str, value: float) -> None:
+    """SGLang served infinity and took that of keys for the others; broken ones of keys failed an assertion."""
+    layer = attention(kind)
+    load(layer, "k_scale", 0.25)
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.v_scale is {value:g} in the checkpoint; a scale of a KV cache"):
+        load(layer, "v_scale", value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_of_values_alone_is_refused(kind: str) -> None:
+    layer = attention(kind)
+    load(layer, "v_scale", 0.25)
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.k_scale is missing from the checkpoint"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_heads_are_refused(kind: str) -> None:
+    """SGLang's loader asserted that shapes are equal, of a layer that it did not name."""
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.k_scale is 2 values in the checkpoint, and the engine knows 1 "):
+        load(attention(kind), "k_scale", [0.25, 0.5])
