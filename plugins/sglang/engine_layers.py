@@ -18,9 +18,12 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.parameter import BasevLLMParameter, ModelWeightParameter
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import get_server_args
 
+from llm_quant_rocm.checkpoint.kv_scales import refusing_broken_scales
 from llm_quant_rocm.checkpoint.linear_tensors import EngineLayers
 from llm_quant_rocm.checkpoint.online import refusing_again, why_not_again
 from llm_quant_rocm.checkpoint.warm_layers import warm_linear
@@ -170,6 +173,18 @@ def device_type() -> str:
 def server_arguments() -> Any:
     """The server's arguments with what SGLang decides of them by itself, which from 0.5.21 on stands beside them."""
     return resolved_view(get_server_args())
+
+
+def cache_method(method: BaseKVCacheMethod, prefix: str, algorithm: str | None) -> BaseKVCacheMethod | None:
+    """`method` for the attention layer `prefix`, which refuses broken scales of its cache; None where the cache is in
+    16 bits. To that SGLang does not apply the scales when it writes, and some of its kernels do when they read.
+
+    `algorithm` is what the checkpoint says of the cache, in ModelOpt's words, by which SGLang goes unless it is told
+    (--kv-cache-dtype)."""
+    chosen = server_arguments().kv_cache_dtype
+    if chosen in ("bf16", "bfloat16") or (chosen == "auto" and str(algorithm).upper() != "FP8"):
+        return None
+    return refusing_broken_scales(method, prefix, default_weight_loader)
 
 
 def is_inherited(model_config: Any) -> bool:

@@ -13,7 +13,6 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
-from llm_quant_rocm.checkpoint.kv_scales import refusing_broken_scales
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -29,7 +28,13 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import json_object, understood
-from llm_quant_rocm_sglang.engine_layers import JOINED, batch_invariant, is_inherited, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import (
+    JOINED,
+    batch_invariant,
+    cache_method,
+    is_inherited,
+    with_common_fused,
+)
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
@@ -185,7 +190,6 @@ class NvFp4Config(QuantizationConfig):
         from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
         from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
 
         from llm_quant_rocm_sglang.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_sglang.nvfp4_linear import NvFp4LinearMethod
@@ -201,7 +205,7 @@ class NvFp4Config(QuantizationConfig):
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             method = super().get_quant_method(layer, listed)
             if isinstance(method, BaseKVCacheMethod):
-                return refusing_broken_scales(method, listed, default_weight_loader)
+                return cache_method(method, listed, getattr(self, "kv_cache_quant_algo", None))
             return method
         is_moe = isinstance(layer, FusedMoE)
         return self.layers.choose(

@@ -13,7 +13,6 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from llm_quant_rocm.checkpoint.files import refuse_broken_files
-from llm_quant_rocm.checkpoint.kv_scales import refusing_broken_scales
 from llm_quant_rocm.checkpoint.online_layers import (
     EMBEDDINGS,
     EXPERTS,
@@ -24,7 +23,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     already_quantized,
     read_ignored_layers,
 )
-from llm_quant_rocm_sglang.engine_layers import is_inherited, with_common_fused
+from llm_quant_rocm_sglang.engine_layers import cache_method, is_inherited, with_common_fused
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -115,7 +114,6 @@ class PtpcFp8Config(QuantizationConfig):
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-        from sglang.srt.model_loader.weight_utils import default_weight_loader
 
         from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
         from llm_quant_rocm_sglang.ptpc_moe import PtpcFp8MoEMethod
@@ -135,7 +133,7 @@ class PtpcFp8Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             self.layers.note(EMBEDDINGS, prefix or type(layer).__name__)
         elif isinstance(layer, RadixAttention):
-            return refusing_broken_scales(BaseKVCacheMethod(self), prefix, default_weight_loader)
+            return cache_method(BaseKVCacheMethod(self), prefix, algorithm=None)
         return None
 
     def report(self) -> None:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of an FP8 KV cache: broken ones are refused as they arrive, in every format that has some."""
+"""Scales of an FP8 KV cache: broken ones are refused as they arrive, and a cache in 16 bits has none, in every format
+that has some."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
+from llm_quant_rocm_sglang import engine_layers
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
 
@@ -35,6 +39,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = ["ptpc_fp8", *CONFIGURATIONS]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The server's arguments."""
+    arguments = SimpleNamespace(kv_cache_dtype="fp8_e4m3")
+    monkeypatch.setattr(engine_layers, "server_arguments", lambda: arguments)
+    return arguments
 
 
 def method(kind: str) -> Any:
@@ -88,3 +100,23 @@ def test_scales_of_heads_are_refused(kind: str) -> None:
     """SGLang's loader asserted that shapes are equal, of a layer that it did not name."""
     with pytest.raises(ValueError, match=rf"^{PREFIX}\.k_scale is 2 values in the checkpoint, and the engine knows 1 "):
         load(attention(kind), "k_scale", [0.25, 0.5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_in_16_bits_has_no_scales(kind: str, cache: SimpleNamespace) -> None:
+    """SGLang writes it without them, and its Triton kernels read it with them."""
+    for wish in ("bfloat16", "bf16"):
+        cache.kv_cache_dtype = wish
+        assert method(kind) is None
+    cache.kv_cache_dtype = "auto"  # which is FP8 where the checkpoint says so
+    assert (method(kind) is None) is (kind == "ptpc_fp8")
+    for wish in ("fp8_e4m3", "fp8_e5m2", "nvfp4"):
+        cache.kv_cache_dtype = wish
+        assert isinstance(method(kind), BaseKVCacheMethod)
+
+
+def test_scales_of_a_cache_that_sglang_keeps_in_16_bits(cache: SimpleNamespace) -> None:
+    """It knows FP8 of what a checkpoint may ask for."""
+    config = NvFp4Config.from_config({**FLAT, "kv_cache_quant_algo": "NVFP4"})
+    cache.kv_cache_dtype = "auto"
+    assert config.get_quant_method(object.__new__(RadixAttention), PREFIX) is None

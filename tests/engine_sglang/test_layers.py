@@ -17,9 +17,7 @@ from sglang.srt.layers.moe import MoeRunnerConfig
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
-from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.models.utils import WeightsMapper
@@ -215,13 +213,6 @@ def test_who_moves_experts(change: dict[str, Any], moves: bool, monkeypatch: pyt
     usual = {"enable_eplb": False, "ep_num_redundant_experts": 0, "init_expert_location": "trivial"}
     monkeypatch.setattr(engine_layers, "get_server_args", lambda: SimpleNamespace(**(usual | change)))
     assert engine_layers.moves_experts() is moves
-
-
-def test_attention_gets_scales_of_its_cache() -> None:
-    layer = object.__new__(RadixAttention)
-    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "kv_cache_quant_algo": "FP8"}
-    for config in (PtpcFp8Config(), NvFp4Config.from_config(settings)):
-        assert isinstance(config.get_quant_method(layer, "model.layers.0.self_attn.attn"), BaseKVCacheMethod)
 
 
 @pytest.mark.parametrize(
