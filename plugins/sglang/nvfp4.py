@@ -35,6 +35,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     is_inherited,
     with_common_fused,
 )
+from llm_quant_rocm_sglang.names import Names
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
@@ -42,26 +43,6 @@ _MODELOPT_FILE = "hf_quant_config.json"
 # A layer's scales that may be one value: of NVFP4 in both layouts, and of FP8.
 _SCALARS = ("weight_scale_2", "weight_global_scale", "weight_scale")
 _OFTEN_ELSEWHERE = ("quantized_layers", "kv_cache_quant_algo")
-# What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
-# layers come before it.
-_DRAFTS = {
-    **dict.fromkeys(
-        (
-            "BailingMoeForCausalLMNextN",
-            "DeepseekV3ForCausalLMNextN",
-            "Glm4MoeForCausalLMNextN",
-            "Glm4MoeLiteForCausalLMNextN",
-            "GlmMoeDsaForCausalLMNextN",
-        ),
-        ("model.decoder.", "model.layers.{}."),
-    ),
-    **dict.fromkeys(
-        ("ExaoneMoEForCausalLMMTP", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP"),
-        ("model.layers.0.", "mtp.layers.0."),
-    ),
-    "Ernie4_5_MoeForCausalLMMTP": ("model.mtp_block.", "model.mtp_block.0."),
-    "MiMoMTP": ("", "model.mtp_layers.0."),
-}
 
 
 def chosen(model_config: Any) -> str | None:
@@ -103,11 +84,6 @@ class NvFp4Config(QuantizationConfig):
     which are SGLang's own configurations of the format with another choice of method for NVFP4 layers."""
 
     options = Options()
-    # What SGLang calls the model, and its name of a draft's layer and the checkpoint's.
-    architecture = ""
-    draft: tuple[str, str] | None = None
-    # What SGLang rewrites the checkpoint's names in lists by.
-    mapper: Any = None
     packed_modules_mapping: dict[str, list[str]]
     # SGLang's models ask for it where a layer is FP8, which has no blocks here.
     weight_block_size: list[int] | None = None
@@ -116,6 +92,7 @@ class NvFp4Config(QuantizationConfig):
         super().__init__(*args, **kwargs)
         self.packed_modules_mapping = with_common_fused(self.packed_modules_mapping)
         self.layers = LayerChoice("SGLang")
+        self.names = Names()
 
     def get_name(self) -> str:
         """SGLang's own name of the format: its models and loaders ask for it, to know the checkpoint."""
@@ -156,10 +133,7 @@ class NvFp4Config(QuantizationConfig):
             config = _with_known_algorithm(config)
         result = super(NvFp4Config, CONFIGURATIONS[kind]).from_config(config)
         result.options = options
-        if model is not None:
-            result.architecture = model.architectures[0]
-            if names := _DRAFTS.get(result.architecture):
-                result.draft = (names[0], names[1].format(model.num_hidden_layers))
+        result.names = Names(model)
         return result
 
     def get_scaled_act_names(self) -> list[str]:
@@ -172,11 +146,7 @@ class NvFp4Config(QuantizationConfig):
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
         """Rewrite the checkpoint's names in its lists to SGLang's."""
         super().apply_weight_name_mapper(hf_to_sglang_mapper)
-        self.mapper = hf_to_sglang_mapper
-
-    def in_lists(self, name: str) -> str:
-        """What the lists call a layer `name`, as `get_quant_method` names it to methods."""
-        return str(self.mapper.apply_list([name])[0]) if self.draft and self.mapper else name
+        self.names.mapper = hf_to_sglang_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which SGLang calls `prefix`: ours for NVFP4 layers and FP8 linear layers,
@@ -196,12 +166,12 @@ class NvFp4Config(QuantizationConfig):
         from llm_quant_rocm_sglang.nvfp4_moe import NvFp4MoEMethod
 
         if isinstance(layer, ParallelLMHead):
-            prefix = prefix or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
+            prefix = prefix.removeprefix(".") or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
             if prefix.endswith("shared_head.head"):  # a draft's (MTP): it is the target's
                 return None
-        elif self.draft and prefix.startswith(self.draft[0]):
-            prefix = self.draft[1] + prefix.removeprefix(self.draft[0])
-        listed = self.in_lists(prefix)
+        else:
+            prefix = self.names.in_checkpoint(prefix)
+        listed = self.names.in_lists(prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead | FusedMoE):
             method = super().get_quant_method(layer, listed)
             if isinstance(method, BaseKVCacheMethod):

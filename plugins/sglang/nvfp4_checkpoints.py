@@ -55,7 +55,8 @@ class NvFp4ModelOptConfig(ModelOptExclusions, AsListed, NvFp4Config, ModelOptFp4
     def get_name(self) -> str:
         """SGLang's name, but where it makes layers in 16 bits by that name alone, whatever the list says: in draft
         models (MTP), and Qwen3-Next's attention."""
-        is_overruled = self.architecture.startswith("Qwen3Next") or self.architecture.endswith(("NextN", "MTP"))
+        model = self.names.architecture
+        is_overruled = model.startswith("Qwen3Next") or model.endswith(("NextN", "MTP"))
         return NAME if is_overruled else super().get_name()
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:

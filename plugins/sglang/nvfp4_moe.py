@@ -59,7 +59,9 @@ class NvFp4MoEMethod(ExpertsMethod):
     def _refuse_others_among_experts(self, layer: FusedMoE) -> None:
         """ValueError where SGLang makes experts of the shared ones, and those are not NVFP4."""
         shared = f"{self.prefix.removesuffix('experts')}shared_experts.gate_up_proj"
-        algorithm = self.config.algorithm(object.__new__(MergedColumnParallelLinear), self.config.in_lists(shared))
+        algorithm = self.config.algorithm(
+            object.__new__(MergedColumnParallelLinear), self.config.names.in_lists(shared)
+        )
         if getattr(layer, "num_fused_shared_experts", 0) and algorithm not in MODELOPT_ALGORITHMS:
             raise ValueError(
                 f"{shared} is not NVFP4, and SGLang makes it one of the routed experts, which are: serve with "

@@ -24,6 +24,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     read_ignored_layers,
 )
 from llm_quant_rocm_sglang.engine_layers import cache_method, is_inherited, with_common_fused
+from llm_quant_rocm_sglang.names import Names
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -60,15 +61,23 @@ class PtpcFp8Config(QuantizationConfig):
 
     Args:
         ignored_layers: layers to leave unquantized, as `OnlineLayers` takes them.
+        fused: what the model fuses.
+        model: its configuration of transformers'.
 
     Without arguments it is what `--quantization ptpc_fp8` asks for. `ignored_layers` come from the checkpoint's own
     `"quantization_config": {"quant_method": "ptpc_fp8", "ignored_layers": [...]}`, or from
     `--json-model-override-args '{"quantization_config": {...}}'`.
     """
 
-    def __init__(self, ignored_layers: list[str] | None = None, fused: Mapping[str, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        ignored_layers: list[str] | None = None,
+        fused: Mapping[str, list[str]] | None = None,
+        model: Any = None,
+    ) -> None:
         super().__init__()
         self.layers = OnlineLayers(ignored_layers or [])
+        self.names = Names(model)
         self.packed_modules_mapping = with_common_fused(fused)
 
     def get_name(self) -> str:
@@ -93,7 +102,8 @@ class PtpcFp8Config(QuantizationConfig):
         Raises:
             ValueError: another method's configuration, or a key that is not known.
         """
-        return cls(read_ignored_layers(config, _SGLANGS_KEYS), config.get("packed_modules_mapping"))
+        ignored = read_ignored_layers(config, _SGLANGS_KEYS)
+        return cls(ignored, config.get("packed_modules_mapping"), config.get("hf_config"))
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -105,6 +115,7 @@ class PtpcFp8Config(QuantizationConfig):
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
         """Rewrite checkpoint names among `ignored_layers` to SGLang's."""
         self.layers.rename(hf_to_sglang_mapper.apply_list)
+        self.names.mapper = hf_to_sglang_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method that serves `layer`, which SGLang calls `prefix`; None for a layer that has no method."""
@@ -118,14 +129,16 @@ class PtpcFp8Config(QuantizationConfig):
         from llm_quant_rocm_sglang.ptpc_linear import PtpcFp8LinearMethod
         from llm_quant_rocm_sglang.ptpc_moe import PtpcFp8MoEMethod
 
+        prefix = self.names.in_checkpoint(prefix)
+        listed = self.names.in_lists(prefix)
         if isinstance(layer, LinearBase):
-            kind = self.layers.kind(prefix, self.packed_modules_mapping)
+            kind = self.layers.kind(listed, self.packed_modules_mapping)
             if kind == LINEAR and prefix.rpartition(".")[2] == "kv_b_proj":
                 kind = _ABSORBED
             self.layers.note(kind, prefix)
             return PtpcFp8LinearMethod(self, prefix) if kind == LINEAR else UnquantizedLinearMethod()
         if isinstance(layer, FusedMoE):
-            if self.layers.is_ignored(prefix, self.packed_modules_mapping):
+            if self.layers.is_ignored(listed, self.packed_modules_mapping):
                 self.layers.note(IGNORED, prefix)
                 return None
             self.layers.note(EXPERTS, prefix)

@@ -459,12 +459,13 @@ def test_an_output_head_is_what_a_target_means(target: str, ignore: list[str], a
     assert config.algorithm(object.__new__(ParallelLMHead), "lm_head") == algorithm
 
 
+@pytest.mark.parametrize("given", ["", ".lm_head"])
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_output_head_that_its_model_gives_no_name(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_head_that_its_model_gives_no_name(kept: bool, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Solar and HunYuan do."""
     monkeypatch.setattr(nvfp4_linear, "is_dummy", lambda: False)
     config = NvFp4Config.from_config(_W4A16 | {"ignore": ["lm_head"] * kept})
-    served = config.get_quant_method(object.__new__(ParallelLMHead), "")
+    served = config.get_quant_method(object.__new__(ParallelLMHead), given)
     assert isinstance(served, nvfp4_linear.NvFp4LinearMethod) is not kept
     assert kept or served.prefix == "lm_head"  # what messages call it
 
@@ -510,6 +511,15 @@ def test_a_draft_shares_the_output_head_of_its_target() -> None:
         ("BailingMoeForCausalLMNextN", "model.layers.61.mlp", "model.layers.61"),
         ("Ernie4_5_MoeForCausalLMMTP", "model.mtp_block.mlp", "model.mtp_block.0"),
         ("MiMoMTP", "mlp", "model.mtp_layers.0"),
+        ("MiMoV2MTP", "model.decoder.mlp", "model.mtp.layers.0"),
+        ("LongcatFlashForCausalLMNextN", "mlp", "model.mtp"),
+        ("GigaChat35ForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("HYV3ForCausalLMNextN", "model.decoder.mlp", "model.layers.61"),
+        ("HYV3ForCausalLM", ".model.layers.0.mlp", "model.layers.0"),
+        ("HYV4ForCausalLMNextN", ".model.decoder.mlp", "model.mtp_layers.0"),
+        ("DeepseekV4ForCausalLMNextN", "model.decoder.mlp", "mtp.0"),
+        ("GlmOcrForConditionalGenerationNextN", "model.decoder.mlp", "model.language_model.layers.61"),
+        ("IQuestQ1MTP", "model.mtp_layer.mtp_model_layer.mlp", "mtp.mtp_model_layer"),
         ("Qwen3NextForCausalLM", "model.layers.0.mlp", "model.layers.0"),
     ],
 )
@@ -532,6 +542,13 @@ def test_lists_speak_of_a_draft_by_the_checkpoints_names(
         assert isinstance(served, UnquantizedLinearMethod if is_kept else nvfp4_linear.NvFp4LinearMethod)
         experts_method = config.get_quant_method(routed_layer, f"{prefix}.experts")
         assert isinstance(experts_method, nvfp4_moe.NvFp4MoEMethod) is not is_kept
+        described = {"quant_method": "ptpc_fp8", "ignored_layers": [ignore.removesuffix("*")], "hf_config": facts}
+        online = PtpcFp8Config.from_config(described)
+        if mapped:
+            online.apply_weight_name_mapper(WeightsMapper(orig_to_new_substr={"model.layers.61": mapped}))
+        served = online.get_quant_method(linear, f"{prefix}.down_proj")
+        assert isinstance(served, UnquantizedLinearMethod if is_kept else PtpcFp8LinearMethod)
+        assert (online.get_quant_method(routed_layer, f"{prefix}.experts") is None) is is_kept
 
 
 @pytest.mark.parametrize("leaves", [("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3")])

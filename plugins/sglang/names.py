@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the checkpoint calls the layers of a model, where SGLang calls them otherwise and no mapper of it says so."""
+
+from typing import Any
+
+# What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
+# layers come before it. Models whose names end so:
+_DRAFT = "NextN", ("model.decoder.", "model.layers.{}.")
+# And others:
+_DRAFTS = {
+    **dict.fromkeys(
+        ("ExaoneMoEForCausalLMMTP", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP"),
+        ("model.layers.0.", "mtp.layers.0."),
+    ),
+    "DeepseekV4ForCausalLMNextN": ("model.decoder.", "mtp.0."),
+    "Ernie4_5_MoeForCausalLMMTP": ("model.mtp_block.", "model.mtp_block.0."),
+    "GlmOcrForConditionalGenerationNextN": ("model.decoder.", "model.language_model.layers.{}."),
+    "HYV4ForCausalLMNextN": ("model.decoder.", "model.mtp_layers.0."),
+    "IQuestQ1MTP": ("model.mtp_layer.", "mtp."),
+    "LongcatFlashForCausalLMNextN": ("", "model.mtp.layers.0."),
+    "MiMoMTP": ("", "model.mtp_layers.0."),
+    "MiMoV2MTP": ("model.decoder.", "model.mtp.layers.0."),
+}
+
+
+class Names:
+    """The names of one model's layers.
+
+    Args:
+        model: its configuration of transformers', whose architecture is what SGLang calls the model.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self.architecture = "" if model is None else str(model.architectures[0])
+        # What SGLang rewrites the checkpoint's names in lists by.
+        self.mapper: Any = None
+        self.draft: tuple[str, str] | None = None
+        ending, usual = _DRAFT
+        if names := _DRAFTS.get(self.architecture, usual if self.architecture.endswith(ending) else None):
+            layers = (getattr(model, "text_config", None) or model).num_hidden_layers
+            self.draft = names[0], names[1].format(layers)
+
+    def in_checkpoint(self, prefix: str) -> str:
+        """The name of the layer that SGLang calls `prefix`, for messages: the checkpoint's if it is a draft's."""
+        prefix = prefix.removeprefix(".")  # HunYuan's begin with the name of nothing
+        if self.draft and prefix.startswith(self.draft[0]):
+            return self.draft[1] + prefix.removeprefix(self.draft[0])
+        return prefix
+
+    def in_lists(self, name: str) -> str:
+        """What lists call a layer `name`, as `in_checkpoint` names it."""
+        return str(self.mapper.apply_list([name])[0]) if self.draft and self.mapper else name
