@@ -248,6 +248,12 @@ def loads_tensors() -> bool:
     return {str(getattr(name, "value", name)) for name in formats} <= _TENSOR_FORMATS and not any(others)
 
 
+def is_in_transformers(layer: torch.nn.Module) -> bool:
+    """Whether SGLang put a linear layer into a model of transformers' (--model-impl transformers, or where it has none
+    of its own). There it replaces parameters on the meta device, and keeps no loader."""
+    return type(layer).__module__ == "sglang.srt.models.transformers"
+
+
 def moves_experts() -> bool:
     """Whether experts may be elsewhere than the checkpoint's order says, or more than once."""
     arguments = server_arguments()

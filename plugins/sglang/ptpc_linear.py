@@ -21,6 +21,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     device_type,
     group_of,
     hide_codes,
+    is_in_transformers,
     loads_tensors,
     once,
     warm_up,
@@ -66,8 +67,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
             self.row_counts = WholeRowCounts(layer, output_partition_sizes, output_size, ENGINE)
         device, count = torch.get_default_device(), len(output_partition_sizes)
 
-        def make(device: torch.device, loader: Loader) -> Weight:
-            data = torch.empty(shape, dtype=params_dtype, device=device)
+        def make(data: torch.Tensor, loader: Loader) -> Weight:
             return Weight(data=data, input_dim=1, output_dim=0, weight_loader=loader, on_other_loader=self.use_loader)
 
         def arrives(tensor: torch.Tensor, shard: str | int | tuple[int, ...] | None = None) -> None:
@@ -77,7 +77,7 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
         def load(param: torch.nn.Parameter, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             assert self.arriving is not None
-            if not param.is_meta:  # by a model's own loader, which left it to the one that it found here
+            if param is not weight:  # by a model's own loader, which left it to the one that it found here
                 return loader(param, tensor, *args, **kwargs)
             shard = next(iter((*args, *kwargs.values())), None)
             return self.arriving.load(
@@ -90,17 +90,20 @@ class PtpcFp8LinearMethod(LinearMethodBase):
 
         if loads_tensors():
             self.arriving = ArrivingWeight(
-                lambda: make(device, loader),
+                lambda: make(torch.empty(shape, dtype=params_dtype, device=device), loader),
                 range(count),
                 lambda weight, amax: self.quantize(layer, weight, amax),
                 input_size if self.ranks > 1 else None,
             )
-            weight = make(torch.device("meta"), refusing_other_dtypes(load, self.names.of_shard, arrives))
+            data = torch.empty(shape, dtype=params_dtype, device="meta")
+            if is_in_transformers(layer):
+                data = torch.zeros(1, dtype=params_dtype, device=device).expand(shape)  # of one value in memory
+            weight = make(data, refusing_other_dtypes(load, self.names.of_shard, arrives))
         else:
-            weight = make(device, refusing_other_dtypes(loader, self.names.of_shard, arrives))
             # What SGLang stored (--load-format presharded) it copies over what has been quantized by then: whatever is
             # in memory may be NaN.
-            weight.data.zero_()
+            data = torch.zeros(shape, dtype=params_dtype, device=device)
+            weight = make(data, refusing_other_dtypes(loader, self.names.of_shard, arrives))
         layer.register_parameter("weight", weight)
 
     def use_loader(self, loader: Loader) -> None:

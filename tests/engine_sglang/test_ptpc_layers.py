@@ -4,12 +4,14 @@
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from conftest import share
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.models.transformers import TransformersForCausalLM, replace_linear_class
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint import warm_layers
@@ -89,6 +91,22 @@ def test_a_layer_is_quantized_with_its_last_shard(hip: str | None, monkeypatch: 
         ValueError, match=f"{ATTENTION}.weight was prepared for its kernels when .*: start the server again"
     ):
         layer.weight.weight_loader(layer.weight, shards["q"], "q")
+
+
+def test_a_layer_in_a_model_of_transformers() -> None:
+    """SGLang puts parameters of its own in the place of those that it finds on the meta device there."""
+    prefix = "model.layers.0.mlp.down_proj"
+    layer = replace_linear_class(torch.nn.Linear(HIDDEN, 48, bias=False), "replicate", PtpcFp8Config(), prefix=prefix)
+    TransformersForCausalLM._init_parameters(MagicMock(), layer)
+    assert layer.weight.untyped_storage().nbytes() < 48, "its memory comes with its tensor"
+    with pytest.raises(ValueError, match=rf"^{re.escape(prefix)}\.weight is missing"):
+        layer.quant_method.process_weights_after_loading(layer)
+    values = tensor(48, HIDDEN)
+    layer.weight.weight_loader(layer.weight, values)
+    layer.quant_method.process_weights_after_loading(layer)
+    codes, scale = fp8.quantize_rows(values, fp8.OCP)
+    x = tensor(4, HIDDEN)
+    assert torch.equal(layer(x), ops.ptpc_linear(x, codes, scale, None, layer.ptpc_layout))
 
 
 def test_a_layer_that_sglang_fills_once_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
