@@ -3,13 +3,14 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
 import torch
 
 from llm_quant_rocm.checkpoint.nvfp4_kinds import MODELOPT_ALGORITHMS, NAME, Options, excluded, summary, takeover
+from llm_quant_rocm.checkpoint.undescribed import refusing_codes
 
 Method = TypeVar("Method")
 
@@ -45,6 +46,7 @@ class LayerChoice:
         fp8: Callable[[], Method] | None,
         engines: Callable[[], Method | None],
         unquantized: type[Method],
+        fused: Mapping[str, Sequence[str]],
     ) -> Method | None:
         """The method that serves the layer `prefix`: ours for NVFP4, and for FP8 where we have one, else the engine's.
 
@@ -52,7 +54,8 @@ class LayerChoice:
             algorithm: ModelOpt's name of what the layer is quantized with, None for one that we do not know.
             nvfp4, fp8: make ours; `fp8` is None for a layer of experts.
             engines: makes that of the engine's configuration of the format.
-            unquantized: the engine's method for layers that are not quantized.
+            unquantized: the engine's method for linear layers that are not quantized, which refuses codes from now on.
+            fused: the engine's packed_modules_mapping.
 
         Raises:
             ValueError: an algorithm that neither knows. The engine would take the layer for one that is not quantized.
@@ -70,7 +73,7 @@ class LayerChoice:
                 f"model with {', '.join(MODELOPT_ALGORITHMS)} or FP8 there, or update {self._engine}"
             )
         self._layers[f"layers left to {self._engine}"].append(prefix)
-        return method
+        return refusing_codes(method, prefix, fused) if isinstance(method, unquantized) else method
 
     def report(self, options: Options) -> None:
         """Log once what is served and what is not. Call it when the whole model exists; layers that predict further

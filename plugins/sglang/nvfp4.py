@@ -185,6 +185,7 @@ class NvFp4Config(QuantizationConfig):
             fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
             engines=lambda: super(NvFp4Config, self).get_quant_method(layer, listed),
             unquantized=UnquantizedLinearMethod,
+            fused=self.packed_modules_mapping,
         )
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:

@@ -133,7 +133,6 @@ class NvFp4Config(QuantizationConfig):
         from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
         from llm_quant_rocm_vllm.nvfp4_moe import NvFp4MoEMethod
-        from llm_quant_rocm_vllm.undescribed import refusing_codes
 
         compile_key.begin()
         prefix = in_checkpoint(prefix)
@@ -145,17 +144,15 @@ class NvFp4Config(QuantizationConfig):
             method = super().get_quant_method(layer, prefix)
             return refusing_broken_scales(method, prefix) if isinstance(method, BaseKVCacheMethod) else method
         is_moe = isinstance(layer, RoutedExperts)
-        method = self.layers.choose(
+        return self.layers.choose(
             prefix,
             self.algorithm(layer, prefix),
             nvfp4=lambda: NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix),
             fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
             engines=lambda: super(NvFp4Config, self).get_quant_method(layer, prefix),
             unquantized=UnquantizedLinearMethod,
+            fused=self.packed_modules_mapping,
         )
-        if isinstance(method, UnquantizedLinearMethod):
-            return refusing_codes(method, layer, prefix, self.packed_modules_mapping)
-        return method
 
     def algorithm(self, layer: torch.nn.Module, prefix: str) -> str | None:
         """ModelOpt's name of the algorithm that `layer` is quantized with, None for one that we do not know."""

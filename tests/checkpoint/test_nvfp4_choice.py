@@ -12,7 +12,7 @@ def test_layers_that_come_later_have_a_line_of_their_own(caplog: pytest.LogCaptu
     layers = LayerChoice("an engine")
     with caplog.at_level("INFO"):
         for prefix in ("model.layers.0.mlp.down_proj", "model.layers.2.mlp.down_proj"):
-            layers.choose(prefix, "NVFP4", nvfp4=object, fp8=object, engines=object, unquantized=str)
+            layers.choose(prefix, "NVFP4", nvfp4=object, fp8=object, engines=object, unquantized=str, fused={})
             layers.report(Options())
             layers.report(Options())
     first, second = caplog.messages

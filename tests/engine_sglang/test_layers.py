@@ -416,6 +416,25 @@ def test_a_models_own_loader(fused: bool, monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_codes_of_a_layer_that_is_not_described_as_quantized(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang took FP8 for values, and its Llama passes the scales over, so that nonsense was served."""
+    config = NvFp4Config.from_config(_W4A16 | {"ignore": ["*self_attn*"]})
+    layer: Any = QKVParallelLinear(
+        64, 16, 4, 2, bias=False, quant_config=config, prefix="self_attn.qkv_proj", params_dtype=torch.bfloat16,
+        **share(monkeypatch, 0, 1),
+    )  # fmt: skip
+    given = torch.randn(32, 64, dtype=torch.bfloat16)
+    layer.weight.weight_loader(layer.weight, given, "k")
+    codes = torch.zeros(32, 32 if dtype == torch.uint8 else 64, dtype=dtype)
+    words = rf"^self_attn\.k_proj\.weight is {dtype} in the checkpoint, whose quantization_config does not call"
+    with pytest.raises(TypeError, match=words):
+        layer.weight.weight_loader(layer.weight, codes, "k")
+    assert torch.equal(layer.weight[64:96], given)
+
+
 @pytest.mark.parametrize("kv_ranks", [1, 2, 4])
 def test_a_projection_that_is_fused_on_disk(kv_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-3 has q, k and v in one tensor, of which SGLang would cut off what is too much. Ranks may have the same heads
