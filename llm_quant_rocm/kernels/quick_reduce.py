@@ -303,7 +303,7 @@ def two_shot_kernel(
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
-    mine = tl.load(peers_ptr + rank)
+    mine = address(peers_ptr, rank)
     to = addresses(peers_ptr, rank, WORLD) if tl.target_info.is_hip() else None
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
@@ -313,7 +313,7 @@ def two_shot_kernel(
             at = inbox(call, 0, slot_of(turn), rank, phase_bytes, piece_bytes, WORLD)
             for step in range(WORLD):
                 owner = (rank + 1 + step) % WORLD  # not all to one
-                piece = tl.load(peers_ptr + owner) + at
+                piece = address(peers_ptr, owner) + at
                 for index in range(buffers):
                     begin = ((tile * WORLD + owner) * buffers + index) * VALUES
                     if begin < count:
@@ -362,7 +362,7 @@ def one_shot_kernel(
     VALUES: tl.constexpr = GROUPS * 32
     BYTES: tl.constexpr = wire_units.buffer_bytes(GROUPS, LOW, HIGH)
     call, patience = begin_call(state_ptr, max_spins)
-    mine = tl.load(peers_ptr + rank)
+    mine = address(peers_ptr, rank)
     to = addresses(peers_ptr, rank, WORLD) if tl.target_info.is_hip() else None
     programs = tl.num_programs(0)
     piece_bytes = buffers * BYTES
@@ -400,8 +400,30 @@ def addresses(peers_ptr, rank, WORLD: tl.constexpr):
     """The regions of all ranks, the next one's first, so that not all send to one."""
     found = ()
     for turn in tl.static_range(WORLD):
-        found = found + (tl.load(peers_ptr + (rank + 1 + turn) % WORLD),)
+        found = found + (address(peers_ptr, (rank + 1 + turn) % WORLD),)
     return found
+
+
+@triton.jit
+def address(peers_ptr, rank):
+    """The region of a rank, on AMD in scalar registers.
+
+    A store to an address in vector registers is a loop over those that its lanes may have, of 12 instructions for one.
+    By itself LLVM has scalar registers only for what is loaded before all that may write to memory. The mode that
+    Triton sets first where a kernel converts to FP8 counts as that, and so does another branch that LLVM puts before.
+    """
+    found = tl.load(peers_ptr + rank)
+    if tl.target_info.is_hip():
+        return of_first_lane(found)
+    else:
+        return found
+
+
+@tl.core.extern
+def of_first_lane(value, _semantic=None):
+    """AMD: an int64 that all lanes have, in scalar registers."""
+    symbols = {(tl.int64,): ("llvm.amdgcn.readfirstlane.i64", tl.int64)}
+    return tl.core.extern_elementwise("", "", [value], symbols, is_pure=True, _semantic=_semantic)
 
 
 @triton.jit
@@ -412,12 +434,11 @@ def send(
     """Stores a buffer in the regions of all ranks, whose addresses are `to` where these were loaded before.
 
     On AMD they must be: an address that is loaded between stores arrives after these have, which takes a way over the
-    link for each rank. And what is loaded before the first store comes to scalar registers, so that a store is one
-    instruction, and not a loop over the addresses that its lanes may have.
+    link for each rank.
     """
     if to is None:
         for step in range(WORLD):
-            buffer = tl.load(peers_ptr + (rank + 1 + step) % WORLD) + at + offset
+            buffer = address(peers_ptr, (rank + 1 + step) % WORLD) + at + offset
             wire_units.store_parts(buffer, parts, LOW, HIGH, GROUPS)
     else:
         for step in tl.static_range(WORLD):

@@ -51,6 +51,7 @@ from llm_quant_rocm.kernels.quick_reduce import (
     Mailbox,
     add_loaded,
     add_pieces,
+    address,
     addresses,
     await_flags,
     begin_call,
@@ -294,7 +295,7 @@ def reduce_norm_one_shot_kernel(
         programmatic_launch()
     program = tl.program_id(0)
     call, patience = begin_call(state_ptr, max_spins)
-    mine = tl.load(peers_ptr + rank)
+    mine = address(peers_ptr, rank)
     if program < programs:
         turns = tl.cdiv(rows - program, programs)
         for turn in range(turns + 1):
@@ -347,8 +348,8 @@ def reduce_norm_lamport_kernel(
     if row < rows:
         owner = tl.program_id(0) % WORLD
         x = load_chunks(x_ptr + row * x_stride, COLUMNS, BLOCK, 0)
-        mine = tl.load(peers_ptr + rank)
-        to = addresses(peers_ptr, rank, WORLD) if SHOTS == 1 else (tl.load(peers_ptr + owner),)
+        mine = address(peers_ptr, rank)
+        to = addresses(peers_ptr, rank, WORLD) if SHOTS == 1 else (address(peers_ptr, owner),)
         words = ()
         for i in tl.static_range(len(x)):
             words = words + (lamport.not_zero(x[i][0]),)
@@ -375,7 +376,7 @@ def reduce_norm_lamport_kernel(
                 received, absent = lamport.receive(first, patience, COLUMNS, BLOCK, LAMPORT_BYTES, 1, -1)
                 if absent == 0:
                     report_owner(
-                        tl.load(peers_ptr + owner) + pieces, owner, rank, state_ptr, report_ptr, call, patience,
+                        address(peers_ptr, owner) + pieces, owner, rank, state_ptr, report_ptr, call, patience,
                         COLUMNS, BLOCK, LAMPORT_BYTES, WORLD
                     )  # fmt: skip
                 lamport.clear(first, absent == 1, COLUMNS, BLOCK, LAMPORT_BYTES, 1)
@@ -453,7 +454,7 @@ def reduce_norm_two_shot_kernel(
         programmatic_launch()
     program = tl.program_id(0)
     call, patience = begin_call(state_ptr, max_spins)
-    mine = tl.load(peers_ptr + rank)
+    mine = address(peers_ptr, rank)
     if program < programs:
         turns = tl.cdiv(rows - program, programs)
         for turn in range(turns + 2):
@@ -461,7 +462,7 @@ def reduce_norm_two_shot_kernel(
                 tile = turn * programs + program
                 owner = (turn + program) % WORLD
                 x = load_chunks(x_ptr + tl.cast(tile, tl.int64) * x_stride, COLUMNS, CHUNK, LOW)
-                to = (tl.load(peers_ptr + owner),)
+                to = (address(peers_ptr, owner),)
                 at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, piece_bytes, WORLD)
                 send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
                 set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
@@ -551,7 +552,7 @@ def await_sum(
         absent = look(flag, owner, call, WORLD, False)
         spins += 1
     if absent < WORLD:
-        theirs = tl.load(peers_ptr + owner) + flags(0, tile, phase_bytes, max_tiles, WORLD)
+        theirs = address(peers_ptr, owner) + flags(0, tile, phase_bytes, max_tiles, WORLD)
         missing = look(theirs.to(tl.pointer_type(call.dtype)), owner, call, WORLD, True)
         if missing < WORLD:
             report_lost(state_ptr, report_ptr, 0, missing, call, patience)

@@ -53,9 +53,9 @@ def stores_awaited(assembly: isa.Assembly, arch: str, constants: Mapping[str, An
     return sorted(found)
 
 
-def addresses_in_lanes(assembly: isa.Assembly) -> list[str]:
-    """Accesses that are loops over the addresses that their lanes may have, though all have the same one: what was
-    loaded after a store is not in scalar registers, and came when the stores before it had arrived."""
+def addresses_in_lanes(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
+    """Accesses that are loops over the addresses that their lanes may have, though all have the same one: it is not in
+    scalar registers (`quick_reduce.address`)."""
     return [
         f"line {instruction.line} is a loop over addresses: {instruction.text}"
         for loop in assembly.loops
@@ -66,7 +66,7 @@ def addresses_in_lanes(assembly: isa.Assembly) -> list[str]:
 
 
 def wrong_stores(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
-    return stores_awaited(assembly, arch, constants) + addresses_in_lanes(assembly)
+    return stores_awaited(assembly, arch, constants) + addresses_in_lanes(assembly, arch, constants)
 
 
 _BUDGET = Budget(wide=False, peer_flags=True, scalar_spills=80, more=wrong_stores)

@@ -24,7 +24,7 @@ from llm_quant_rocm.kernels.reduce_norm_quant import Config
 from tests.amd import isa, kernels, tritons
 from tests.amd.budget import ACQUIRE, FP8_CAST, Budget
 from tests.amd.operators import shared_out
-from tests.amd.operators.quick_reduce import stores_awaited
+from tests.amd.operators.quick_reduce import addresses_in_lanes, wrong_stores
 from tests.inputs import assert_same, nasty_rows, random_rows
 
 PATIENCE = 1_000_000
@@ -117,11 +117,13 @@ def words_in_order(assembly: isa.Assembly, arch: str, constants: Mapping[str, An
 
 
 def reduces(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
-    return [wrong for look in (stores_awaited, conversions, accesses) for wrong in look(assembly, arch, constants)]
+    return [wrong for look in (wrong_stores, conversions, accesses) for wrong in look(assembly, arch, constants)]
 
 
 def sends_words(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
-    return [wrong for look in (words_in_order, conversions) for wrong in look(assembly, arch, constants)]
+    return [
+        wrong for look in (words_in_order, addresses_in_lanes, conversions) for wrong in look(assembly, arch, constants)
+    ]
 
 
 SENT = r"(global|flat|buffer)_store_dwordx4"
