@@ -24,8 +24,9 @@ Weights = list[tuple[torch.Tensor, torch.Tensor]]
 
 def candidates(device: hardware.Hardware, m: int, n: int, k: int) -> list[Any]:
     """Configurations worth trying for m rows, the default among them."""
-    found = _hopper(m) if device.arch == "sm_90" else _bulk(m) if device.tma else _others(m, n, k)
-    return list(dict.fromkeys([kernels_of(device.arch).default_config(device, m, n, k), *found]))
+    default = kernels_of(device.arch).default_config(device, m, n, k)
+    found = _hopper(m) if device.arch == "sm_90" else _bulk(m) if device.tma else _others(m, n, k, default.split_k)
+    return list(dict.fromkeys([default, *found]))
 
 
 def _hopper(m: int) -> list[Any]:
@@ -88,16 +89,20 @@ def _bulk(m: int) -> list[GemmConfig]:
     return found
 
 
-def _others(m: int, n: int, k: int) -> list[GemmConfig]:
-    """Without bulk copies: pipelines of two stages, as 64 KiB of local memory allow on CDNA. By reasoning; compiled for
+def _others(m: int, n: int, k: int, default_split: int) -> list[GemmConfig]:
+    """Without bulk copies: pipelines of two stages, as 64 KiB of local memory allow on CDNA, and sums in parts, the
+    default's number among them, where these come to no more than half of the weight's bytes. By reasoning; compiled for
     AMD, and never measured there."""
     found = []
+    splits = sorted({1, 2, 4, 8, 16, default_split})
     block_ms = [max(16, 1 << (m - 1).bit_length())] if m <= 64 else [64, 128, 256]
     for block_m, block_n, block_k, warps in itertools.product(block_ms, (32, 64, 128, 256), (64, 128, 256), (4, 8)):
         if (block_m + block_n) * block_k * 2 > 64 * 1024 or block_m * block_n > 256 * 128:
             continue
-        for split_k in (1, 2, 4, 8) if m <= 64 else (1,):
-            if split_k == 1 or (k >= 4 * split_k * block_k and -(-n // block_n) * split_k <= 2048):
+        programs = -(-m // block_m) * -(-n // block_n)
+        for split_k in splits:
+            few = programs * split_k <= 2048 and split_k * 16 * m <= k
+            if split_k == 1 or (k >= 2 * split_k * block_k and few):
                 found.append(GemmConfig(block_m, block_n, block_k, 2, warps, 1 if m <= 64 else 8, split_k))
     return found
 

@@ -121,6 +121,15 @@ def test_long_sums_of_few_experts_are_tried_in_parts_on_cdna(
     assert ({pair.w13.split_k for pair in found}, {pair.w2.split_k for pair in found}) == (of_w13, of_w2)
 
 
+@pytest.mark.parametrize(("m", "parts"), [(16, {1, 2, 4, 8, 14, 16}), (96, {1, 2, 3, 4}), (512, {1})])
+def test_fp8_sums_are_tried_in_parts_on_cdna(m: int, parts: set[int]) -> None:
+    """As the default has them, with other tiles too: DeepSeek-V3's qkv_a."""
+    device = hardware.amd("gfx942")
+    found = tuner("ptpc_gemm").candidates(device, m, 2112, 7168)
+    assert {config.split_k for config in found} == parts
+    assert len([config for config in found if config.split_k == found[0].split_k]) > 10
+
+
 def test_tiles_of_a_quarter_of_the_rows_are_tried_on_cdna() -> None:
     """As the default has them where a weight is small."""
     found = tuner("nvfp4_gemm").candidates(hardware.amd("gfx942"), 64, 57344, 8192)
