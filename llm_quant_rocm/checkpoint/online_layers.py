@@ -94,15 +94,18 @@ class OnlineLayers:
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
         self.ignored = list(ignored)
+        # What the engine calls each entry.
+        self._called = {entry: [entry] for entry in ignored}
         # Those that `report` has not named yet.
         self._layers: defaultdict[str, list[str]] = defaultdict(list)
         self._reported = False
 
     def rename(self, names_in_engine: Callable[[list[str]], list[str]]) -> None:
         """Give the entries the engine's names where these are not the checkpoint's; expressions stay as they are."""
-        names = [entry for entry in self.ignored if not entry.startswith(_EXPRESSION)]
-        expressions = [entry for entry in self.ignored if entry.startswith(_EXPRESSION)]
-        self.ignored = names_in_engine(names) + expressions
+        names = [entry for entry in self._called if not entry.startswith(_EXPRESSION)]
+        self._called |= {entry: names_in_engine(self._called[entry]) for entry in names}
+        expressions = [entry for entry in self._called if entry.startswith(_EXPRESSION)]
+        self.ignored = [name for entry in names for name in self._called[entry]] + expressions
 
     def note(self, kind: str, prefix: str) -> None:
         """Remember that the layer `prefix` is of `kind`."""
@@ -157,8 +160,8 @@ class OnlineLayers:
             return
         self._reported = True
         seen = [name for prefix in layers[IGNORED] for name in _names(prefix, fused)]
-        for entry in self.ignored:
-            if not any(_matches(entry, name) for name in seen):
+        for entry, called in self._called.items():
+            if not any(_matches(one, name) for one in called for name in seen):
                 logger.warning(
                     "%s: ignored_layers names %r, which no layer of this process matches so far", NAME, entry
                 )

@@ -35,7 +35,7 @@ from llm_quant_rocm_sglang.engine_layers import (
     is_inherited,
     with_common_fused,
 )
-from llm_quant_rocm_sglang.names import Names
+from llm_quant_rocm_sglang.names import ListedNames, Names
 
 # ModelOpt's own name says nothing about who serves the checkpoint: SGLang too looks further when the user gives it.
 _NO_CHOICE = ("", "modelopt")
@@ -144,8 +144,8 @@ class NvFp4Config(QuantizationConfig):
         self.packed_modules_mapping |= mapping
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Rewrite the checkpoint's names in its lists to SGLang's."""
-        super().apply_weight_name_mapper(hf_to_sglang_mapper)
+        """Add SGLang's names to the checkpoint's in its lists."""
+        super().apply_weight_name_mapper(ListedNames(hf_to_sglang_mapper))
         self.names.mapper = hf_to_sglang_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -24,7 +24,7 @@ from llm_quant_rocm.checkpoint.online_layers import (
     read_ignored_layers,
 )
 from llm_quant_rocm_sglang.engine_layers import cache_method, is_inherited, with_common_fused
-from llm_quant_rocm_sglang.names import Names
+from llm_quant_rocm_sglang.names import ListedNames, Names
 
 # What SGLang adds to a checkpoint's configuration.
 _SGLANGS_KEYS = ("packed_modules_mapping", "hf_config")
@@ -113,8 +113,8 @@ class PtpcFp8Config(QuantizationConfig):
         self.packed_modules_mapping |= mapping
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Rewrite checkpoint names among `ignored_layers` to SGLang's."""
-        self.layers.rename(hf_to_sglang_mapper.apply_list)
+        """Add SGLang's names to the checkpoint's among `ignored_layers`."""
+        self.layers.rename(ListedNames(hf_to_sglang_mapper).apply_list)
         self.names.mapper = hf_to_sglang_mapper
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -242,7 +242,7 @@ def test_ignored_layers_by_the_checkpoints_names() -> None:
     """SGLang's models that are parts of others call layers otherwise."""
     config = PtpcFp8Config(["language_model.model.layers.0.mlp", r"re:.*o_proj"])
     config.apply_weight_name_mapper(WeightsMapper(orig_to_new_prefix={"language_model.model.": "model."}))
-    assert config.layers.ignored == ["model.layers.0.mlp", r"re:.*o_proj"]
+    assert config.layers.ignored == ["language_model.model.layers.0.mlp", "model.layers.0.mlp", r"re:.*o_proj"]
 
 
 @pytest.mark.parametrize(
