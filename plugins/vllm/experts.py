@@ -16,21 +16,29 @@ from llm_quant_rocm_vllm import padding
 from llm_quant_rocm_vllm.engine_layers import PreparedOnce, is_dummy
 
 
-def lacking(moe: FusedMoEConfig) -> str | None:
-    """What our operators lack to serve experts of this configuration, or None."""
+def lacking(moe: FusedMoEConfig, prefix: str) -> str | None:
+    """What our operators lack to serve the experts `prefix` of this configuration, or None."""
     if moe.activation.value not in ACTIVATIONS:
         return f"the activation {moe.activation.value}"
     if moe.swiglu_limit is not None:
         return "a clamped SwiGLU (swiglu_limit)"
     if moe.has_bias:
         return "biases"
-    if moe.is_lora_enabled:
-        return "LoRA adapters"
+    if moe.is_lora_enabled and _have_adapters(prefix):
+        return "LoRA adapters (unless --lora-target-modules names other layers alone)"
     if moe.moe_parallel_config.use_all2all_kernels:
         return "expert parallelism over data-parallel ranks (--enable-expert-parallel with --data-parallel-size)"
     if moe.moe_parallel_config.enable_eplb:
         return "load balancing of experts (--enable-eplb)"
     return None
+
+
+def _have_adapters(prefix: str) -> bool:
+    """Whether vLLM gives the experts `prefix` adapters, in a model of which some layers have them."""
+    from vllm.lora.utils import is_in_target_modules  # which imports every layer that may have one
+
+    lora = get_current_vllm_config().lora_config
+    return lora is not None and is_in_target_modules(prefix, lora.target_modules)
 
 
 def expert_names(layer: RoutedExperts, prefix: str) -> ExpertNames:
@@ -68,7 +76,7 @@ class ExpertsMethod(PreparedOnce, FusedMoEMethodBase):
     def __init__(self, layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
-        if lack := lacking(layer.moe_config):
+        if lack := lacking(layer.moe_config, prefix):
             raise NotImplementedError(
                 f"{prefix}: {self.name} does not serve experts with {lack}: {self.otherwise.format(prefix=prefix)}"
             )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine, from start to answer, in a process of its own: `python engine_process.py REQUEST.json FOLDER`.
 
-The request holds `settings` (arguments of vllm.LLM), `prompts` (texts) and `max_tokens`. FOLDER receives answer.json
-and one weights-RANK.pt a rank with the tensors that the model holds. With EMULATE_NVFP4 in the environment, vLLM's own
-NVFP4 emulation, which it has for ROCm, serves on the CPU too. With COMPILE_AS_ON_A_GPU, the model is compiled piece by
-piece, with vLLM's passes and its cache, where the CPU has a simpler way of its own.
+The request holds `settings` (arguments of vllm.LLM), `prompts` (texts), `max_tokens` and, if there is one, `adapter`,
+a folder with a LoRA adapter. FOLDER receives answer.json and one weights-RANK.pt a rank with the tensors that the model
+holds. With EMULATE_NVFP4 in the environment, vLLM's own NVFP4 emulation, which it has for ROCm, serves on the CPU too.
+With COMPILE_AS_ON_A_GPU, the model is compiled piece by piece, with vLLM's passes and its cache, where the CPU has a
+simpler way of its own.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.lora.request import LoRARequest
 
 from llm_quant_rocm.cli._evaluate_worker import _avoid_slow_products
 
@@ -68,7 +70,8 @@ def main(request_file: str, folder: str) -> None:
     llm.apply_model(SaveWeights(folder))
     params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, prompt_logprobs=0)
     answers = []
-    for output in llm.generate(request["prompts"], params):
+    adapter = LoRARequest("adapter", 1, request["adapter"]) if "adapter" in request else None
+    for output in llm.generate(request["prompts"], params, lora_request=adapter):
         given = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         answers.append(
             {

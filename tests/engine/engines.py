@@ -84,11 +84,20 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def run(folder: Path, model: Path, variables: dict[str, str] | None = None, **settings: object) -> Result:
-    """Answer PROMPTS with the checkpoint `model`, environment variables and further arguments of vllm.LLM; also when
-    the engine fails."""
+def run(
+    folder: Path,
+    model: Path,
+    variables: dict[str, str] | None = None,
+    adapter: Path | None = None,
+    **settings: object,
+) -> Result:
+    """Answer PROMPTS with the checkpoint `model`, environment variables, a LoRA adapter and further arguments of
+    vllm.LLM; also when the engine fails."""
     folder.mkdir(parents=True, exist_ok=True)
     request = {"settings": {"model": str(model), **SETTINGS, **settings}, "prompts": PROMPTS, "max_tokens": 4}
+    if adapter:
+        request["adapter"] = str(adapter)
+        request["settings"] |= {"enable_lora": True, "max_num_seqs": 1}  # on a CPU vLLM 0.32 fails with several
     (folder / "request.json").write_text(json.dumps(request))
     log = folder / "log.txt"
     eager = EAGER if request["settings"]["enforce_eager"] else {}

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from vllm.config.lora import LoRAConfig
 
 from llm_quant_rocm import ops
 from llm_quant_rocm.checkpoint import nvfp4_layers, warm_layers
@@ -34,7 +35,7 @@ def experts(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_ordinary_experts_lack_nothing(activation: str) -> None:
-    assert lacking(experts(activation=SimpleNamespace(value=activation))) is None
+    assert lacking(experts(activation=SimpleNamespace(value=activation)), "mlp.experts") is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +44,32 @@ def test_ordinary_experts_lack_nothing(activation: str) -> None:
         ({"activation": SimpleNamespace(value="swigluoai")}, "the activation swigluoai"),
         ({"swiglu_limit": 7.0}, "swiglu_limit"),
         ({"has_bias": True}, "biases"),
-        ({"is_lora_enabled": True}, "LoRA"),
         ({"moe_parallel_config": SimpleNamespace(use_all2all_kernels=True)}, "--enable-expert-parallel"),
         ({"moe_parallel_config": SimpleNamespace(use_all2all_kernels=False, enable_eplb=True)}, "--enable-eplb"),
     ],
 )
 def test_what_is_lacking_is_named(change: dict[str, Any], words: str) -> None:
-    assert words in lacking(experts(**change))
+    assert words in lacking(experts(**change), "mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("targets", "lacks"),
+    [
+        (None, True),
+        (["q_proj", "experts"], True),
+        (["model.layers.1.mlp.experts"], True),
+        (["q_proj", "o_proj"], False),
+        (["model.layers.0.mlp.experts"], False),
+    ],
+)
+def test_adapters_of_other_layers_are_served(
+    targets: list[str] | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM says of all experts that adapters are enabled, and gives them to those that --lora-target-modules names."""
+    engine = SimpleNamespace(lora_config=LoRAConfig(target_modules=targets))
+    monkeypatch.setattr(experts_of_vllm, "get_current_vllm_config", lambda: engine)
+    lack = lacking(experts(is_lora_enabled=True), "model.layers.1.mlp.experts")
+    assert ("LoRA adapters" in lack) if lacks else lack is None
 
 
 @pytest.mark.parametrize("wish", ["0", "1"])
