@@ -119,9 +119,9 @@ def draw() -> None:
     above, below = figure.subfigures(2, 1, height_ratios=(1.25, 1))
     _bars(above.subplots(1, 2, sharex=True, sharey=True))
     panels = (
-        ("NVFP4: layers of Llama-3-70B, over bf16", "rows of x", _layers("nvfp4_gemm", NVFP4_LAYERS)),
-        ("PTPC-FP8: layers of Llama-3-70B, over bf16", "rows of x", _layers("ptpc_gemm", PTPC_LAYERS)),
-        ("experts of three models, over vLLM's fastest", "tokens", _experts()),
+        ("NVFP4: layers of Llama-3-70B, mean, over bf16", "rows of x", _layers("nvfp4_gemm", NVFP4_LAYERS)),
+        ("PTPC-FP8: layers of Llama-3-70B, mean, over bf16", "rows of x", _layers("ptpc_gemm", PTPC_LAYERS)),
+        ("experts of three models, mean, over vLLM's fastest", "tokens", _experts()),
         ("all-reduce, over NCCL", "message", _all_reduce()),
     )
     for axis, (title, sizes, drawn) in zip(below.subplots(1, 4), panels, strict=True):
