@@ -185,8 +185,8 @@ def experts(peers: Sequence[str], ours: str, *names: str) -> str:
     return "\n\n".join(tables)
 
 
-NVFP4_EXPERTS = partial(experts, ("marlin",), "nvfp4_moe")
-PTPC_EXPERTS = partial(experts, ("vllm_cutlass", "vllm_fp8"), "ptpc_moe")
+NVFP4_EXPERTS = partial(experts, _overview.NVFP4_EXPERTS, "nvfp4_moe")
+PTPC_EXPERTS = partial(experts, _overview.PTPC_EXPERTS, "ptpc_moe")
 
 
 # --- NVFP4

@@ -44,6 +44,9 @@ SHAPES = {"llama_3_70b_8_layers": "llama-3-70b, 8 layers", "qwen3_30b_a3b_12_lay
 # Who is drawn of the layers, by operator.
 NVFP4_LAYERS = {"nvfp4_gemm": "ours", "nvfp4_gemm_fp8": "ours, prefill in FP8", "marlin": "Marlin"}
 PTPC_LAYERS = {"ptpc_linear": "ours", "torch_linear": "torch"}
+# vLLM's own experts.
+NVFP4_EXPERTS = ("marlin",)
+PTPC_EXPERTS = ("vllm_cutlass", "vllm_fp8")
 # The engines in the picture: a file of each shape and GPU, the latest of those measured alike.
 PICTURED = (
     "nvfp4_engine_llama-3-70b_sm_90",
@@ -183,8 +186,8 @@ def _experts() -> dict[str, lines.Points]:
     """The mean speed-up over vLLM's own of three models' experts under a fair router by tokens, on each GPU."""
     found: dict[str, lines.Points] = {}
     for operator, title, peers in (
-        ("nvfp4_moe", "NVFP4", ("marlin",)),
-        ("ptpc_moe", "PTPC-FP8", ("vllm_cutlass", "vllm_fp8")),
+        ("nvfp4_moe", "NVFP4", NVFP4_EXPERTS),
+        ("ptpc_moe", "PTPC-FP8", PTPC_EXPERTS),
     ):
         for _, result in on_each_gpu(operator):
             fair = [row for row in result["rows"] if row["router"] == "fair"]

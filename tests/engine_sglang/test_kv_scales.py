@@ -14,31 +14,18 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from llm_quant_rocm_sglang import engine_layers
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+from tests.kv_scales import (
+    BROKEN,
+    CONFIGURATIONS,
+    FLAT,
+    KINDS,
+    PREFIX,
+    check_a_broken_scale_is_refused,
+    check_a_scale_of_values_alone_is_refused,
+    loading,
+)
 
-PREFIX = "model.layers.0.self_attn.attn"
-FLAT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], "group_size": 16}
-GROUP = {
-    "targets": ["Linear"],
-    "format": "nvfp4-pack-quantized",
-    "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
-}
-CACHE = {"type": "float", "num_bits": 8, "dynamic": False}
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "modelopt": {**FLAT, "kv_cache_quant_algo": "FP8"},
-    "mixed": {
-        **FLAT,
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"lm_head": {"quant_algo": "NVFP4", "group_size": 16}},
-        "kv_cache_scheme": CACHE,
-    },
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "config_groups": {"group_0": GROUP},
-        "kv_cache_scheme": {**CACHE, "strategy": "tensor", "symmetric": True},
-    },
-}
-KINDS = ["ptpc_fp8", *CONFIGURATIONS]
+load = loading(default_weight_loader)
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +50,6 @@ def attention(kind: str) -> Any:
     return layer
 
 
-def load(layer: Any, name: str, value: float | list[float]) -> None:
-    parameter = getattr(layer, name)
-    getattr(parameter, "weight_loader", default_weight_loader)(parameter, torch.tensor(value))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sound_scales(kind: str) -> None:
     layer = attention(kind)
@@ -77,22 +59,16 @@ def test_sound_scales(kind: str) -> None:
     assert (layer.k_scale_float, layer.v_scale_float) == (0.25, 0.5)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", BROKEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_scale_is_refused(kind: str, value: float) -> None:
     """SGLang served infinity and took that of keys for the others; broken ones of keys failed an assertion."""
-    layer = attention(kind)
-    load(layer, "k_scale", 0.25)
-    with pytest.raises(ValueError, match=rf"^{PREFIX}\.v_scale is {value:g} in the checkpoint; a scale of a KV cache"):
-        load(layer, "v_scale", value)
+    check_a_broken_scale_is_refused(attention(kind), load, value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scale_of_values_alone_is_refused(kind: str) -> None:
-    layer = attention(kind)
-    load(layer, "v_scale", 0.25)
-    with pytest.raises(ValueError, match=rf"^{PREFIX}\.k_scale is missing from the checkpoint"):
-        layer.quant_method.process_weights_after_loading(layer)
+    check_a_scale_of_values_alone_is_refused(attention(kind), load)
 
 
 @pytest.mark.parametrize("kind", KINDS)
