@@ -92,20 +92,20 @@ def _describes(config: dict[str, Any]) -> Callable[[str], bool] | None:
     settings = nvfp4_kinds.modelopt_settings(config) or {}
     if str(settings.get("quant_algo")).upper() != nvfp4_kinds.MIXED_PRECISION:
         return None
-    listed = [_from_layers(name) for name in settings.get("quantized_layers") or {}]
+    # Looked up, not searched: a model may have 40,000 experts' layers, and its list as many entries.
+    listed = {_from_layers(name) for name in settings.get("quantized_layers") or {}}
+    with_experts = {block for block, is_expert, _ in (name.partition(".experts.") for name in listed) if is_expert}
 
     def described(name: str) -> bool:
         """Whether the list has `name`, what engines make one layer with it, a part of the model that it is in, or, of a
         routed expert, any of the layer's: called as experts are, or, Step-3.5's, after their block."""
-        together = {_from_layers(part) for part in fused_with(name)}
-        block, is_expert, _ = _from_layers(name).partition(".experts.")
-        beside = {f"{block}.{name.rpartition('.')[2]}"} if is_expert else set()
-        return any(
-            entry in together | beside
-            or _from_layers(name).startswith(f"{entry}.")
-            or (is_expert and entry.startswith(f"{block}.experts."))
-            for entry in listed
-        )
+        called = {_from_layers(part) for part in fused_with(name)}
+        whole = _from_layers(name)
+        called |= {whole[: dot.start()] for dot in re.finditer(r"\.", whole)}
+        block, is_expert, _ = whole.partition(".experts.")
+        if is_expert:
+            called.add(f"{block}.{name.rpartition('.')[2]}")
+        return not listed.isdisjoint(called) or (bool(is_expert) and block in with_experts)
 
     return described
 
