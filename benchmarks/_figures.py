@@ -28,6 +28,7 @@ from benchmarks._markdown import (
     measured_on,
     nvfp4_engine_title,
     results,
+    said_alone,
     table,
     total_ratio,
 )
@@ -284,7 +285,7 @@ def nvfp4_engine() -> str:
         layers = result["shape"]["num_hidden_layers"]
         parts.append(
             f"{shape}, {layers} layers ([file](../benchmarks/results/{name}.json)), {result['environment']['device']}:"
-            f"\n\n{engine_table(result, result['methods'], with_gpu=True)}"
+            f"\n\n{engine_table(result, result['methods'], with_gpu=True)}{said_alone(result['methods'])}"
         )
     return "\n\n".join(parts)
 

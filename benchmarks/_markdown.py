@@ -101,6 +101,13 @@ def gpu_ms(found: dict[str, Any], prompts: str) -> str:
     return f"{graph / 1e3:.3f}" if graph else ""
 
 
+def said_alone(methods: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many prompts have the same bits alone as in a batch, as a paragraph; nothing where nobody was asked."""
+    counts = {name: found["alone"] for name, found in methods.items() if "alone" in found}
+    said = ", ".join(f"`{name}` {count['same']} of {count['prompts']}" for name, count in counts.items())
+    return f"\n\nPrompts with the same tokens and log probabilities alone as among others: {said}." if said else ""
+
+
 def nvfp4_engine_title(name: str) -> str:
     """What an engine of NVFP4 was measured on, of the name of its file, without the GPU: "qwen3-30b-a3b 2 ranks"."""
     return name.removeprefix("nvfp4_engine_").removesuffix("_sm_90").removesuffix("_h200").replace("_", " ")

@@ -14,6 +14,7 @@ from benchmarks._markdown import (
     nvfp4_engine_title,
     rates,
     ratios,
+    said_alone,
     table,
 )
 
@@ -112,6 +113,7 @@ def engine(name: str, result: dict[str, Any]) -> str:
         + table(
             ["method", "batch", "prefill, s", "ms a step", "of it the GPU", "total, s", "bf16 / total", "commit"], rows
         )
+        + said_alone(methods)
         + "".join(f"\n\nFailed: {why}" for why in failed)
     )
 

@@ -6,6 +6,7 @@ model in FP8, by `ptpc_fp8` and by vLLM's own `fp8_per_channel`.
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b-whole          all 48 layers, on a GPU of 140 GB
     python benchmarks/nvfp4_engine.py qwen3-30b-a3b --ranks 2      tensor parallel, and with quantized all-reduces too
+    python benchmarks/nvfp4_engine.py qwen3-30b-a3b --batch-invariant      with VLLM_BATCH_INVARIANT=1
 
 The shape of Llama-3-70B cut to 16 layers and of Qwen3-30B-A3B cut to 12 and whole, 1, 10 and 64 prompts of 1024 random
 tokens, 256 tokens out, CUDA graphs of a step; the prefill is the time of one token out, a step is the rest over 255,
@@ -16,7 +17,8 @@ The others load what it decodes to where a router looks at it, and dummy weights
 disk) where none does. `difference` is the mean absolute difference of a prompt's log probabilities from the first
 method's with the same weights: rounding makes some, a wrong layer about 1. That prompt has 1024 tokens, too:
 `ours_fp4_sums` quantizes all-reduces to FP4 where they are large enough, between two GPUs from 256 tokens of Llama's
-shape on and from 1024 of Qwen's. Over several GPUs `log` is what the plugin said of them.
+shape on and from 1024 of Qwen's. Over several GPUs `log` is what the plugin said of them. `alone` says how many of some
+prompts have the same tokens and log probabilities, bit for bit, alone as among the others.
 
 Engines start side by side and are measured alone (_engines.py), and figures are written after each. It takes about 8
 minutes, 19 GB of disk or memory for files (80 GB of the whole Qwen3), and 80 GB of a GPU, or 60 with --at-once 2. vLLM
@@ -88,11 +90,15 @@ METHODS = {
 ONLINE = ("ptpc_fp8", "fp8_per_channel")
 # And which need ranks to sum over.
 OVER_RANKS = ("ours_fp4_sums",)
+# And which depend on the batch: they refuse to be invariant.
+VARIANT = ("ours_prefill_fp8", "ours_fp4_sums")
 
 TOKENS = 256
 # Of the prompt by which methods are compared. The sums of a shorter one travel exactly over two ranks.
 COMPARED_TOKENS = 1024
 PROMPTS = (1, 10, 64)
+# Of the prompts that are asked for together and alone: from a single token to more than a graph has.
+LENGTHS = (1, 7, 40, 130, 500) * 4
 # A busy host makes some of them slow.
 RUNS = 5
 # The sizes to which vLLM pads so many prompts by itself: others would only lengthen the start.
@@ -128,9 +134,30 @@ def figures(llm: Any) -> dict[str, Any]:
     return {
         "logprobs": logprobs,
         "quantization": served_by,
+        "alone": same_alone(llm),
         **vllm_engine.throughput(llm, TOKENS, PROMPTS, RUNS),
         "steps": vllm_engine.or_failure(lambda: vllm_engine.step_times(llm, PROMPTS)),
     }
+
+
+def same_alone(llm: Any) -> dict[str, int]:
+    """How many of the prompts there are, and how many get the same bits alone as among the others."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [random.randrange(3, 31999) for _ in range(length)]} for length in LENGTHS]
+    ask = SamplingParams(max_tokens=8, temperature=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+
+    def said(some: Sequence[dict[str, list[int]]]) -> list[list[dict[int, float]]]:
+        return [
+            [
+                {token: found.logprob for token, found in of_token.items()}
+                for of_token in (*filter(None, answer.prompt_logprobs), *answer.outputs[0].logprobs)
+            ]
+            for answer in llm.generate(some, ask, use_tqdm=False)
+        ]
+
+    same = [together == said([prompt])[0] for prompt, together in zip(prompts, said(prompts), strict=True)]
+    return {"prompts": len(same), "same": sum(same)}
 
 
 def scratch_folder(gib: int = SCRATCH_GIB) -> str:
@@ -165,6 +192,7 @@ def measure(
     start_s: float,
     capture_sizes: Sequence[int] = CAPTURE_SIZES,
     ranks: int = 1,
+    batch_invariant: bool = False,
 ) -> None:
     """Measure `methods` over one checkpoint, and write what they took."""
     from benchmarks import _harness as harness
@@ -172,6 +200,8 @@ def measure(
     shown: dict[str, Any] = {"shape": SHAPES[shape], "ranks": ranks, "cudagraph_capture_sizes": [*capture_sizes]}
     found: dict[str, Any] = {"vllm": version("vllm"), **shown, "methods": {}}
     graphs = f"_with_graphs_to_{max(capture_sizes)}" if max(capture_sizes) > max(CAPTURE_SIZES) else ""
+    invariant = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+    kind = graphs + "_batch_invariant" * batch_invariant
     where = harness.gpu() if ranks == 1 else f"{ranks}_ranks_{harness.arch()}"
     numbers = [str(number) for number in (ranks, *capture_sizes)]
     expected: list[float] = []
@@ -181,7 +211,9 @@ def measure(
         dense, quantized = Path(checkpoints) / "dense", Path(checkpoints) / "quantized"
         folders = {method: dense if method in ("bf16", *ONLINE) else quantized for method in methods}
         jobs = [
-            vllm_engine.job(method, __file__, (shape, method, str(folder), *numbers), Path(scratch), METHODS[method])
+            vllm_engine.job(
+                method, __file__, (shape, method, str(folder), *numbers), Path(scratch), METHODS[method] | invariant
+            )
             for method, folder in folders.items()
         ]
         prepare = partial(write_checkpoints, shape, dense, quantized)
@@ -194,7 +226,7 @@ def measure(
                 result.setdefault("log", vllm_engine.lines_of_the_plugin(log))
             found["methods"][method] = result
             print(json.dumps({method: result}), flush=True)
-            written = harness.write(f"nvfp4_engine_{shape}{graphs}_{where}", found)
+            written = harness.write(f"nvfp4_engine_{shape}{kind}_{where}", found)
     print("written to", written)
 
 
@@ -206,6 +238,10 @@ def main() -> None:
     parser.add_argument(
         "--capture-sizes", nargs="+", type=int, default=CAPTURE_SIZES, metavar="N",
         help="numbers of tokens of which engines have CUDA graphs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-invariant", action="store_true",
+        help="ask for results that do not depend on the batch (VLLM_BATCH_INVARIANT=1)",
     )  # fmt: skip
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     engines.add_options(parser, str(AT_ONCE))
@@ -220,9 +256,10 @@ def main() -> None:
 
         if not 1 <= args.ranks <= torch.cuda.device_count():
             parser.error(f"{args.ranks} ranks on {torch.cuda.device_count()} GPUs: each rank needs a GPU")
-        methods = args.methods or [method for method in METHODS if args.ranks > 1 or method not in OVER_RANKS]
+        left_out = (OVER_RANKS if args.ranks == 1 else ()) + (VARIANT if args.batch_invariant else ())
+        methods = args.methods or [method for method in METHODS if method not in left_out]
         at_once = args.at_once or AT_ONCE
-        measure(args.shape, methods, at_once, args.start_seconds, args.capture_sizes, args.ranks)
+        measure(args.shape, methods, at_once, args.start_seconds, args.capture_sizes, args.ranks, args.batch_invariant)
     else:
         parser.error("name a shape")
 

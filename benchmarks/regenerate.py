@@ -107,6 +107,13 @@ STEPS = (
         engine="vllm",
         seconds=600,
     ),
+    Step(
+        "nvfp4_engine_qwen3-30b-a3b_batch_invariant_{gpu}",
+        "nvfp4_engine.py",
+        ("qwen3-30b-a3b", "--batch-invariant"),
+        engine="vllm",
+        seconds=600,
+    ),
     *(
         Step(f"nvfp4_engine_{shape}_2_ranks_{{arch}}", "nvfp4_engine.py", (shape, "--ranks", "2"), 2, "vllm", 600)
         for shape in ("llama-3-70b", "qwen3-30b-a3b")

@@ -116,9 +116,21 @@ def test_nvfp4(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = json.loads((tmp_path / f"nvfp4_engine_{shape}_cpu.json").read_text())["methods"]
     assert found["ours"]["difference"] == found["marlin"]["difference"] == 0.0
     assert found["ptpc_fp8"]["quantization"] == "ptpc_fp8" and found["ours"]["quantization"] == "none"
-    assert set(found["bf16"]) == {"quantization", "1 prompt", "10 prompts", "64 prompts", "steps"} | (
+    assert set(found["bf16"]) == {"quantization", "alone", "1 prompt", "10 prompts", "64 prompts", "steps"} | (
         {"difference"} if "qwen3" in shape else set()
     )
+
+
+def test_nvfp4_in_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are asked for results that do not depend on the batch say whether they have them."""
+    narrow(monkeypatch, "llama-3-70b")
+    monkeypatch.setattr(nvfp4_engine, "scratch_folder", lambda *_: str(tmp_path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for batch_invariant, name in ((True, "llama-3-70b_batch_invariant"), (False, "llama-3-70b")):
+        nvfp4_engine.measure("llama-3-70b", ["ours"], 1, 240, batch_invariant=batch_invariant)
+        found = json.loads((tmp_path / f"nvfp4_engine_{name}_cpu.json").read_text())["methods"]
+        prompts = len(nvfp4_engine.LENGTHS)
+        assert found["ours"]["alone"] == {"prompts": prompts, "same": prompts if batch_invariant else 0}
 
 
 def test_nvfp4_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,13 @@ class LLM:
     def generate(
         self, prompts: list[dict[str, list[int]]], ask: SamplingParams, use_tqdm: bool = True
     ) -> list[SimpleNamespace]:
-        """Of every prompt, tokens whose log probability is -0.5."""
+        """Of every prompt, tokens whose log probability is -0.5, and an answer of one token, whose log probability
+        depends on the batch unless the environment asks that it does not."""
+        others = len(prompts) - 1 if os.environ.get("VLLM_BATCH_INVARIANT") != "1" else 0
         return [
             SimpleNamespace(
-                prompt_logprobs=[None]
-                + [{token: SimpleNamespace(logprob=-0.5, rank=1)} for token in prompt["prompt_token_ids"][1:]]
+                prompt_logprobs=[None] + [_found(token, -0.5) for token in prompt["prompt_token_ids"][1:]],
+                outputs=[SimpleNamespace(logprobs=[_found(5, -0.5 - others)])],
             )
             for prompt in prompts
         ]
@@ -44,3 +46,7 @@ class LLM:
 
     def apply_model(self, function: Any) -> list[dict[str, int]]:
         return [{"norm_kernel": 1}]
+
+
+def _found(token: int, logprob: float) -> dict[int, SimpleNamespace]:
+    return {token: SimpleNamespace(logprob=logprob, rank=1)}
