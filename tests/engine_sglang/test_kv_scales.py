@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 import torch
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -14,11 +15,11 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from llm_quant_rocm_sglang import engine_layers
 from llm_quant_rocm_sglang.nvfp4 import NvFp4Config
 from llm_quant_rocm_sglang.ptpc_fp8 import PtpcFp8Config
+from tests import kv_scales
 from tests.kv_scales import (
     BROKEN,
     CONFIGURATIONS,
     FLAT,
-    KINDS,
     PREFIX,
     check_a_broken_scale_is_refused,
     check_a_scale_of_values_alone_is_refused,
@@ -26,6 +27,9 @@ from tests.kv_scales import (
 )
 
 load = loading(default_weight_loader)
+# 0.5.17 knows no cache of compressed-tensors': it keeps 16 bits, and has scales of 1 where it is told not to.
+UNKNOWN = ["compressed-tensors"] if sglang.__version__.startswith("0.5.17") else []
+KINDS = [kind for kind in kv_scales.KINDS if kind not in UNKNOWN]
 
 
 @pytest.fixture(autouse=True)
