@@ -31,14 +31,15 @@ is awaited may be ahead by that one call. Codec, size, algorithm and grid may ch
 follow one another, on one stream or on several that await each other. Groups whose calls may meet on a GPU need one
 order of them on all ranks, as NCCL's do: a kernel may fill its GPU while it waits.
 
-**Order.** All waves of a program have stored before one of them releases its flags to the system, each flag with its
-own release, and a flag is acquired before what it guards is loaded. In PTX's model: weak stores, to any rank's memory,
-happen before the barrier, that before `atom.release.sys` of the flag, that before the `ld.acquire.sys` that sees it,
-that before the barrier after which all waves load. Loads of a slot happen before its next stores by the same chain, as
-they precede the flags of a later tile. No line of an L1 is stale, since every acquire invalidates it (CCTL.IVALL). On
-AMD a release at system scope writes the L2 back (buffer_wbl2) once the waves' stores have left them, which
-`await_stores` awaits by hand, and an acquire invalidates the L1, and what of the L2 may be stale (buffer_inv); no wave
-issues a load before the barrier that follows, and a compute unit's loads go the way of its invalidation, behind it.
+**Order.** All waves of a program have stored before one of them releases its flags to the system, and a flag is
+acquired before what it guards is loaded. In PTX's model: weak stores, to any rank's memory, happen before the barrier,
+that before `atom.release.sys` of the flag, that before the `ld.acquire.sys` that sees it, that before the barrier after
+which all waves load. Loads of a slot happen before its next stores by the same chain, as they precede the flags of a
+later tile. No line of an L1 is stale, since every acquire invalidates it (CCTL.IVALL). On AMD a release at system scope
+writes the L2 back (buffer_wbl2) once the waves' stores have left them, which `await_stores` awaits by hand, and the
+flags of other ranks follow the one that did so; an acquire invalidates the L1, and what of the L2 may be stale
+(buffer_inv); no wave issues a load before the barrier that follows, and a compute unit's loads go the way of its
+invalidation, behind it.
 
 **Lost ranks.** Who has looked at a flag `max_spins` times says in `report` whose it was, waits no more, sends no more,
 and ends, with anything in `out`; so do all later calls. A rank that comes late after all finds what was sent to it
@@ -320,7 +321,7 @@ def two_shot_kernel(
                         x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                         parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
                         wire_units.store_parts(piece + index * BYTES, parts, LOW, HIGH, GROUPS)
-            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(to, peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         owned = tile - programs
         if (owned >= 0) & (owned < tiles):
@@ -335,7 +336,7 @@ def two_shot_kernel(
                         total = add_pieces(first, piece_bytes, False, KIND, LIMIT, LOW, HIGH, T, MAX, GROUPS, WORLD)
                         parts = wire_units.encode(total, KIND, LIMIT, CAP, LOW, HIGH, T)
                         send(to, peers_ptr, rank, at, index * BYTES, parts, LOW, HIGH, GROUPS, WORLD)
-            set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(to, peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - 2 * programs
         if received >= 0:
@@ -376,7 +377,7 @@ def one_shot_kernel(
                     x = load_values(x_ptr, begin, count, T, MAX, GROUPS, LOW)
                     parts = wire_units.encode(x, KIND, LIMIT, CAP, LOW, HIGH, T)
                     send(to, peers_ptr, rank, at, index * BYTES, parts, LOW, HIGH, GROUPS, WORLD)
-            set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+            set_flags(to, peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
         received = tile - programs
         if received == tl.program_id(0):
@@ -477,17 +478,25 @@ def call_pointer(state_ptr):
 
 @triton.jit
 def set_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
+    to, peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
     only=-1
 ):  # fmt: skip
-    """Tells every rank, or `only` one, that this one's pieces of a tile are there, unless a rank is lost."""
+    """Tells every rank, or `only` one, that this one's pieces of a tile are there, unless a rank is lost. On AMD `to`
+    are the regions of those that are told."""
     await_stores()
-    # One lane a rank, so that what is released is released once.
     peer = tl.arange(0, _power_of_2(WORLD))
     place = flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * FLAG_BYTES
-    flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
-    told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
-    tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
+    if tl.target_info.is_hip():
+        # One lane sets all flags, and the first one's release is every one's. With a lane for each, Triton's AMD
+        # backend would look for those that have one address, by permutes and a loop: 140 instructions on MI300.
+        for i in tl.static_range(len(to)):
+            flag = (to[i] + place).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(flag, call, mask=patience >= 0, sem="relaxed" if i else "release", scope="sys")
+    else:
+        # One lane a rank, so that what is released is released once.
+        flag = tl.load(peers_ptr + peer, mask=peer < WORLD, other=0) + place
+        told = (peer < WORLD) & ((peer == only) | (only < 0)) & (patience >= 0)
+        tl.atomic_xchg(flag.to(tl.pointer_type(tl.int64)), call, mask=told, sem="release", scope="sys")
 
 
 @triton.jit

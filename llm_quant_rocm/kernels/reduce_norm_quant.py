@@ -306,7 +306,7 @@ def reduce_norm_one_shot_kernel(
                 to = addresses(peers_ptr, rank, WORLD)
                 at = inbox(call, 0, slot_of(turn, program, ring), rank, phase_bytes, piece_bytes, WORLD)
                 send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
+                set_flags(to, peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
             if turn >= 1:
                 received = (turn - 1) * programs + program
@@ -465,7 +465,7 @@ def reduce_norm_two_shot_kernel(
                 to = (address(peers_ptr, owner),)
                 at = inbox(call, 0, slot_of(turn, program, ring) // WORLD, rank, phase_bytes, piece_bytes, WORLD)
                 send(to, at, x, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
-                set_flags(peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
+                set_flags(to, peers_ptr, 0, tile, rank, call, patience, phase_bytes, max_tiles, WORLD, owner)
 
             if (turn >= 1) & (turn <= turns) & ((turn - 1 + program) % WORLD == rank):
                 owned = (turn - 1) * programs + program
@@ -481,7 +481,7 @@ def reduce_norm_two_shot_kernel(
                     )
                     at = inbox(call, 1, slot, 0, phase_bytes, piece_bytes, 1)
                     send(to, at, sums, KIND, LIMIT, CAP, LOW, HIGH, T, COLUMNS, CHUNK, ROW_GROUPS)
-                set_flags(peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
+                    set_flags(to, peers_ptr, 1, owned, rank, call, patience, phase_bytes, max_tiles, WORLD)
 
             if turn >= 2:
                 received = (turn - 2) * programs + program

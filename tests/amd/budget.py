@@ -6,7 +6,7 @@ but these rules would notice.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ def peer_flags(assembly: isa.Assembly, arch: str) -> list[str]:
     if not sets:
         found.append("it sets no flag (global_atomic_swap)")
     for place in sets:
-        if RELEASE[arch] not in texts[max(place - 4, 0) : place]:
+        if not released(texts[:place], arch):
             found.append(f"no {RELEASE[arch]} before the flag is set in line {assembly.instructions[place].line}")
     spins = 0
     for loop in assembly.loops:
@@ -106,6 +106,18 @@ def peer_flags(assembly: isa.Assembly, arch: str) -> list[str]:
     if not spins:
         found.append("it awaits no flag (a loop that reads and does not write)")
     return found
+
+
+def released(texts: Sequence[str], arch: str) -> bool:
+    """Whether instructions end with a release that is done, but for flags behind it and what makes their addresses."""
+    done = False
+    for text in reversed(texts):
+        if text == RELEASE[arch]:
+            return done
+        done |= text.startswith("s_waitcnt vmcnt(0)")
+        if re.match(r"(global|flat|buffer)_(?!atomic_swap)|ds_|s_(c?branch|barrier|endpgm)", text):
+            return False
+    return False
 
 
 def violations(

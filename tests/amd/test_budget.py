@@ -141,6 +141,16 @@ def test_flags_of_too_narrow_a_scope_are_found(arch: str, triton: str) -> None:
     assert arch == "gfx90a" or "a flag is read without sc0 sc1" in found
 
 
+@ARCHS
+def test_flags_are_released_together(arch: str) -> None:
+    """A release is that of all flags behind it, up to a store, and to where others might come from."""
+    release, flag = [budget.RELEASE[arch], "s_waitcnt vmcnt(0)"], ["s_add_u32 s4, s8, s4", "global_atomic_swap_x2 v1"]
+    assert budget.released(release, arch) and budget.released([*release, *flag, *flag], arch)
+    assert not budget.released(release[:1], arch) and not budget.released(release[1:], arch)
+    for other in ("buffer_store_dword v1", "global_store_dwordx2 v1", "s_cbranch_execz .LBB0_1", "s_barrier"):
+        assert not budget.released([*release, other, *flag], arch)
+
+
 def test_a_kernel_without_flags_is_found() -> None:
     assert violations(limits=Budget(matrix=FP8_MATRIX, peer_flags=True)) == [
         "it sets no flag (global_atomic_swap)",

@@ -27,14 +27,14 @@ from tests.inputs import random_rows
 
 @triton.jit
 def set_no_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    to, peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
 ):  # fmt: skip
     pass
 
 
 @triton.jit
 def set_flags_at_once(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
+    to, peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr
 ):  # fmt: skip
     """Awaits none of the stores of other waves."""
     place = quick_reduce.flags(PHASE, tile, phase_bytes, max_tiles, WORLD) + rank * quick_reduce.FLAG_BYTES

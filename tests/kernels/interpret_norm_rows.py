@@ -41,7 +41,8 @@ PHASE_BYTES, MAX_TILES, ROWS, LAMPORT_BYTES = 1 << 18, 16, 3, 3 * max(HIDDEN) * 
 
 @triton.jit
 def set_no_flags(
-    peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr, only=-1
+    to, peers_ptr, PHASE: tl.constexpr, tile, rank, call, patience, phase_bytes, max_tiles, WORLD: tl.constexpr,
+    only=-1
 ):  # fmt: skip
     pass
 
