@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.utils import StageMissingLayer
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
@@ -103,6 +104,21 @@ def refuse_offloading(config: VllmConfig, *names: str) -> None:
         )
 
 
+def refuse_classifier(config: VllmConfig, head: str) -> None:
+    """ValueError where vLLM is to make a classifier of rows of `head`, a quantized output head: it would load that into
+    16 bits."""
+    model = config.model_config
+    if model is None or model.runner_type != "pooling":
+        return
+    text = model.hf_config.get_text_config()
+    tokens = [getattr(part, "classifier_from_token", None) for part in (model.hf_config, text)]
+    if any(tokens) and not text.tie_word_embeddings:
+        raise ValueError(
+            f"{head} is quantized, and classifier_from_token makes a classifier of its rows in 16 bits: export the "
+            "checkpoint with this layer on its ignore list, as `llm-quant-rocm quantize` does"
+        )
+
+
 def scalars(**arguments: Any) -> BasevLLMParameter:
     """Values that all ranks have: a model's loader of rows is not for them."""
     return _KeepsLoader(on_other_loader=lambda loader: None, **arguments)
@@ -128,6 +144,8 @@ class PreparedOnce(ABC):
         """Has the kernels compiled that will serve the layer, on a GPU."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        if isinstance(layer, StageMissingLayer):  # the output head of a model that embeds or classifies, never loaded
+            return
         # vLLM sets this mark back when it reloads weights.
         prepared = getattr(layer, "_already_called_process_weights_after_loading", False)
         if not prepared:

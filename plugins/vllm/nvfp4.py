@@ -120,15 +120,17 @@ class NvFp4Config(QuantizationConfig):
         the one that vLLM's configuration of the format gives it.
 
         Raises:
-            ValueError: an algorithm that neither knows. vLLM would take the layer for one that is not quantized.
+            ValueError: an algorithm that neither knows. vLLM would take the layer for one that is not quantized. Or a
+                quantized output head of whose rows vLLM is to make a classifier.
         """
+        from vllm.config import get_current_vllm_config
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from llm_quant_rocm_vllm import compile_key
-        from llm_quant_rocm_vllm.engine_layers import in_checkpoint
+        from llm_quant_rocm_vllm.engine_layers import in_checkpoint, refuse_classifier
         from llm_quant_rocm_vllm.fp8_linear import Fp8LinearMethod
         from llm_quant_rocm_vllm.kv_scales import refusing_broken_scales
         from llm_quant_rocm_vllm.nvfp4_linear import NvFp4LinearMethod
@@ -144,9 +146,12 @@ class NvFp4Config(QuantizationConfig):
             method = super().get_quant_method(layer, prefix)
             return refusing_broken_scales(method, prefix) if isinstance(method, BaseKVCacheMethod) else method
         is_moe = isinstance(layer, RoutedExperts)
+        algorithm = self.algorithm(layer, prefix)
+        if algorithm and isinstance(layer, ParallelLMHead):
+            refuse_classifier(get_current_vllm_config(), prefix)
         return self.layers.choose(
             prefix,
-            self.algorithm(layer, prefix),
+            algorithm,
             nvfp4=lambda: NvFp4MoEMethod(self, layer, prefix) if is_moe else NvFp4LinearMethod(self, prefix),
             fp8=None if is_moe else lambda: Fp8LinearMethod(self, prefix),
             engines=lambda: super(NvFp4Config, self).get_quant_method(layer, prefix),

@@ -146,6 +146,7 @@ OTHERS = {
     "truncated": "is the first of 1 tensors that are cut off",
     "NVFP4 activations without scales": "input_scale is missing from the checkpoint, and activations in NVFP4 need it",
     "NVFP4 activations, compiled": "experts with activations in NVFP4 cannot be compiled: add --enforce-eager",
+    "classifier of a head": "lm_head is quantized, and classifier_from_token makes a classifier of its rows in 16 bits",
     "stored by rank": "--load-format sharded_state cannot read layers that llm-quant-rocm serves",
 }
 
@@ -187,6 +188,10 @@ def answers(
     requests: dict[str, dict[str, object]] = {name: {"model": str(model)} for name, model in models.items()}
     requests["NVFP4 activations, compiled"]["enforce_eager"] = False
     requests["stored by rank"] = {"model": str(nvfp4_modelopt), "load_format": "sharded_state"}
+    head = {"model": str(nvfp4_dense.write_modelopt(folder / "nvfp4-head", ignore=())), "runner": "pooling"}
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "method": "from_2_way_softmax"}
+    requests["embeds without its head"] = {**head, "convert": "embed"}
+    requests["classifier of a head"] = {**head, "hf_overrides": {**classifier, "classifier_from_token": ["a", "b"]}}
     for kind in sound:
         requests[f"{kind} without weights"] = {**requests[kind], "load_format": "dummy"}
         # By which vLLM names what is missing beside our layers: theirs must all count as loaded.
@@ -208,6 +213,11 @@ def test_broken_tensors_are_named(answers: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_refusals(answers: dict[str, str], name: str) -> None:
     assert OTHERS[name] in answers[name]
+
+
+def test_a_quantized_head_is_not_asked_for_where_vllm_loads_none(answers: dict[str, str]) -> None:
+    """It was said to be missing from the checkpoint."""
+    assert answers["embeds without its head"] == ""
 
 
 def test_blocks_that_tensor_parallelism_would_cut(folder: Path) -> None:
