@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.utils import replace_parameter
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from llm_quant_rocm import ops
@@ -91,7 +91,10 @@ class PtpcFp8LinearMethod(LinearMethod):
         )
         codes, layer.ptpc_layout = ops.prepare_ptpc_weight(codes, batch_invariant=self.batch_invariant)
         compile_key.extend(self.vllm_config, f"{layer.ptpc_layout} but {self.config.layers.ignored}")
-        replace_parameter(layer, "weight", codes)
+        # A plain one: from 0.33 on vLLM's replace_parameter keeps the object, and a `Weight` keeps its loader.
+        weight = torch.nn.Parameter(codes, requires_grad=False)
+        set_weight_attrs(weight, {"weight_loader": layer.weight.weight_loader})
+        layer.weight = weight
         replace_parameter(layer, "weight_scale", scale)
         # DeepSeek's fused_qkv_a_proj would multiply by the weight itself: it was in BF16 when that was decided.
         if hasattr(layer, "_use_min_latency_gemm"):

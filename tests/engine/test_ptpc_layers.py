@@ -112,6 +112,26 @@ def test_a_weight_is_quantized_once() -> None:
     assert layer.weight is weight
 
 
+def test_what_refuses_a_trainers_weights_is_no_loader_of_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.33 on vLLM's replace_parameter keeps the object, so that what refuses a trainer's tensors was taken for a
+    model's own loader, and refused what vLLM reloads."""
+
+    def replace_as_in_033(layer: Any, name: str, tensor: torch.Tensor) -> None:
+        if hasattr(layer, name):
+            getattr(layer, name).data = tensor
+        else:
+            setattr(layer, name, tensor)
+
+    monkeypatch.setattr(ptpc_linear, "replace_parameter", replace_as_in_033)
+    layer = declared()
+    copy = layer.quant_method.copy
+    load(layer, torch.ones(N, K))
+    layer.quant_method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight was prepared for its kernels"):
+        load(layer, torch.ones(N, K))
+    assert layer.quant_method.copy is copy
+
+
 def test_what_serves_a_layer_is_compiled_on_a_gpu(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """For as many tokens as vLLM schedules."""
     warmed = []
