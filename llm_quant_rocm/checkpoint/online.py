@@ -38,10 +38,10 @@ def refusing_other_dtypes(
     return load
 
 
-def refuse_missing(names: Iterable[str]) -> None:
+def refuse_missing(names: Iterable[str], cure: str = "fetch or export the checkpoint again") -> None:
     """ValueError where there are `names`, of tensors that never arrived: their rows would be whatever was in memory."""
     for name in names:
-        raise ValueError(f"{name} is missing from the checkpoint: fetch or export the checkpoint again")
+        raise ValueError(f"{name} is missing from the checkpoint: {cure}")
 
 
 def why_not_again(name: str, cure: str = "start the server again with the new checkpoint") -> str:

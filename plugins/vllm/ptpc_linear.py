@@ -24,6 +24,12 @@ from llm_quant_rocm_vllm.linear import LinearMethod
 if TYPE_CHECKING:
     from llm_quant_rocm_vllm.ptpc_fp8 import PtpcFp8Config
 
+# Step3 copies q, k and v into a part of the weight, which has no memory yet, where others call its loader.
+_MISSING = (
+    "fetch or export the checkpoint again, or, if the weight is there and the model copies it without its loader, name "
+    "the layer in ignored_layers"
+)
+
 
 class PtpcFp8LinearMethod(LinearMethod):
     """Serves one linear layer. Its weight is declared on the meta device and comes to life, in the checkpoint's
@@ -103,7 +109,8 @@ class PtpcFp8LinearMethod(LinearMethod):
     def refuse_missing(self) -> None:
         """ValueError where a shard never arrived: vLLM counts on checkpoints that are quantized already, only."""
         if self.arrived or not self.is_dummy:
-            refuse_missing(self.names.of_shard(shard) for shard in self.shards if shard not in self.arrived)
+            missing = (self.names.of_shard(shard) for shard in self.shards if shard not in self.arrived)
+            refuse_missing(missing, _MISSING)
         self.arrived.clear()
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

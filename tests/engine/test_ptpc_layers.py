@@ -155,6 +155,14 @@ def test_a_weight_that_nobody_loads_is_missing() -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
+def test_a_weight_that_a_model_copies_without_its_loader() -> None:
+    """As Step3 does with the shards of its qkv_proj. It was said to be missing, which it is not."""
+    layer = declared()
+    layer.weight.narrow(0, 0, N).copy_(torch.ones(N, K))
+    with pytest.raises(ValueError, match=rf"^{PREFIX}\.weight is missing from .* name the layer in ignored_layers$"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
 def test_half_of_what_is_reloaded_over_dummies() -> None:
     layer: Any = torch.nn.Module()
     layer.quant_method = PtpcFp8LinearMethod(PtpcFp8Config(), PREFIX)
