@@ -8,7 +8,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.fp8_layers import Fp8Linear
-from llm_quant_rocm_sglang import fusion
+from llm_quant_rocm_sglang import fusion, output_heads
 from llm_quant_rocm_sglang.engine_layers import (
     ENGINE,
     batch_invariant,
@@ -43,6 +43,7 @@ class Fp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        output_heads.refuse_token_map(layer, self.prefix)
         self.dtype, self.columns = params_dtype, input_size_per_partition
         self.linear.declare(
             layer,
@@ -60,6 +61,7 @@ class Fp8LinearMethod(LinearMethodBase):
         self.config.report()
         self.linear.finish(layer)
         self.codes = hide_codes(layer)
+        output_heads.share(layer)
         warm_up(layer, self)
 
     def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

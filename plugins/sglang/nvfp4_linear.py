@@ -9,6 +9,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 
 from llm_quant_rocm.checkpoint.nvfp4_layers import NvFp4Linear
+from llm_quant_rocm_sglang import output_heads
 from llm_quant_rocm_sglang.engine_layers import (
     ENGINE,
     batch_invariant,
@@ -47,6 +48,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        output_heads.refuse_token_map(layer, self.prefix)
         self.dtype, self.columns = params_dtype, input_size_per_partition
         self.linear.declare(
             layer,
@@ -72,6 +74,7 @@ class NvFp4LinearMethod(LinearMethodBase):
         if not self.is_absorbed:
             self.linear.finish(layer)
             hide_codes(layer)
+            output_heads.share(layer)
             warm_up(layer, self)
         elif not self.is_decoded:
             self.decode(layer)

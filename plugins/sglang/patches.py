@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_quant_rocm.comm.policy import Settings
-from llm_quant_rocm_sglang import communicator, fusion, model_loaders, nvfp4, processes, ptpc_fp8
+from llm_quant_rocm_sglang import communicator, fusion, model_loaders, nvfp4, output_heads, processes, ptpc_fp8
 
 logger = logging.getLogger("llm_quant_rocm")
 
@@ -75,6 +75,14 @@ PATCHES = (
         why="The first one's model joins tensors of q_a_proj and kv_a_proj_with_mqa, and scalars have no dimension for "
         "it; the second one's reorders rows of q and k of 16-bit weights alone. Checked on 0.5.17, 0.5.21, 0.5.23. Can "
         "go when they know quantized ones.",
+    ),
+    Patch(
+        target="sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        parameters=("self", "hidden_states", "lm_head"),
+        hook=output_heads.logits,
+        purpose="draft models of speculative decoding that take a quantized lm_head from their target",
+        why="SGLang gives them its weight alone, and only a few models' drafts the layer. Checked on 0.5.17, 0.5.21, "
+        "0.5.23. Can go when all drafts get the layer.",
     ),
     Patch(
         target="sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer",
