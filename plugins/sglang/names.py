@@ -4,8 +4,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# What SGLang calls the layer of a draft model (MTP), and what the checkpoint, in whose lists it stands; {} is how many
-# layers come before it. Models whose names end so:
+# What SGLang calls the layer of a draft model (MTP, EAGLE), and what the checkpoint, in whose lists it stands; {} is
+# how many layers come before it. Models whose names end so:
 _DRAFT = "NextN", ("model.decoder.", "model.layers.{}.")
 # And others:
 _DRAFTS = {
@@ -13,6 +13,7 @@ _DRAFTS = {
         ("ExaoneMoEForCausalLMMTP", "Qwen3MoeForCausalLMMTP", "Qwen3NextForCausalLMMTP"),
         ("model.layers.0.", "mtp.layers.0."),
     ),
+    **dict.fromkeys(("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"), ("model.", "")),
     "DeepseekV4ForCausalLMNextN": ("model.decoder.", "mtp.0."),
     "Ernie4_5_MoeForCausalLMMTP": ("model.mtp_block.", "model.mtp_block.0."),
     "GlmOcrForConditionalGenerationNextN": ("model.decoder.", "model.language_model.layers.{}."),
@@ -33,6 +34,8 @@ class Names:
 
     def __init__(self, model: Any = None) -> None:
         self.architecture = "" if model is None else str(model.architectures[0])
+        # Whether it is a draft model that reads no output head, but takes its target's.
+        self.is_headless = self.architecture.endswith("Eagle")
         # What SGLang rewrites the checkpoint's names in lists by.
         self.mapper: Any = None
         self.draft: tuple[str, str] | None = None

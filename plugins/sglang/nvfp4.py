@@ -167,7 +167,7 @@ class NvFp4Config(QuantizationConfig):
 
         if isinstance(layer, ParallelLMHead):
             prefix = prefix.removeprefix(".") or "lm_head"  # some models (Solar, HunYuan, Ling's) give theirs no name
-            if prefix.endswith("shared_head.head"):  # a draft's (MTP): it is the target's
+            if prefix.endswith("shared_head.head") or self.names.is_headless:  # a draft's: it is the target's
                 return None
         else:
             prefix = self.names.in_checkpoint(prefix)

@@ -510,9 +510,12 @@ def test_experts_take_no_adapters(kind: type) -> None:
 
 
 def test_a_draft_shares_the_output_head_of_its_target() -> None:
-    """As MTP of DeepSeek and GLM does: SGLang puts the target's there when the draft is loaded."""
+    """As MTP of DeepSeek and GLM, and EAGLE, do: SGLang puts the target's there when the draft is loaded."""
     config = NvFp4Config.from_config(_W4A16 | {"ignore": ["lm_head", "model.layers.61*"]})
     assert config.get_quant_method(object.__new__(ParallelLMHead), "model.shared_head.head") is None
+    facts = SimpleNamespace(architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1)
+    config = NvFp4Config.from_config(_W4A16 | {"ignore": ["layers.0.mlp.down_proj"], "hf_config": facts})
+    assert config.get_quant_method(object.__new__(ParallelLMHead), "lm_head") is None
 
 
 @pytest.mark.parametrize(
@@ -539,6 +542,8 @@ def test_a_draft_shares_the_output_head_of_its_target() -> None:
         ("DeepseekV4ForCausalLMNextN", "model.decoder.mlp", "mtp.0"),
         ("GlmOcrForConditionalGenerationNextN", "model.decoder.mlp", "model.language_model.layers.61"),
         ("IQuestQ1MTP", "model.mtp_layer.mtp_model_layer.mlp", "mtp.mtp_model_layer"),
+        ("LlamaForCausalLMEagle", "model.layers.0.mlp", "layers.0"),
+        ("Qwen2ForCausalLMEagle", "model.layers.0.mlp", "layers.0"),
         ("Qwen3NextForCausalLM", "model.layers.0.mlp", "model.layers.0"),
     ],
 )
