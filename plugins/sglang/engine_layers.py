@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's classes of layers and parameters, for the library's loaders of checkpoint tensors; its groups."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
@@ -74,6 +76,9 @@ _TENSOR_FORMATS = {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "m
 _STORED = ("presharded", "sharded_state")
 # A loaded model's parameters, from another server: SGLang prepares no layer for them.
 _OF_A_SERVER = ("remote_instance",)
+
+# Whether the model that is being loaded is a draft.
+_loads_draft = ContextVar("loads_draft", default=False)
 
 # What SGLang makes one layer of, MLA's first.
 JOINED = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -175,13 +180,26 @@ def server_arguments() -> Any:
     return resolved_view(get_server_args())
 
 
+@contextmanager
+def loading(runner: Any) -> Iterator[None]:
+    """While the model of SGLang's `runner` is loaded."""
+    token = _loads_draft.set(runner.is_draft_worker)
+    try:
+        yield
+    finally:
+        _loads_draft.reset(token)
+
+
 def cache_method(method: BaseKVCacheMethod, prefix: str, algorithm: str | None) -> BaseKVCacheMethod | None:
     """`method` for the attention layer `prefix`, which refuses broken scales of its cache; None where the cache is in
     16 bits. To that SGLang does not apply the scales when it writes, and some of its kernels do when they read.
 
     `algorithm` is what the checkpoint says of the cache, in ModelOpt's words, by which SGLang goes unless it is told
-    (--kv-cache-dtype)."""
-    chosen = server_arguments().kv_cache_dtype
+    (--kv-cache-dtype, and of a draft --speculative-draft-kv-cache-dtype)."""
+    arguments = server_arguments()
+    chosen = arguments.kv_cache_dtype
+    if _loads_draft.get():
+        chosen = getattr(arguments, "speculative_draft_kv_cache_dtype", None) or chosen  # 0.5.17 has one for both
     if chosen in ("bf16", "bfloat16") or (chosen == "auto" and str(algorithm).upper() != "FP8"):
         return None
     return refusing_broken_scales(method, prefix, default_weight_loader)

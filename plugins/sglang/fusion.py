@@ -41,7 +41,7 @@ from llm_quant_rocm.formats.norm_quant import Quantization
 from llm_quant_rocm.formats.nvfp4 import BLOCK
 from llm_quant_rocm.ops.reduce_norm_quant import MAX_COLUMNS
 from llm_quant_rocm_sglang import communicator
-from llm_quant_rocm_sglang.engine_layers import server_arguments
+from llm_quant_rocm_sglang.engine_layers import loading, server_arguments
 
 _HALF = (torch.bfloat16, torch.float16)
 # Where a norm's result keeps what FP8 layers want to know of it.
@@ -164,7 +164,8 @@ def _mark(result: Any, norm: FusedNorm, codes: torch.Tensor | None = None, scale
 
 def load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """`ModelRunner.load_model`, behind which the model's norms are ours where one of its layers is."""
-    result = original(runner, *args, **kwargs)
+    with loading(runner):
+        result = original(runner, *args, **kwargs)
     install(runner.model)
     return result
 

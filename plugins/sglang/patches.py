@@ -120,9 +120,10 @@ PATCHES = (
         target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         parameters=("self",),
         hook=fusion.load_model,
-        purpose="norms fused with the quantization and the all-reduce around them",
-        why="A quantization method sees its own layers alone, and norms are none of them. Checked on 0.5.17, 0.5.21, "
-        "0.5.23. Can go when SGLang lets a method quantize in the norm before its layer, as it does for static scales.",
+        purpose="norms fused with the quantization and the all-reduce around them, and a draft's own KV cache dtype",
+        why="A quantization method sees its own layers alone, norms are none of them, and it is not told whether they "
+        "are a draft's. Checked on 0.5.17, 0.5.21, 0.5.23. Can go when SGLang says so, and lets a method quantize in "
+        "the norm before its layer, as it does for static scales.",
     ),
     Patch(
         target="sglang.srt.layers.layer_boundary.residual.add_norm.flashinfer_ar_fusion_applies",

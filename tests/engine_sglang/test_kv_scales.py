@@ -95,6 +95,24 @@ def test_a_cache_in_16_bits_has_no_scales(kind: str, cache: SimpleNamespace) -> 
         assert isinstance(method(kind), BaseKVCacheMethod)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("target", "draft", "has_scales"),
+    [
+        ("fp8_e4m3", "bf16", False),
+        ("bfloat16", "fp8_e4m3", True),
+        ("fp8_e4m3", None, True),
+        ("bfloat16", None, False),
+    ],
+)
+def test_a_drafts_cache(target: str, draft: str | None, has_scales: bool, kind: str, cache: SimpleNamespace) -> None:
+    """It may be of another dtype than its target's; we asked for the target's."""
+    cache.kv_cache_dtype, cache.speculative_draft_kv_cache_dtype = target, draft
+    with engine_layers.loading(SimpleNamespace(is_draft_worker=True)):
+        assert (method(kind) is not None) is has_scales
+    assert (method(kind) is not None) is (target == "fp8_e4m3")
+
+
 def test_scales_of_a_cache_that_sglang_keeps_in_16_bits(cache: SimpleNamespace) -> None:
     """It knows FP8 of what a checkpoint may ask for."""
     config = NvFp4Config.from_config({**FLAT, "kv_cache_quant_algo": "NVFP4"})
