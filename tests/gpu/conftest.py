@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the GPU tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Before CUDA begins: streams that share a queue would wait for each other where they must run at once.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @pytest.fixture
