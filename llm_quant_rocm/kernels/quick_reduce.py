@@ -64,9 +64,15 @@ from llm_quant_rocm.kernels.sizes import cdiv, next_power_of_2
 # their first number again within days, and a flag that is that old, of a tile that only large messages have, looks new.
 CALL, DONE, LOST = (tl.constexpr(word) for word in (0, 2, 3))
 STATE_WORDS = 4
+# AMD: the int64 at CALL, and that of DONE and LOST.
+READ_STATE = tl.constexpr("s_load_dwordx2 $0, $2, 0\ns_load_dwordx2 $1, $2, 8\ns_waitcnt lgkmcnt(0)")
 FLAG_BYTES = tl.constexpr(8)
 PHASES, PARITIES = 2, 2
 SLOTS = tl.constexpr(4)
+# A pointer to an int64 that no kernel changes, as LLVM's AMD backend knows it. Triton 3.6 numbers kinds of memory.
+CONSTANT = tl.constexpr(
+    tl.pointer_type(tl.int64, "constant" if tl.pointer_type(tl.int64).address_space == "global" else 4)
+)
 # Not Triton's own: SGLang puts a function of the host in its place.
 _power_of_2 = triton.constexpr_function(next_power_of_2)
 
@@ -410,21 +416,16 @@ def address(peers_ptr, rank):
     """The region of a rank, on AMD in scalar registers.
 
     A store to an address in vector registers is a loop over those that its lanes may have, of 12 instructions for one.
-    By itself LLVM has scalar registers only for what is loaded before all that may write to memory. The mode that
-    Triton sets first where a kernel converts to FP8 counts as that, and so does another branch that LLVM puts before.
+    By itself LLVM has scalar registers only for what is loaded before all that may write to memory: another branch that
+    it puts before counts as that, and so does the mode that Triton sets first where a kernel converts to FP8. What is
+    said to be constant is loaded by scalar instructions anywhere, which wait for no store either.
     """
-    found = tl.load(peers_ptr + rank)
     if tl.target_info.is_hip():
-        return of_first_lane(found)
+        # By integers, as Triton 3.9 drops a cast between kinds of pointers.
+        place = peers_ptr.to(tl.int64, bitcast=True) + tl.cast(rank, tl.int64) * 8
+        return tl.load(place.to(CONSTANT, bitcast=True))
     else:
-        return found
-
-
-@tl.core.extern
-def of_first_lane(value, _semantic=None):
-    """AMD: an int64 that all lanes have, in scalar registers."""
-    symbols = {(tl.int64,): ("llvm.amdgcn.readfirstlane.i64", tl.int64)}
-    return tl.core.extern_elementwise("", "", [value], symbols, is_pure=True, _semantic=_semantic)
+        return tl.load(peers_ptr + rank)
 
 
 @triton.jit
@@ -432,11 +433,8 @@ def send(
     to, peers_ptr, rank, at, offset, parts, LOW: tl.constexpr, HIGH: tl.constexpr, GROUPS: tl.constexpr,
     WORLD: tl.constexpr
 ):  # fmt: skip
-    """Stores a buffer in the regions of all ranks, whose addresses are `to` where these were loaded before.
-
-    On AMD they must be: an address that is loaded between stores arrives after these have, which takes a way over the
-    link for each rank.
-    """
+    """Stores a buffer in the regions of all ranks, whose addresses are `to` where these were loaded before, as on AMD:
+    there they are in scalar registers, and no store waits for the next one's."""
     if to is None:
         for step in range(WORLD):
             buffer = address(peers_ptr, (rank + 1 + step) % WORLD) + at + offset
@@ -467,8 +465,18 @@ def flags(PHASE: tl.constexpr, tile, phase_bytes, max_tiles, WORLD: tl.constexpr
 @triton.jit
 def begin_call(state_ptr, max_spins):
     """This call's number, and how often a flag may be looked at: -1 once a rank is lost."""
-    lost = tl.load(state_ptr + LOST) != 0
-    return tl.load(call_pointer(state_ptr)) + 1, tl.where(lost, -1, max_spins)
+    if tl.target_info.is_hip():
+        # Both at once: LLVM loads each by vector instructions where a branch needs it, and waits there. The call stores
+        # another number when all have read this one, so LLVM must not read it again, as it may what is constant.
+        at = state_ptr.to(tl.int64, bitcast=True)
+        last, done_and_lost = tl.inline_asm_elementwise(
+            READ_STATE, "=&s,=&s,s", [at], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
+        )
+        lost = done_and_lost >> 32 != 0
+    else:
+        lost = tl.load(state_ptr + LOST) != 0
+        last = tl.load(call_pointer(state_ptr))
+    return last + 1, tl.where(lost, -1, max_spins)
 
 
 @triton.jit

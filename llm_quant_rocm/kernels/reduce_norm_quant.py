@@ -343,11 +343,12 @@ def reduce_norm_lamport_kernel(
     """Either shot of few exact rows, one for each program."""
     if PDL:
         programmatic_launch()
-    call, patience = begin_call(state_ptr, max_spins)
     row = tl.program_id(0).to(tl.int64)
     if row < rows:
         owner = tl.program_id(0) % WORLD
+        # Asked for before the state, which AMD's GPUs wait for at once.
         x = load_chunks(x_ptr + row * x_stride, COLUMNS, BLOCK, 0)
+        call, patience = begin_call(state_ptr, max_spins)
         mine = address(peers_ptr, rank)
         to = addresses(peers_ptr, rank, WORLD) if SHOTS == 1 else (address(peers_ptr, owner),)
         words = ()
@@ -391,6 +392,7 @@ def reduce_norm_lamport_kernel(
     else:
         if LAYOUT != LINEAR:
             pad_scales(scales_ptr, row, LAYOUT, COLUMNS, BLOCK)
+        call, patience = begin_call(state_ptr, max_spins)
         end_call(state_ptr, call)
 
 

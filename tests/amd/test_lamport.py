@@ -135,14 +135,15 @@ def compiled(arch: str, defect: str | None, by: str | None) -> str:
     return gpu.launches[-1].assembly
 
 
-# Of three ranks and one block: what is sent, the look, and the zeros.
-SENDS = """
+# Of three ranks and one block: the row and the state, what is sent, the look, and the zeros.
+ROW = "\tbuffer_load_dwordx4 v[2:5], v1, s[16:19], 0 offen\n"
+STATE = "\ts_load_dwordx2 s[20:21], s[2:3], 0\n\ts_load_dwordx2 s[22:23], s[2:3], 8\n\ts_waitcnt lgkmcnt(0)\n"
+STORES = """
 	buffer_store_dwordx4 v[2:5], v1, s[4:7], 0 offen sc0 sc1
 	buffer_store_dwordx4 v[2:5], v1, s[8:11], 0 offen sc0 sc1
 	buffer_store_dwordx4 v[2:5], v1, s[12:15], 0 offen sc0 sc1
-	s_barrier
-	global_atomic_add v0, v0, v6, s[2:3] sc0
 """
+SENDS = ROW + STATE + STORES + "\ts_barrier\n\tglobal_atomic_add v0, v0, v6, s[2:3] sc0\n"
 LOOK = """
 	buffer_inv sc0 sc1
 	buffer_load_dwordx4 v[2:5], v1, s[4:7], 0 offen
@@ -150,7 +151,6 @@ LOOK = """
 	buffer_load_dwordx4 v[10:13], v1, s[12:15], 0 offen
 	s_waitcnt vmcnt(0)
 """
-CLEARS = SENDS.partition("\ts_barrier")[0]
 # As it was when zeros were stored before a lost rank was reported: lanes of one address at a time (v_readfirstlane).
 BY_LANES = """
 	buffer_inv sc0 sc1
@@ -184,13 +184,14 @@ INVALIDATE, *LOADS, WAIT = LOOK.strip("\n").splitlines(keepends=True)
         ({"look": LOOK.replace("x4 v[6:9]", "x2 v[6:7]")}, "a look loads "),
         ({"before": SENDS.replace("s[8:11], 0 offen sc0 sc1", "s[8:11], 0 offen")},
          "2 stores before the looks and 5 in all are written through"),
-        ({"after": CLEARS.replace(" sc0 sc1", "")}, "3 stores before the looks and 3 in all are written through"),
+        ({"after": STORES.replace(" sc0 sc1", "")}, "3 stores before the looks and 3 in all are written through"),
         ({"before": SENDS.replace("sc1\n", "sc1\n\ts_waitcnt vmcnt(0)\n")}, "it waits between the stores to ranks"),
         ({"before": SENDS.replace("\ts_barrier\n", "")}, "a call is counted before all waves have read its number"),
+        ({"before": SENDS.replace(ROW + STATE, STATE + ROW)}, "a row is asked for when the state has come, not before"),
     ],
 )  # fmt: skip
 def test_planted_machine_code(planted: dict[str, str], wrong: str | None) -> None:
-    code = assembly(planted.get("look", LOOK), before=planted.get("before", SENDS), after=planted.get("after", CLEARS))
+    code = assembly(planted.get("look", LOOK), before=planted.get("before", SENDS), after=planted.get("after", STORES))
     found = words_in_order(code, "gfx942", {"COLUMNS": 1024, "BLOCK": 1024, "WORLD": 3, "SHOTS": 1})
     assert found == [] if wrong is None else found[0].startswith(wrong)
 

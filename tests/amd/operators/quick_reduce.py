@@ -54,15 +54,27 @@ def stores_awaited(assembly: isa.Assembly, arch: str, constants: Mapping[str, An
 
 
 def addresses_in_lanes(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
-    """Accesses that are loops over the addresses that their lanes may have, though all have the same one: it is not in
-    scalar registers (`quick_reduce.address`)."""
-    return [
+    """Accesses that are loops over the addresses that their lanes may have, though all have the same one, since it is
+    not in scalar registers; and 64-bit words of memory that vector instructions load, as addresses and numbers of calls
+    are, which then wait for the stores before them (`quick_reduce.address`, `quick_reduce.begin_call`). Flags, which
+    Triton 3.6 loads, are no such words."""
+    loops = [
         f"line {instruction.line} is a loop over addresses: {instruction.text}"
         for loop in assembly.loops
         if len(loop.blocks) == 1 and any(i.opcode == "v_readfirstlane_b32" for i in loop.instructions)
         for instruction in loop.instructions
         if instruction.opcode.startswith("buffer_")
     ]
+    return loops + [
+        f"line {instruction.line} loads an address or a call's number into lanes: {instruction.text}"
+        for instruction in assembly.instructions
+        if re.fullmatch(r"(global|flat)_load_dwordx2", instruction.opcode) and not looks_at_a_flag(instruction)
+    ]
+
+
+def looks_at_a_flag(instruction: isa.Instruction) -> bool:
+    """Whether a load passes the caches by."""
+    return re.search(r" (glc|sc1)\b", instruction.text) is not None
 
 
 def wrong_stores(assembly: isa.Assembly, arch: str, constants: Mapping[str, Any]) -> list[str]:
