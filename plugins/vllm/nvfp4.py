@@ -6,6 +6,7 @@ Where vLLM would emulate NVFP4, or refuse it, these checkpoints are served with 
 NVFP4 units of their own are left to vLLM.
 """
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from llm_quant_rocm.checkpoint.nvfp4_kinds import (
 )
 from llm_quant_rocm.environment import switched_on
 from llm_quant_rocm.json_files import understood
+
+logger = logging.getLogger("llm_quant_rocm")
 
 # ModelOpt's own name says nothing about who serves the checkpoint: vLLM too looks further when the user gives it.
 _NO_CHOICE = (None, "modelopt")
@@ -88,6 +91,7 @@ class NvFp4Config(QuantizationConfig):
                 )
             return None
         log_takeover(kind, "vLLM")
+        _keep_cache_in_16_bits(hf_quant_cfg, hf_config)
         return NAME
 
     @classmethod
@@ -181,6 +185,33 @@ def _complete(config: dict[str, Any], hf_config: Any) -> None:
     if layers:
         for described in (config, getattr(hf_config, "quantization_config", {})):
             (modelopt_settings(described) or {})["quantized_layers"] = layers
+
+
+def _keep_cache_in_16_bits(config: dict[str, Any], hf_config: Any) -> None:
+    """Take a KV cache in NVFP4, which vLLM has on NVIDIA's GPUs alone, out of what ModelOpt says of a checkpoint: from
+    `config`, and from the model's `hf_config`, by which vLLM chooses the cache where the user does not."""
+    from vllm.platforms import current_platform
+
+    if modelopt_settings(config) is None or current_platform.is_cuda():
+        return
+    found = False
+    for described in (config, getattr(hf_config, "quantization_config", {})):
+        for part in (described, described.get("quantization")):
+            for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+                if isinstance(part, dict) and _in_nvfp4(part.get(name)):
+                    part[name], found = None, True
+    if found:
+        logger.warning(
+            "The checkpoint asks for a KV cache in NVFP4, which vLLM does not have on this device: it is kept in "
+            "16 bits (--kv-cache-dtype fp8 takes half of that)"
+        )
+
+
+def _in_nvfp4(cache: Any) -> bool:
+    """Whether a description of a KV cache means NVFP4."""
+    if isinstance(cache, dict):
+        return cache.get("num_bits") == 4 and cache.get("type") == "float"
+    return isinstance(cache, str) and cache.upper() == "NVFP4"
 
 
 def _serves_this_device() -> bool:

@@ -4,6 +4,7 @@
 import json
 import re
 import struct
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
 from llm_quant_rocm.checkpoint.files import refuse_broken_files
 from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
@@ -91,6 +93,38 @@ def rotated(*locations: str) -> dict[str, Any]:
 def test_kinds_of_checkpoints(config: dict[str, Any], kind: str | None) -> None:
     assert checkpoint_kind(config) == kind
     assert NvFp4Config.override_quantization_method(config, None) == (kind and "nvfp4_triton")
+
+
+@pytest.mark.parametrize(
+    ("cache", "kept"),
+    [
+        ({"kv_cache_scheme": "NVFP4"}, False),  # ModelOpt 0.47
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "float", "group_size": 16}}, False),
+        ({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}}, False),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, True),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+    ],
+)
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_a_cache_that_is_not_here_is_kept_in_16_bits(
+    cache: dict[str, Any], kept: bool, nvidia: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what ModelOpt's NVFP4_KV_CFG writes; a cache that the user chooses is vLLM's affair."""
+    if nvidia:
+        fake = SimpleNamespace(
+            is_cpu=lambda: False, is_rocm=lambda: False, is_cuda=lambda: True,
+            get_device_capability=lambda: DeviceCapability(9, 0),
+        )  # fmt: skip
+        monkeypatch.setattr("vllm.platforms.current_platform", fake)
+    of_model = SimpleNamespace(quantization_config=FLAT | deepcopy(cache))
+    config = FLAT | deepcopy(cache)
+    assert NvFp4Config.override_quantization_method(config, None, of_model) == "nvfp4_triton"
+    wanted = get_kv_cache_quant_algo_string(FLAT | cache)
+    assert wanted == ("fp8_e4m3" if kept else "nvfp4")
+    for described in (config, of_model.quantization_config):
+        assert get_kv_cache_quant_algo_string(described) == (wanted if kept or nvidia else None)
+    said = [record.message for record in caplog.records if "KV cache in NVFP4" in record.message]
+    assert len(said) == (not kept and not nvidia)
 
 
 @pytest.mark.parametrize("user", ["modelopt_fp4", "modelopt_mixed", "compressed-tensors", "fp8", "ptpc_fp8"])
