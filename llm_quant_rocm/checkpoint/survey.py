@@ -256,6 +256,9 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
     weight = parts.get("weight")
     if weight is None:
         packed = next((parts[part] for part in ("weight_packed", "qweight", "w_q") if part in parts), None)
+        absent = [f"{name}.{codes}" for codes, others in _NVFP4_PARTS.items() if others[-1] in parts]
+        if promised and absent and not packed:
+            faults.append(f"{absent[0]} is missing from the checkpoint, which has its scales: {_FETCH}")
         return Module(name, OTHER, packed.shape, nbytes) if packed else None
     if weight.dtype in _FLOATS:
         return Module(name, weight.dtype, weight.shape, nbytes)

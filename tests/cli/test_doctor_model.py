@@ -551,6 +551,17 @@ def test_a_scale_that_is_missing(tmp_path: Path, part: str) -> None:
     assert what == f"model.layers.1.mlp.up_proj.{part} is missing from the checkpoint"
 
 
+@pytest.mark.parametrize("codes", ["weight", "weight_packed"])
+def test_codes_that_are_missing(tmp_path: Path, codes: str) -> None:
+    layer, config = (modelopt, MODELOPT) if codes == "weight" else (compressed, COMPRESSED)
+    tensors = llama(layer)
+    del tensors[f"model.layers.1.mlp.up_proj.{codes}"]
+    assert fault(write(tmp_path, tensors, config)) == (
+        f"model.layers.1.mlp.up_proj.{codes} is missing from the checkpoint, which has its scales",
+        "fetch or export the checkpoint again",
+    )
+
+
 def test_a_scale_of_the_inputs(tmp_path: Path) -> None:
     """ModelOpt's of AWQ, under whose algorithm's name a description is refused."""
     scales: Tensors = {f"model.layers.{layer}.mlp.down_proj.pre_quant_scale": ("BF16", (28672,)) for layer in (0, 1)}
