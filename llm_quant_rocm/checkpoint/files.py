@@ -19,6 +19,13 @@ BITS = {
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 
+# AWQ's scale of a layer's inputs, and what is wrong with it.
+SCALE_OF_INPUTS = "pre_quant_scale"
+IS_OF_AWQ = (
+    "is in the checkpoint, AWQ's scale of the layer's inputs, which engines do not multiply by it: export the model "
+    "without AWQ"
+)
+
 _MISTRALS = "params.json"
 _CURE = "copy or download the file again"
 # What git leaves in the place of a large file where git-lfs was not there.
@@ -208,6 +215,23 @@ def refuse_twice(files: Mapping[Path, Collection[str]]) -> None:
 def several(names: Sequence[str]) -> str:
     """The first name and how many more there are, with their verb."""
     return f"{names[0]} and {len(names) - 1} more are" if len(names) > 1 else f"{names[0]} is"
+
+
+def refuse_scales_of_inputs(folder: Path) -> None:
+    """Look at the names in the safetensors files of the checkpoint in `folder`, which may not exist.
+
+    Raises:
+        ValueError: AWQ's scale of a layer's inputs is among them, where an engine ends in an AttributeError, or goes on
+            without it.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names: Iterable[str] = read_index(index)
+    else:
+        names = (name for file in sorted(folder.glob("*.safetensors")) for name in read_header(file))
+    found = [name for name in names if name.endswith(f".{SCALE_OF_INPUTS}")]
+    if found:
+        raise ValueError(f"{found[0]} {IS_OF_AWQ}")
 
 
 def read_scalars(folder: Path, endings: tuple[str, ...]) -> dict[str, float]:

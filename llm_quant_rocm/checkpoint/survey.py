@@ -14,6 +14,8 @@ from typing import Any
 from llm_quant_rocm.checkpoint.expert_tensors import one_for_all
 from llm_quant_rocm.checkpoint.files import (
     INDEX,
+    IS_OF_AWQ,
+    SCALE_OF_INPUTS,
     Tensor,
     files_without_index,
     read_config,
@@ -241,11 +243,8 @@ def _module(name: str, parts: dict[str, Tensor], promised: bool, faults: list[st
             faults.append(f"{name}.{absent[0]} is missing from the checkpoint: {_FETCH}")
         if scales and scales.dtype != "F8_E4M3":
             faults.append(f"{name}.weight_scale is {scales.dtype} {OTHER_BLOCK_SCALES}")
-        if "pre_quant_scale" in parts:
-            faults.append(
-                f"{name}.pre_quant_scale is in the checkpoint, AWQ's scale of the layer's inputs, which engines do not "
-                "multiply by it: export the model without AWQ"
-            )
+        if SCALE_OF_INPUTS in parts:
+            faults.append(f"{name}.{SCALE_OF_INPUTS} {IS_OF_AWQ}")
         expected = (*shape[:-1], shape[-1] // BLOCK)
         if scales and scales.shape != expected:
             faults.append(

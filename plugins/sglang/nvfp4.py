@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files
+from llm_quant_rocm.checkpoint.files import read_scalars, refuse_broken_files, refuse_scales_of_inputs
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -74,6 +74,7 @@ def chosen(model_config: Any) -> str | None:
     Options.read(config)
     folder = Path(model_config.model_path)
     refuse_broken_files(folder)
+    refuse_scales_of_inputs(folder)
     _refuse_lost_scales(folder)
     log_takeover(kind, "SGLang")
     return NAME

@@ -15,7 +15,7 @@ import torch
 from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.files import refuse_broken_files, refuse_scales_of_inputs
 from llm_quant_rocm.checkpoint.nvfp4_choice import LayerChoice, log_takeover
 from llm_quant_rocm.checkpoint.nvfp4_kinds import (
     ALIAS,
@@ -113,6 +113,7 @@ class NvFp4Config(QuantizationConfig):
         """Refuse broken files and options that exclude each other; vLLM calls this before it builds the model."""
         super().maybe_update_config(model_name, *args, **kwargs)
         refuse_broken_files(Path(model_name))
+        refuse_scales_of_inputs(Path(model_name))
         if envs.VLLM_BATCH_INVARIANT and self.options.prefill == "fp8":
             raise ValueError(
                 f"{SWITCH}_PREFILL=fp8 chooses between FP8 and exact products by batch size, so it cannot serve with "

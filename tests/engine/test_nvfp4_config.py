@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import get_kv_cache_quant_algo_string
 
-from llm_quant_rocm.checkpoint.files import refuse_broken_files
+from llm_quant_rocm.checkpoint.files import refuse_broken_files, refuse_scales_of_inputs
 from llm_quant_rocm.checkpoint.layer_names import shard_name, shard_numbers
 from llm_quant_rocm.checkpoint.nvfp4_kinds import Options, checkpoint_kind
 from llm_quant_rocm.checkpoint.nvfp4_tensors import refuse_ragged
@@ -494,3 +494,18 @@ def test_files_are_those_of_the_index(tmp_path: Path) -> None:
     index.write_text("{}")
     with pytest.raises(ValueError, match="index.json has no weight_map: download it again"):
         refuse_broken_files(tmp_path)
+
+
+@pytest.mark.parametrize("is_indexed", [False, True], ids=["one file", "indexed"])
+def test_a_scale_of_awq_is_refused(is_indexed: bool, tmp_path: Path) -> None:
+    """vLLM would end in an AttributeError."""
+    refuse_scales_of_inputs(tmp_path / "absent")
+    name, file = "model.layers.1.self_attn.k_proj.pre_quant_scale", tmp_path / "model.safetensors"
+    save_file({"model.layers.1.self_attn.k_proj.weight": torch.zeros(1)}, file)
+    refuse_scales_of_inputs(tmp_path)
+    save_file({name: torch.ones(16)}, file)
+    if is_indexed:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: file.name}}))
+    config = NvFp4Config.from_config(dict(FLAT))
+    with pytest.raises(ValueError, match=f"^{name} is in the checkpoint, AWQ's scale .*: export the model without AWQ"):
+        config.maybe_update_config(str(tmp_path))

@@ -301,6 +301,15 @@ def test_a_truncated_file_is_refused_before_the_model_is_built(
         method(file.parent)
 
 
+def test_a_scale_of_awq_is_refused(nvfp4_moe: nvfp4_checkpoints.Quantized, tmp_path: Path) -> None:
+    """SGLang's models pass over names that they do not know."""
+    model = nvfp4_moe.write_modelopt(tmp_path / "awq")
+    name = "model.layers.0.self_attn.o_proj.pre_quant_scale"
+    save_file({name: torch.ones(64)}, model / "scales.safetensors")
+    with pytest.raises(ValueError, match=f"^{name} is in the checkpoint, AWQ's scale .*: export the model without AWQ"):
+        method(model)
+
+
 @pytest.mark.parametrize("is_indexed", [False, True], ids=["one file", "indexed"])
 @pytest.mark.parametrize("scale", [0.5, 0.25], ids=["one scale", "two scales"])
 @pytest.mark.parametrize("scalar", ["weight_scale_2", "weight_scale"], ids=["NVFP4", "FP8"])
